@@ -145,4 +145,4 @@ class Authenticator:
 
 
 def _caller(kept: Credential, word: str) -> Caller:
-    return Caller(kept.tenant, kept.role, word)
+    return Caller(kept.tenant, kept.role, word, kept.max_priority)

@@ -13,6 +13,8 @@ import msgspec
 from access.config import AccessError
 
 MAX_NAME_CHARS = 128
+HIGHEST_PRIORITY = 100
+"""No request has a higher one, and none a lower one than its negative."""
 Role = Literal["tenant", "monitor"]
 
 
@@ -46,6 +48,8 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     role: Role = "tenant"
     made: str = ""
     """The day on which it was made."""
+    max_priority: int = 0
+    """The highest `priority` of its requests; what asks for more gets this."""
 
 
 class ApiKey(Credential, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -85,6 +89,7 @@ class Caller(msgspec.Struct, frozen=True):
     role: Role | Literal["anyone", "certificate"]
     credential: str = ""
     """A word for logs: a key's id or a certificate's name."""
+    max_priority: int = HIGHEST_PRIORITY
 
     @property
     def is_known(self) -> bool:
@@ -145,6 +150,9 @@ def check_table(table: CredentialTable) -> None:
             raise AccessError(f"a credential is for the tenant {credential.tenant!r}, which is not listed")
         if credential.role == "monitor" and credential.tenant:
             raise AccessError("a credential of the role monitor has no tenant")
+    for credential in (*table.keys, *table.certificates):
+        if not -HIGHEST_PRIORITY <= credential.max_priority <= HIGHEST_PRIORITY:
+            raise AccessError(f"max_priority must lie in -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}")
     for key in table.keys:
         if len(key.sha256) != 64 or not set(key.sha256) <= set("0123456789abcdef"):
             raise AccessError(f"keys: {key.id}: sha256 is no digest")

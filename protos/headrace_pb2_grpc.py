@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class HeadraceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """The metadata `x-headrace-session` of Generate names a conversation, whose requests go to the workers that served it
+    before.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -57,7 +59,9 @@ class HeadraceStub(object):
 
 
 class HeadraceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """The metadata `x-headrace-session` of Generate names a conversation, whose requests go to the workers that served it
+    before.
+    """
 
     def Generate(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -117,7 +121,9 @@ def add_HeadraceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Headrace(object):
-    """Missing associated documentation comment in .proto file."""
+    """The metadata `x-headrace-session` of Generate names a conversation, whose requests go to the workers that served it
+    before.
+    """
 
     @staticmethod
     def Generate(request,

@@ -51,6 +51,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 256
     """Requests that may wait for room; the next one is refused with `retry_after_s`."""
     retry_after_s: float = 1.0
+    deadline_margin: float = 2.0
+    """A request whose caller names a deadline is refused at once if it is predicted to take more than so many times
+    what is left until then; 0: none is."""
+    session_s: float = 1800.0
+    """The time for which a conversation that its client has named goes on where it was, from its last request on."""
     default_max_tokens: int = 512
     default_timeout_s: float = 3600.0
     """The deadline of a request that names none: nothing waits for ever."""

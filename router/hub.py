@@ -136,12 +136,12 @@ class Hub:
 
     # ---- from clients
 
-    def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink, weight: float = 1.0) -> None:
-        """Hand a request of a tenant of `weight` to the core."""
-        self._sinks[record.request] = sink
+    def submit(self, event: events.Submit, sink: Sink) -> None:
+        """Hand a request to the core."""
+        self._sinks[event.record.request] = sink
         begin_s = self._clock()
-        self.journal.submitted(record, begin_s)
-        commands = self.core.handle(events.Submit(record, deadline_s, weight), begin_s)
+        self.journal.submitted(event.record, begin_s)
+        commands = self.core.handle(event, begin_s)
         self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
 
@@ -272,7 +272,9 @@ class Hub:
                     self._observer.hits(command.expected_tokens, stats.prefill_cached_tokens)
                 if sink is not None:
                     sink.completed(command, now)
-            case events.Fail(request, fault, outcome, retry_after_s):
+            case events.Fail(request, fault, outcome, retry_after_s, refusal):
+                if refusal:
+                    self._observer.refused(refusal)
                 if (sink := self._sinks.pop(request, None)) is not None:
                     sink.failed(fault, outcome, retry_after_s, now)
             case events.Poisonous(request, deaths):
@@ -281,6 +283,11 @@ class Hub:
                 log.error(told, deaths, extra={"request": request})
             case events.Ignored(kind):
                 self._observer.dropped(kind)
+            case events.Ejected(worker, why, backoff_s):
+                log.warning("worker %s gets no requests for %.0f s: %s", worker, backoff_s, why)
+                self._observer.ejected(worker, self.roster.role(worker))
+            case events.Readmitted(worker):
+                log.warning("worker %s takes requests again", worker)
             case events.Condemn(verdict):
                 log.warning("worker %s is given up: %s", verdict.name, verdict.why)
                 self._gone(verdict.name, "given_up")

@@ -17,9 +17,11 @@ BLOCK_STATES = ("free", "cached", "active", "reserved", "quarantined")
 SLOT_STATES = ("live", "empty")
 TOKEN_SOURCES = ("computed", "prefix_hit", "recomputed_after_failure")
 SLOS = ("ttft", "itl")
-DECISION_REASONS = ("affinity", "load", "fallback", "pinned")
-"""Why a placement was chosen: a believed prefix hit, the least load, no prefill worker left, bound to where its KV is.
-"""
+DECISION_REASONS = ("affinity", "load", "fallback", "pinned", "session")
+"""Why a placement was chosen: a believed prefix hit, the least load, no prefill worker left, bound to where its KV is,
+the workers that its conversation was on."""
+REFUSALS = ("full", "deadline")
+"""Why a request was not let in: too many wait, or by prediction it would be late."""
 MIGRATION_OUTCOMES = ("ok", "retry", "fallback", "failed", "expired")
 """How an attempt to fetch a prompt's blocks ended: all landed; another attempt with the same peer followed; the decode
 worker computed the prompt itself; the router was asked for another prefill worker; the request had ended before."""

@@ -11,6 +11,7 @@ from telemetry.labels import (
     LOG_LINES,
     LOSSES,
     OUTCOMES,
+    REFUSALS,
     ROLES,
     ROUTER_DROPPED_KINDS,
     SHADOW_COSTS,
@@ -114,6 +115,9 @@ class RouterMetrics(ProcessMetrics):
         self._poisonous = families.counter(
             "requests_poisonous_total", "Requests refused because workers died of them."
         )[()]
+        self._refused = families.counter(
+            "requests_refused_total", "Requests that the line did not take, by why.", why=REFUSALS
+        )
         self._lag = families.histogram(
             "event_loop_lag_seconds", "How late the event loop came round.", buckets.LAG_S
         )[()]
@@ -138,6 +142,9 @@ class RouterMetrics(ProcessMetrics):
         )
         self._losses = families.counter(
             "worker_losses_total", "Workers gone, by how.", peer=(), role=(), how=()
+        )
+        self._ejections = families.counter(
+            "worker_ejections_total", "Workers that got no requests for a while, having failed.", peer=(), role=()
         )
 
     def request(
@@ -205,6 +212,14 @@ class RouterMetrics(ProcessMetrics):
         """Count a request that is refused because workers were lost while they held it."""
         self._poisonous.inc()
 
+    def refused(self, why: str) -> None:
+        """Count a request that the line did not take."""
+        self._refused[why].inc()
+
+    def ejected(self, peer: str, role: str) -> None:
+        """Count a worker that gets no requests for a while."""
+        self._ejections[peer, role].inc()
+
     def lag(self, seconds: float) -> None:
         """Observe how much later than planned the event loop came round."""
         self._lag.observe(seconds)
@@ -212,6 +227,7 @@ class RouterMetrics(ProcessMetrics):
     def expected_worker(self, peer: str, role: str) -> None:
         """Create the counters of a worker whose name was announced."""
         self._lives[peer, role].inc(0)
+        self._ejections[peer, role].inc(0)
         for how in LOSSES:
             self._losses[peer, role, how].inc(0)
 

@@ -17,28 +17,30 @@ import msgspec
 
 from access.config import AccessError
 from access.keys import make_key
-from access.tenants import CertificateName, CredentialTable, Role, Tenant, check_table, parse_table
+from access.tenants import CertificateName, Credential, CredentialTable, Role, Tenant, check_table, parse_table
 from cluster.config import ConfigError
 from cluster.processes.spec import LaunchError
 
 FILE_MODE = 0o600
 
 
-def add_credential(path: Path, tenant: str, certificate: str, limits: dict[str, float | int | str]) -> int:
+def add_credential(
+    path: Path, tenant: str, certificate: str, limits: dict[str, float | int | str], max_priority: int = 0
+) -> int:
     """Make a key of `tenant`, or let `certificate` in as that; without a tenant it is a monitor's. `limits` are set for
-    the tenant, which is made where it is new. Raises ConfigError."""
+    the tenant, which is made where it is new; its requests have at most `max_priority`. Raises ConfigError."""
     today = datetime.now(UTC).date().isoformat()
     role: Role = "tenant" if tenant else "monitor"
     with _changed(path) as table:
         if tenant:
             _limit(table, tenant, limits)
         if certificate:
-            name = CertificateName(name=certificate, tenant=tenant, role=role, made=today)
+            name = CertificateName(name=certificate, tenant=tenant, role=role, made=today, max_priority=max_priority)
             table.certificates.append(name)
             shown, what = "", f"the certificate {certificate}"
         else:
             shown, kept = make_key(tenant, role, today)
-            table.keys.append(kept)
+            table.keys.append(msgspec.structs.replace(kept, max_priority=max_priority))
             what = f"the key {kept.id}"
     print(f"{what} is that of {f'the tenant {tenant}' if tenant else 'a monitor'}, in {path}", file=sys.stderr)
     if shown:
@@ -78,10 +80,14 @@ def list_credentials(path: Path) -> int:
     for name, tenant in sorted(table.tenants.items()):
         print(f"tenant {name}: {_described(tenant)}")
     for key in table.keys:
-        print(f"key {key.id}: {key.tenant or key.role}, made {key.made or 'at an unknown date'}")
+        print(f"key {key.id}: {key.tenant or key.role}, made {key.made or 'at an unknown date'}{_priority(key)}")
     for certificate in table.certificates:
-        print(f"certificate {certificate.name}: {certificate.tenant or certificate.role}")
+        print(f"certificate {certificate.name}: {certificate.tenant or certificate.role}{_priority(certificate)}")
     return 0
+
+
+def _priority(credential: Credential) -> str:
+    return f", priority up to {credential.max_priority}" if credential.max_priority else ""
 
 
 def _limit(table: CredentialTable, tenant: str, limits: dict[str, float | int | str]) -> None:

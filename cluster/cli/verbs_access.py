@@ -26,6 +26,7 @@ def add(verbs: Any) -> None:
     new.add_argument("tenant", nargs="?", default="", help="whose it is; with --monitor nobody's")
     new.add_argument("--monitor", action="store_true", help="it reads /metrics and /sd, and nothing else")
     new.add_argument("--certificate", default="", metavar="NAME", help="a name in a client's certificate, not a key")
+    new.add_argument("--max-priority", type=int, default=0, metavar="N", help="the highest priority it may ask for (0)")
     _limits(new)
     _common(new, _add)
 
@@ -71,9 +72,10 @@ def _add(arguments: argparse.Namespace) -> int:
     limits = _given(arguments)
     if bool(arguments.tenant) == arguments.monitor:
         raise ConfigError("a key is that of a tenant, or of a --monitor")
-    if arguments.monitor and limits:
+    if arguments.monitor and (limits or arguments.max_priority):
         raise ConfigError("a monitor has no limits")
-    return add_credential(_file(arguments), arguments.tenant, arguments.certificate, limits)
+    most = arguments.max_priority
+    return add_credential(_file(arguments), arguments.tenant, arguments.certificate, limits, most)
 
 
 def _limit(arguments: argparse.Namespace) -> int:

@@ -92,6 +92,7 @@ class Handoffs:
     def begin(self, request: Request, now: float) -> list[HandoffResult]:
         """Ask the request's prefill worker for what its lease does not have yet."""
         prefill = request.prefill
+        prefill.was_full = False
         peer = self._peers.get(prefill.worker)
         if peer is None:
             request.move(RequestState.CONNECTING)
@@ -206,6 +207,7 @@ class Handoffs:
         is_late = message.fault.code == "DEADLINE_EXCEEDED"
         if is_late or (message.fault.code in CALLERS_FAULT and request.preempted is None):
             return [Unservable(request, message.fault)]
+        request.prefill.was_full = message.fault.code == "RESOURCE_EXHAUSTED"
         return self._retreat(request, now, elsewhere=True)
 
     def _heed(self, commands: Iterable[TransferCommand], now: float) -> list[HandoffResult]:

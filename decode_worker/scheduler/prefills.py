@@ -186,7 +186,8 @@ class Prefills:
                     # What has landed is kept.
                     request.move(RequestState.ASKING)
                     name, worker = request.record.request, request.prefill.worker.name
-                    rest.append(Tell(request.link, NeedPrefill(name, request.placement, worker)))
+                    asked = NeedPrefill(name, request.placement, worker, request.prefill.was_full)
+                    rest.append(Tell(request.link, asked))
                 case _:
                     rest.append(result)
         return rest

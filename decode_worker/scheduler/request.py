@@ -102,6 +102,8 @@ class PrefillProgress:
     first: FirstToken | None = None
     elsewhere: bool = False
     """The next attempt is to be with another prefill worker."""
+    was_full: bool = False
+    """The latest attempt failed since that worker had no room in its line."""
     abandoned: bool = False
     is_local: bool = False
     """It is, or was, computed here."""

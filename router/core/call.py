@@ -20,6 +20,7 @@ from engine import identity
 from engine.messages import RequestStats
 from engine.types import RequestRecord
 from router.core.registry import Life, ModelKey
+from router.core.sessions import Pin, Session
 
 
 class State(Enum):
@@ -58,8 +59,10 @@ class Call:
     turn: int
     deadline_s: float | None
     state: State = State.WAITING
-    tag: float = 0.0
-    """Its place among those that wait (`router.core.fair_share`); an adopted one's is before all others."""
+    session: Session | None = None
+    """The conversation that it goes on with, where its client has named one."""
+    pin: Pin | None = None
+    """The workers that served this conversation before, as it was last offered."""
     placement: int = 0
     highest: int = 0
     """The highest placement that some worker may know of it, besides `placement`."""

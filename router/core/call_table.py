@@ -5,6 +5,7 @@ is kept beside them.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterator
 
 from engine.messages import Release
@@ -12,6 +13,7 @@ from engine.types import RequestId, RequestRecord
 from router.core.call import Call, State
 from router.core.cluster_view import ClusterView
 from router.core.events import Command, Ending, TellWorker
+from router.core.fair_share import FairShare
 from router.core.registry import WorkerEntry
 
 MIN_DEADLINES = 1024
@@ -22,13 +24,16 @@ class CallTable:
     """The router core owns it. Samples of one prompt are a group: each is placed beside another one, if it can be."""
 
     # Mutable state: the calls by request, those that wait, those of each group by sample index, and the last turn
-    # given; (deadline, turn, request) of calls that have one, and calls that were asked to move or have moved. Of these
-    # two, entries that are over are dropped when they are met.
+    # given; (deadline, turn, request) of calls that have one, what was offered, oldest first, and calls that were asked
+    # to move or have moved. Of these three, entries that are over are dropped when they are met. And what the requests
+    # cost their tenants.
 
     def __init__(self, view: ClusterView) -> None:
         self.calls: dict[RequestId, Call] = {}
         self.waiting: dict[RequestId, Call] = {}
+        self.share = FairShare()
         self._deadlines: list[tuple[float, int, RequestId]] = []
+        self._offers: deque[tuple[float, Call, int]] = deque()
         self._moving: dict[RequestId, Call] = {}
         self._view = view
         self._groups: dict[str, dict[int, Call]] = {}
@@ -79,6 +84,22 @@ class CallTable:
         call = self.calls.get(entry[2])
         return call is not None and call.turn == entry[1]
 
+    def offered(self, call: Call, now: float) -> None:
+        """Note that `call` was offered to a worker."""
+        self._offers.append((now, call, call.placement))
+
+    def unanswered(self, until_s: float) -> list[Call]:
+        """Return the calls whose offer of `until_s` or earlier has had no answer, each once, oldest first."""
+        silent = []
+        while self._offers and self._offers[0][0] <= until_s:
+            _, call, placement = self._offers.popleft()
+            if call.state is State.OFFERED and call.placement == placement and self._holds(call):
+                silent.append(call)
+        return silent
+
+    def _holds(self, call: Call) -> bool:
+        return self.calls.get(call.record.request) is call
+
     def moves(self, call: Call) -> None:
         """Note that `call` was asked to leave its worker, or that a worker which it has left keeps its KV."""
         self._moving[call.record.request] = call
@@ -93,8 +114,7 @@ class CallTable:
         return sorted(found.values(), key=lambda call: call.turn)
 
     def _still_moves(self, call: Call) -> bool:
-        is_open = self.calls.get(call.record.request) is call
-        return is_open and (call.yielding or call.source is not None)
+        return self._holds(call) and (call.yielding or call.source is not None)
 
     def hosts(self, call: Call) -> Iterator[Call]:
         """Other samples of the prompt of `call`, which waits, that a decode worker has, or is offered: the first one of
@@ -122,6 +142,7 @@ class CallTable:
             del group[record.sample_index]
             if not group:
                 del self._groups[record.group]
+        self.share.left(record.request)
         self._view.release(call)
         self.release(call, out)
         if end is not None:

@@ -36,10 +36,12 @@ from engine.messages import (
 )
 from engine.types import FinishReason, RequestId
 from router.config import RouterConfig
+from router.core.admission import DeadlineGate
 from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
 from router.core.decisions import make_placer
+from router.core.ejection import WORKERS_FAULT
 from router.core.endings import DEADLINE, LEFT, RESUMED_ELSEWHERE, complete, ending
 from router.core.escalation import FailureDetector, Verdict
 from router.core.events import (
@@ -51,12 +53,14 @@ from router.core.events import (
     Condemn,
     Connected,
     Deliver,
+    Ejected,
     Event,
     Fail,
     GivenOver,
     Ignored,
     Lost,
     Moved,
+    Readmitted,
     StopFound,
     Submit,
     TellWorker,
@@ -69,14 +73,16 @@ from router.core.leaving.moves import due_moves, together
 from router.core.losses import Losses, poisonous
 from router.core.policy import RoutingPolicy
 from router.core.recovery import poisoned
+from router.core.registry import Life
+from router.core.sessions import Pin, Sessions
 from router.core.waiting_queue import WaitingQueue
 
 
 class Router:
     """Only `handle` changes it; the router's event loop owns it."""
 
-    # Mutable state: the calls, the queue, the view of the workers, losses, verdicts, adoptions, and since when there
-    # has been no decode worker.
+    # Mutable state: the calls, the queue, the view of the workers, losses, verdicts, adoptions, sessions, how long
+    # answers are, and since when there has been no decode worker.
 
     def __init__(
         self, config: RouterConfig, policy: RoutingPolicy, stop_ids: frozenset[int] = frozenset(), life: int = 0
@@ -91,7 +97,9 @@ class Router:
         self._calls = table.calls
         self._placer = make_placer(policy, view.registry, view.index, config.local_prefill)
         self._adoptions = Adoptions(config.settle_s, table, view, life)
-        self._queue = WaitingQueue(table, view, self._placer, self._adoptions)
+        self._sessions = Sessions(config.session_s)
+        self._queue = WaitingQueue(table, view, self._placer, self._adoptions, self._sessions)
+        self._admission = DeadlineGate(config, self._placer, self._queue)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
         self._detector = FailureDetector(view.registry, config.escalate_s, config.worker_hung_s)
 
@@ -176,11 +184,19 @@ class Router:
             return
         self._losses.budget.arrived()
         call = self._table.open(event.record, event.deadline_s)
-        self._queue.enter(call, event.weight)
+        refusal = self._admission.refusal(call, event, now)
+        if refusal is not None:
+            self._table.forget(call, out, refusal)
+            return
+        self._queue.enter(call, event.tenant, event.weight, event.session)
         self._queue.advance(now, out)
-        if call.state is State.WAITING and self.waiting > self._config.max_waiting:
-            full = Fault("RESOURCE_EXHAUSTED", f"{self._config.max_waiting} requests wait already; try later")
-            self._table.forget(call, out, Fail(request, full, FinishReason.REJECTED, self._config.retry_after_s))
+        most = self._config.max_waiting
+        if call.state is State.WAITING and self.waiting > most:
+            last = self._queue.last()
+            full = Fault("RESOURCE_EXHAUSTED", f"{most} requests wait already; try later")
+            after_s = self._config.retry_after_s
+            end = Fail(last.record.request, full, FinishReason.REJECTED, after_s, "full")
+            self._table.forget(last, out, end)
 
     # ---- what workers say
 
@@ -221,7 +237,7 @@ class Router:
             return
         match record:
             case Accepted():
-                self._accepted(call, record, out)
+                self._accepted(call, record, now, out)
             case Refused():
                 self._refused(call, now, out)
             case NeedPrefill():
@@ -235,12 +251,17 @@ class Router:
             case Ended():
                 self._ended(call, record, now, out)
 
-    def _accepted(self, call: Call, record: Accepted, out: list[Command]) -> None:
+    def _accepted(self, call: Call, record: Accepted, now: float, out: list[Command]) -> None:
         self.registry.accepted(call.decode, record.request)
         self.registry.accepted(call.prefill, record.request)
+        # What a prefill worker computes is known when it has ended; who was placed before pays no more.
+        is_known = not call.prefill and call.cached_tokens_bound is None and call.state is State.OFFERED
+        self._table.share.began(record.request, len(call.record.tokens) - record.cached_tokens if is_known else None)
         if call.state is State.OFFERED:
             self._table.move(call, State.RUNNING)
             self._view.accepted(call, record)
+            if call.decode_life is not None:
+                self._sessions.note(call.session, Pin(call.prefill_life, call.decode_life), now)
             out.append(Begin(record.request))
         elif call.state is not State.CLOSING:
             out.append(Ignored("duplicate", 0))
@@ -268,6 +289,8 @@ class Router:
             call.failed_prefills.add(failed)
             if not self.registry.is_connected(failed) and not self.registry.was_leaving(failed):
                 self._losses.blame(call, failed, now)
+            elif not record.was_full and failed != call.source and not self.registry.was_leaving(failed):
+                self._failed(failed, f"{call.decode} did not get a prompt from it", now, out)
             if failed == call.source:
                 self._table.release(call, out)
         fault = poisoned(call)
@@ -293,6 +316,7 @@ class Router:
         ):
             return []
         call.emitted.extend(record.ids)
+        self._table.share.wrote(record.request, len(record.ids))
         return record.ids
 
     def _tokens(self, call: Call, record: Tokens, now: float, out: list[Command]) -> None:
@@ -308,7 +332,10 @@ class Router:
             out.append(Ignored("duplicate", min(known, len(record.ids))))
         fresh = record.ids[known:]
         if fresh:
+            if not call.emitted and call.prefill_life is not None:
+                self._succeeded(call.prefill_life, now, out)
             call.emitted.extend(fresh)
+            self._table.share.wrote(record.request, len(fresh))
             out.append(Deliver(record.request, fresh))
             if call.source is not None:
                 self._table.release(call, out)
@@ -316,9 +343,16 @@ class Router:
 
     def _ended(self, call: Call, record: Ended, now: float, out: list[Command]) -> None:
         end = None if call.state is State.CLOSING else ending(call, record)
+        if isinstance(end, Complete):
+            self._paid(call, end)
         self._table.forget(call, out, end)
         if isinstance(end, Complete):
             self._view.ended(call, record.stats)
+            for life in (call.decode_life, call.prefill_life):
+                if life is not None:
+                    self._succeeded(life, now, out)
+        elif isinstance(end, Fail) and end.fault.code in WORKERS_FAULT and call.decode_life is not None:
+            self._failed(call.decode_life, f"it ended a request with {end.fault.code}", now, out)
         self._queue.advance(now, out)
 
     def _taken(self, call: Call, now: float, out: list[Command]) -> None:
@@ -330,6 +364,25 @@ class Router:
             out.append(GivenOver(call.record))
         self._table.forget(call, out, end)
         self._queue.advance(now, out)
+
+    def _paid(self, call: Call, end: Complete) -> None:
+        """Put right what its tenant is charged for a request that has ended well, unless it was placed twice."""
+        self._admission.answered(end.stats.output_tokens)
+        if call.cached_tokens_bound is not None:
+            return
+        self._table.share.began(call.record.request, call.record.prompt_tokens - end.stats.prefill_cached_tokens)
+        self._table.share.wrote(call.record.request, end.stats.output_tokens - len(call.emitted))
+
+    # ---- workers that fail
+
+    def _failed(self, life: Life, why: str, now: float, out: list[Command]) -> None:
+        backoff_s = self.registry.failed(life, now)
+        if backoff_s is not None:
+            out.append(Ejected(life[0], why, backoff_s))
+
+    def _succeeded(self, life: Life, now: float, out: list[Command]) -> None:
+        if self.registry.ejections.succeeded(life, now):
+            out.append(Readmitted(life[0]))
 
     # ---- workers that leave
 
@@ -397,6 +450,9 @@ class Router:
 
     def _tick(self, now: float, out: list[Command]) -> None:
         self._losses.give_up(self._detector.look(now), now, out)
+        for call in self._table.unanswered(now - self._config.worker_silent_s):
+            if call.decode_life is not None:
+                self._failed(call.decode_life, "it left an offer unanswered", now, out)
         for call in self._table.overdue(now):  # all of them, before the queue moves up
             self._close(call.record.request, FinishReason.DEADLINE, out)
         if self.registry.live("decode", now):

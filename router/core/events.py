@@ -13,14 +13,20 @@ from engine.messages import (
 )
 from engine.types import Beam, FinishReason, Incarnation, RequestId, RequestRecord
 from router.core.escalation import Verdict
+from router.core.sessions import Session
 
 
 class Submit(msgspec.Struct, frozen=True):
-    """A validated request arrived. `deadline_s` is on the router's clock, `weight` its tenant's."""
+    """A validated request arrived. `deadline_s` is on the router's clock, `weight` is that of `tenant`, and `session`
+    the conversation that its client has named. `least_tokens`: how many tokens its answer has at the least, where the
+    caller has named the deadline, and what cannot meet it is refused; None where the deadline is the router's own."""
 
     record: RequestRecord
     deadline_s: float | None = None
     weight: float = 1.0
+    tenant: str = ""
+    session: Session | None = None
+    least_tokens: int | None = None
 
 
 class WorkersNamed(msgspec.Struct, frozen=True):
@@ -149,12 +155,14 @@ class Complete(msgspec.Struct, frozen=True):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """A request ended badly; `outcome` is its label in the metrics."""
+    """A request ended badly; `outcome` is its label in the metrics. `refusal`: why it was not let in, "full" or
+    "deadline"; empty for any other end."""
 
     request: RequestId
     fault: Fault
     outcome: FinishReason
     retry_after_s: float | None = None
+    refusal: str = ""
 
 
 class Ignored(msgspec.Struct, frozen=True):
@@ -162,6 +170,20 @@ class Ignored(msgspec.Struct, frozen=True):
 
     kind: str
     tokens: int
+
+
+class Ejected(msgspec.Struct, frozen=True):
+    """A worker has failed too often: it gets no request for so many seconds, and then one to try it."""
+
+    worker: str
+    why: str
+    backoff_s: float
+
+
+class Readmitted(msgspec.Struct, frozen=True):
+    """A worker that was ejected has ended a request well: it is taken as any other."""
+
+    worker: str
 
 
 class Condemn(msgspec.Struct, frozen=True):
@@ -172,4 +194,8 @@ class Condemn(msgspec.Struct, frozen=True):
 
 Ending = Complete | Fail
 """The end of a request for its client: one of them, once."""
-Command = TellWorker | Begin | Adopt | GivenOver | DecodeLost | Moved | Poisonous | Deliver | Ending | Ignored | Condemn
+Judgement = Ejected | Readmitted | Condemn
+"""What is decided about a worker."""
+Told = Adopt | GivenOver | DecodeLost | Moved | Poisonous | Deliver
+"""What becomes of a request while it lasts."""
+Command = TellWorker | Begin | Told | Ending | Ignored | Judgement

@@ -1,38 +1,239 @@
-"""Orders the requests of several tenants that wait, so that each gets its share of tokens by weight.
+"""Shares the line among tenants by what their requests really cost, and says whose is next. Pure.
 
-Start-time fair queueing (P. Goyal, H. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996): a request's tag is
-where its tenant's last one ends, or the tag of what is being served, whichever is later; it ends its tokens / weight
-further on. The lowest tag is served first. One tenant's requests keep the order in which they came, and one that has
-asked for nothing meanwhile saves nothing up. Pure.
+A tenant's account counts tokens / weight: those of its prompts that no worker had cached, and OUTPUT_WEIGHT for each
+token of its answers (Y. Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A prompt is charged by
+estimate when it is offered, and the charge is put right by what its worker reports; answers are charged as they come.
+The tenant that has had the least is next. A tenant that comes back begins where those that wait are: by asking for
+nothing, nothing is saved up.
+
+Tenants within QUANTUM of the least one are as good as equal: of their next requests, the one with the longest cached
+beginning goes first (S. Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025), so that a prefix is used
+while it is there. Two bounds keep this from starving anybody:
+
+- the least tenant's next request is passed by at most MOST_PASSED hotter ones, until it is served;
+- whoever is served before the least tenant has had at most QUANTUM more than it.
+
+Of one tenant's requests the highest priority goes first, then the oldest; but every OLDEST_EVERY-th turn is its oldest
+request's, so that one with k older ones is served within OLDEST_EVERY · (k + 1) of its tenant's turns.
 """
 
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from math import ceil
+
+from engine.types import RequestId
+
+OUTPUT_WEIGHT = 2.0
+"""What a token of an answer costs beside one of a prompt."""
+QUANTUM = 1024.0
+"""Tokens / weight by which two tenants may differ and be as good as equal."""
+MOST_PASSED = 8
+LOOKED_AT = 8
+"""Tenants whose next requests are compared, at most."""
+OLDEST_EVERY = 8
 MAX_TENANTS = 4096
-"""Tenants remembered while the queue is never empty; beyond it those go that have been served."""
+"""Tenants remembered that have no request here; beyond it those go that owe nothing, then all."""
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """`line` holds what waits, in the order of its keys; `requests` counts all that may still be charged."""
+
+    weight: float
+    spent: float = 0.0
+    line: "list[_Entry]" = field(default_factory=list)
+    requests: int = 0
+    turns: int = 0
+    """Requests served since its oldest one was."""
+    passed: int = 0
+    """Requests of others that went first although it had had the least, since it was served."""
+
+    @property
+    def next(self) -> "_Entry":
+        if self.turns >= OLDEST_EVERY - 1:
+            return min(self.line, key=_turn)
+        return self.line[0]
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One request, from its arrival to its end. `charged`: tokens of its prompt; None before it is offered."""
+
+    request: RequestId
+    account: _Account
+    key: tuple[int, int]
+    weight: float
+    charged: float | None = None
+    epoch: int = 0
+    has_begun: bool = False
 
 
 class FairShare:
-    # Mutable state: the tag of what was served last, and where each tenant's last request ends.
+    """The router core owns it. It knows requests by name, and each from `enter` to `left`."""
+
+    # Mutable state: the tenants' accounts, those of them that wait, the requests, where the tenant stood that was
+    # served last, and how often all began anew.
 
     def __init__(self) -> None:
-        self._served = 0.0
-        self._ends: dict[bytes, float] = {}
+        self._accounts: dict[str, _Account] = {}
+        self._waiting: dict[str, _Account] = {}
+        self._entries: dict[RequestId, _Entry] = {}
+        self._tenants: dict[RequestId, str] = {}
+        self._level = 0.0
+        self._epoch = 0
 
     def __repr__(self) -> str:
-        return f"FairShare(at {self._served:g}, {len(self._ends)} tenants)"
+        return f"FairShare(at {self._level:g}, {len(self._accounts)} tenants, {len(self)} waiting)"
 
-    def tag(self, namespace: bytes, tokens: int, weight: float) -> float:
-        """Return the tag of a new request of the tenant with that namespace."""
-        if len(self._ends) > MAX_TENANTS:
-            self._ends = {name: end for name, end in self._ends.items() if end > self._served}
-        start = max(self._served, self._ends.get(namespace, 0.0))
-        self._ends[namespace] = start + tokens / weight
-        return start
+    def __len__(self) -> int:
+        """How many requests wait."""
+        return sum(len(account.line) for account in self._waiting.values())
 
-    def serve(self, tag: float) -> None:
-        """Note that the request with this tag is served now."""
-        self._served = max(self._served, tag)
+    def __contains__(self, request: RequestId) -> bool:
+        """Return True if the request waits here."""
+        entry = self._entries.get(request)
+        return entry is not None and entry.charged is None
 
-    def clear(self) -> None:
-        """Begin anew: nobody waits."""
-        self._served = 0.0
-        self._ends.clear()
+    def enter(self, request: RequestId, tenant: str, weight: float, priority: int, turn: int) -> None:
+        """A request waits from now on."""
+        self._forget_tenants()
+        account = self._accounts.setdefault(tenant, _Account(weight))
+        account.weight = weight
+        if not account.line:
+            least = min((other.spent for other in self._waiting.values()), default=self._level)
+            account.spent = max(account.spent, least)
+            self._waiting[tenant] = account
+        entry = self._entries[request] = _Entry(request, account, (-priority, turn), weight)
+        self._tenants[request] = tenant
+        account.requests += 1
+        insort(account.line, entry, key=_key)
+
+    def next(self, cached_tokens: Callable[[RequestId], int]) -> RequestId | None:
+        """Return the request whose turn it is, None if none waits. `cached_tokens` tells how much of a prompt some
+        worker holds."""
+        first = self._first()
+        if first is None:
+            return None
+        if len(self._waiting) > 1 and first.passed < MOST_PASSED:
+            near = (account for account in self._waiting.values() if account.spent - first.spent <= QUANTUM)
+            equal = nsmallest(LOOKED_AT, near, key=_rank)
+            if len(equal) > 1:
+                return max((account.next.request for account in equal), key=cached_tokens)
+        return first.next.request
+
+    def serve(self, request: RequestId, tokens: int) -> None:
+        """The request is offered to a worker, which is predicted to compute so many tokens of its prompt."""
+        entry, first = self._entries[request], self._first()
+        account = entry.account
+        assert first is not None
+        if first is not account:
+            first.passed += 1
+        oldest = min(account.line, key=_turn)
+        account.turns = 0 if oldest is entry else account.turns + 1
+        account.passed = 0
+        self._level = account.spent
+        self._take_out(entry)
+        entry.charged, entry.epoch = float(max(1, tokens)), self._epoch
+        account.spent += entry.charged / entry.weight
+
+    def began(self, request: RequestId, tokens: int | None = None) -> None:
+        """A worker has the request: it pays for its prompt, of which `tokens` are really computed, where that is
+        known."""
+        entry = self._entries.get(request)
+        if entry is None or entry.charged is None:
+            return
+        entry.has_begun = True
+        if tokens is not None:
+            self._charge(entry, float(max(1, tokens)))
+
+    def wrote(self, request: RequestId, tokens: int) -> None:
+        """So many tokens of its answer have come."""
+        entry = self._entries.get(request)
+        if entry is not None:
+            entry.account.spent += OUTPUT_WEIGHT * tokens / entry.weight
+
+    def left(self, request: RequestId) -> None:
+        """The request is over. What no worker has begun is given back."""
+        entry = self._entries.pop(request, None)
+        if entry is None:
+            return
+        if entry.charged is None:
+            self._take_out(entry)
+        elif not entry.has_begun:
+            self._charge(entry, 0.0)
+        entry.account.requests -= 1
+        del self._tenants[request]
+
+    def begin_anew(self) -> None:
+        """Nobody waits: what was used up to now counts no more."""
+        self._epoch += 1
+        self._level = 0.0
+        self._accounts = {tenant: account for tenant, account in self._accounts.items() if account.requests}
+        for account in self._accounts.values():
+            account.spent = 0.0
+
+    def last_of_the_longest(self) -> RequestId:
+        """Return whose turn would come last of the tenant that has the most waiting for its weight: it goes where there
+        is no room for all."""
+        longest = max(self._waiting.values(), key=lambda account: len(account.line) / account.weight)
+        return longest.line[-1].request
+
+    def ahead(self, tenant: str, weight: float, priority: int) -> int:
+        """Return about how many requests would be served before a new one of this tenant."""
+        own = self._waiting.get(tenant)
+        before = bisect_left(own.line, (-priority + 1, 0), key=_key) if own is not None else 0
+        others = (account for name, account in self._waiting.items() if name != tenant)
+        return before + sum(_least(len(a.line), (before + 1) * a.weight / weight) for a in others)
+
+    def check(self, waiting: Iterable[RequestId]) -> None:
+        """Raise AssertionError if what waits is not in the lines, or is in them twice."""
+        lined = [entry.request for account in self._waiting.values() for entry in account.line]
+        assert sorted(lined) == sorted(waiting), "the lines hold others than those that wait"
+        for tenant, account in self._waiting.items():
+            assert account.line == sorted(account.line, key=_key) and self._accounts[tenant] is account
+        assert sum(account.requests for account in self._accounts.values()) == len(self._entries)
+
+    def _first(self) -> _Account | None:
+        """Return the account of the tenant that has had the least, of those that wait."""
+        return min(self._waiting.values(), key=_rank, default=None)
+
+    def _charge(self, entry: _Entry, tokens: float) -> None:
+        """Charge the prompt anew. What was charged before all began anew is forgotten already."""
+        assert entry.charged is not None
+        if entry.epoch == self._epoch:
+            entry.account.spent += (tokens - entry.charged) / entry.weight
+        entry.charged = tokens
+
+    def _take_out(self, entry: _Entry) -> None:
+        line = entry.account.line
+        del line[bisect_left(line, entry.key, key=_key)]
+        if not line:
+            del self._waiting[self._tenants[entry.request]]
+
+    def _forget_tenants(self) -> None:
+        if len(self._accounts) <= MAX_TENANTS:
+            return
+        known = self._accounts
+        kept = {tenant: a for tenant, a in known.items() if a.requests or a.spent > self._level}
+        if len(kept) > MAX_TENANTS:
+            kept = {tenant: a for tenant, a in known.items() if a.requests}
+        self._accounts = kept
+
+
+def _least(waiting: int, turns: float) -> int:
+    return min(waiting, ceil(turns))
+
+
+def _key(entry: _Entry) -> tuple[int, int]:
+    return entry.key
+
+
+def _turn(entry: _Entry) -> int:
+    return entry.key[1]
+
+
+def _rank(account: _Account) -> tuple[float, int]:
+    """Who has had the least; of equals, who came first."""
+    return account.spent, account.next.key[1]

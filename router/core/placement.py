@@ -13,13 +13,26 @@ from engine.messages import Fault, PeerAddress, WorkerInfo
 from engine.types import RequestRecord
 from router.config import LocalPrefill
 from router.core.call import Call
-from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
+from router.core.policy import (
+    Choice,
+    DecodeView,
+    Demand,
+    PrefillView,
+    RoutingPolicy,
+    missing_blocks,
+    prefill_terms,
+    pressure_s,
+)
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, WorkerEntry
 from router.core.reuse import Shares, delaying_tokens
+from router.core.sessions import Pin
 
 FALLBACK = "fallback"
 """The reason of a choice without a prefill worker where there had been one."""
+
+SESSION = "session"
+"""The reason of a choice that goes on where its conversation was."""
 
 LOCAL = PeerAddress("", "")
 """Stands in the place of a prefill worker: the decode worker prefills by itself."""
@@ -78,8 +91,19 @@ class Placer:
         self._shares.came(chain, max(1, tokens - max(alike) * size), tokens, size, len(alike))
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
-        record = call.record
         decodes = [w for w in self._registry.takers("decode", now) if not w.refused]
+        pin = None if call.source is not None else call.pin
+        if pin is not None:
+            choice = self._best_of(call, held, [w for w in decodes if w.life == pin.decode], pin, now)
+            if choice is not None:
+                return msgspec.structs.replace(choice, reason=SESSION)
+        return self._best_of(call, held, decodes, None, now)
+
+    def _best_of(
+        self, call: Call, held: "_Held", decodes: Sequence[WorkerEntry], pin: Pin | None, now: float
+    ) -> Choice | None:
+        """The best pair with one of `decodes`; with `pin`, its prompt is read where it was before, if it can be."""
+        record = call.record
         source = None if call.source is None else self._registry.get(call.source[0])
         best: Choice | None = None
         # Decode workers with the same model and block size are compared at once, then the best of each kind.
@@ -95,6 +119,9 @@ class Placer:
                 views = [_whole_view(source.name, wanted)]
             else:
                 readers = self._readers(record, key[0], (), now)
+                if pin is not None:
+                    before = [] if pin.prefill is None and self._local_prefill else readers
+                    readers = [w for w in readers if w.life == pin.prefill] or before
                 views = self._prefill_views(call, held, readers, wanted)
                 if self._local_prefill or not views:
                     local = self._local_views(call, held, alike, readers, wanted)
@@ -115,6 +142,35 @@ class Placer:
     def _rank(self, choice: Choice) -> tuple[bool, float]:
         """Unless told otherwise, a prefill worker is always preferred to none."""
         return not self._local_prefill and choice.prefill.name == LOCAL.name, choice.cost.total_s
+
+    def cached_tokens(self, call: Call, now: float) -> int:
+        """Return how much of the prompt of `call` some worker that takes requests is believed to hold."""
+        held = _Held(self._index, call)
+        workers = (w for role in ("prefill", "decode") for w in self._registry.takers(role, now))
+        return max((held.blocks(w) * w.info.block_size for w in workers), default=0)
+
+    def soonest(self, call: Call, now: float) -> "Soonest | None":
+        """The least that `call` could take on any workers, had they room for it; None if there is no decode worker.
+        What no worker has measured takes no time."""
+        held = _Held(self._index, call)
+        decodes = self._registry.takers("decode", now)
+        if not decodes:
+            return None
+        ways_s: list[float] = []
+        for key in {w.key for w in decodes}:
+            alike = [w for w in decodes if w.key == key]
+            wanted = demand(call.record, alike[0].info)
+            readers = self._readers(call.record, key[0], (), now)
+            read_s = [_read_s(w, held, wanted, w.load.s_per_token if w.load else 0.0) for w in readers]
+            for worker in alike:
+                view = self._decode_view(worker, held)
+                if read_s:
+                    move_s = missing_blocks(wanted, view) * worker.least_s_per_block
+                    ways_s.append(min(read_s) + move_s + pressure_s(view))
+                if self._local_prefill or not read_s:
+                    s_per_token = worker.load.s_per_prompt_token if worker.load else 0.0
+                    ways_s.append(_read_s(worker, held, wanted, s_per_token) + pressure_s(view))
+        return Soonest(min(ways_s), min(w.load.s_per_token if w.load else 0.0 for w in decodes))
 
     def beside(self, call: Call, host: Call, now: float) -> Choice | None:
         """The place next to `host`, a request with the same prompt: `call` shares its blocks, and the worker that
@@ -215,6 +271,13 @@ class Placer:
         )
 
 
+class Soonest(msgspec.Struct, frozen=True):
+    """The least time to the first token of a request, and for each further one, in seconds."""
+
+    first_token_s: float
+    s_per_token: float
+
+
 class _Held:
     """Who holds how much of one request: one walk of the index for each kind of worker."""
 
@@ -236,6 +299,11 @@ def _reader_view(
 ) -> PrefillView:
     cached_tokens = min(held.blocks(worker) * worker.info.block_size, wanted.prompt_tokens - 1)
     return PrefillView(worker.name, cached_tokens, worker.queue_tokens, s_per_token, len(worker.own), delaying)
+
+
+def _read_s(worker: WorkerEntry, held: _Held, wanted: Demand, s_per_token: float) -> float:
+    """How long a prompt takes to be read on a worker, by what that has measured."""
+    return sum(prefill_terms(wanted, _reader_view(worker, held, wanted, s_per_token, 0.0))) if s_per_token else 0.0
 
 
 def _whole_view(name: str, wanted: Demand) -> PrefillView:

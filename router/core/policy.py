@@ -105,14 +105,15 @@ def cost(demand: Demand, prefill: PrefillView, decode: DecodeView) -> Cost:
     by the requests that share a step: what a new request waits for and slows down.
     """
     return Cost(
-        *_prefill_terms(demand, prefill),
-        _missing_blocks(demand, decode) * _s_per_block(prefill, decode),
-        _pressure_s(decode),
+        *prefill_terms(demand, prefill),
+        missing_blocks(demand, decode) * _s_per_block(prefill, decode),
+        pressure_s(decode),
         _others_s(prefill),
     )
 
 
-def _missing_blocks(demand: Demand, decode: DecodeView) -> int:
+def missing_blocks(demand: Demand, decode: DecodeView) -> int:
+    """Return how many blocks of the prompt a decode worker does not have."""
     return max(demand.prompt_blocks - decode.cached_blocks, 0)
 
 
@@ -126,13 +127,15 @@ def _others_s(prefill: PrefillView) -> float:
     return prefill.delaying_tokens * (prefill.s_per_token or ASSUMED_S_PER_TOKEN)
 
 
-def _prefill_terms(demand: Demand, prefill: PrefillView) -> tuple[float, float]:
+def prefill_terms(demand: Demand, prefill: PrefillView) -> tuple[float, float]:
+    """Return the seconds until the prompt's turn comes on a worker, and until it is computed."""
     s_per_token = prefill.s_per_token or ASSUMED_S_PER_TOKEN
     uncached_tokens = max(demand.prompt_tokens - prefill.cached_tokens, 1)
     return prefill.queue_tokens * s_per_token, uncached_tokens * s_per_token
 
 
-def _pressure_s(decode: DecodeView) -> float:
+def pressure_s(decode: DecodeView) -> float:
+    """Return the seconds for which a new request waits on a decode worker, and slows it down."""
     busy = decode.used_blocks / decode.blocks if decode.blocks else 1.0
     return decode.s_per_step * (busy + decode.outstanding / 8)
 
@@ -160,9 +163,9 @@ class LeastCost:
         found = _Cheapest()
         for at, decode in enumerate(decodes):
             if decode.local is not None:
-                reader_s = sum(_prefill_terms(demand, decode.local)) + _others_s(decode.local)
-                found.add(reader_s + _pressure_s(decode), 2 * decode.outstanding, (-1, at))
-        readers = [(sum(_prefill_terms(demand, view)) + _others_s(view), at) for at, view in enumerate(prefills)]
+                reader_s = sum(prefill_terms(demand, decode.local)) + _others_s(decode.local)
+                found.add(reader_s + pressure_s(decode), 2 * decode.outstanding, (-1, at))
+        readers = [(sum(prefill_terms(demand, view)) + _others_s(view), at) for at, view in enumerate(prefills)]
         sides = [(_likely_s(demand, view), at) for at, view in enumerate(decodes)]
         if len(readers) * len(sides) > MANY_PAIRS:
             # Who is left out of those that tie, is drawn by lot.
@@ -173,15 +176,15 @@ class LeastCost:
         sides.sort(key=_first)
         for _, at in sides:
             decode = decodes[at]
-            pressure_s, missing_blocks = _pressure_s(decode), _missing_blocks(demand, decode)
-            least_s = pressure_s + missing_blocks * min(decode.least_s_per_block, ASSUMED_S_PER_BLOCK)
+            waits_s, missing = pressure_s(decode), missing_blocks(demand, decode)
+            least_s = waits_s + missing * min(decode.least_s_per_block, ASSUMED_S_PER_BLOCK)
             for reader_s, reader in readers:
                 if found.is_below(reader_s + least_s):
                     break
                 prefill = prefills[reader]
-                move_s = missing_blocks * _s_per_block(prefill, decode)
+                move_s = missing * _s_per_block(prefill, decode)
                 work = prefill.outstanding + decode.outstanding
-                found.add(reader_s + move_s + pressure_s, work, (reader, at))
+                found.add(reader_s + move_s + waits_s, work, (reader, at))
         if not found.ties:
             return None
         ties = sorted(found.ties)
@@ -219,4 +222,4 @@ def _first(side: tuple[float, ...]) -> float:
 
 def _likely_s(demand: Demand, decode: DecodeView) -> float:
     """Return about what a pair with this decode worker costs, beside its prefill worker's part."""
-    return _missing_blocks(demand, decode) * (decode.least_s_per_block or ASSUMED_S_PER_BLOCK) + _pressure_s(decode)
+    return missing_blocks(demand, decode) * (decode.least_s_per_block or ASSUMED_S_PER_BLOCK) + pressure_s(decode)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.messages import Load, PeerAddress, WorkerInfo
 from engine.types import Incarnation, RequestId
+from router.core.ejection import Ejections
 
 Life = tuple[str, Incarnation]
 """One life of a worker: a name that comes back as another process is another life."""
@@ -75,7 +76,7 @@ class Registry:
     """Workers by name. The router core owns it."""
 
     # Mutable state: the connected workers, and of every worker the life it is said to have, the last life seen, and
-    # the last seen leaving; and the roles of all that were ever connected.
+    # the last seen leaving; the roles of all that were ever connected; and who has failed.
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -84,6 +85,7 @@ class Registry:
         self._lives: dict[str, Incarnation] = {}
         self._left: dict[str, Incarnation] = {}
         self._met_roles: set[str] = set()
+        self.ejections = Ejections()
 
     def __repr__(self) -> str:
         return f"Registry({', '.join(self._workers) or 'empty'})"
@@ -124,8 +126,24 @@ class Registry:
         return [w for w in self._workers.values() if w.info.role == role and w.seen_s >= since_s]
 
     def takers(self, role: str, now: float) -> list[WorkerEntry]:
-        """Live workers of a role that take new requests."""
-        return [w for w in self.live(role, now) if not w.leaving]
+        """Live workers of a role that take new requests: of each model those that are not ejected, or, where they all
+        are, all of them."""
+        found = [w for w in self.live(role, now) if not w.leaving]
+        if not self.ejections:
+            return found
+        sound = [w for w in found if self.ejections.takes(w.life, len(w.own), now)]
+        served = {w.info.fingerprint for w in sound}
+        return [w for w in found if w in sound or w.info.fingerprint not in served]
+
+    def failed(self, life: Life, now: float) -> float | None:
+        """Note that a worker has failed a request; return for how many seconds it is ejected, if it is: never more than
+        half of the live workers of its role and model."""
+        worker = self._workers.get(life[0])
+        if worker is None or worker.life != life:
+            return None
+        pool = [w for w in self.live(worker.info.role, now) if w.info.fingerprint == worker.info.fingerprint]
+        others = sum(self.ejections.is_ejected(w.life) for w in pool if w is not worker)
+        return self.ejections.failed(life, now, may_eject=2 * (others + 1) <= len(pool))
 
     def was_leaving(self, life: Life) -> bool:
         """Return True if this life had announced its end, for which nobody is to blame then."""
@@ -141,6 +159,7 @@ class Registry:
         self._met_roles.add(info.role)
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
+        self.ejections.forget(peer.name, but=info.incarnation)
         return fresh
 
     def leave(self, name: str) -> None:
@@ -151,6 +170,7 @@ class Registry:
         """Drop what is known of a worker that was taken away, and is not connected any more."""
         self._lives.pop(name, None)
         self._named.pop(name, None)
+        self.ejections.forget(name)
 
     def report(self, name: str, load: Load, now: float) -> None:
         """Take a worker's report; what it had accepted by then is counted in it."""

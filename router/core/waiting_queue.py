@@ -1,12 +1,15 @@
 """The requests that wait for a worker, and their offers to workers, from the head of the queue.
 
-A tenant's requests are served first come, first served, and tenants share by weight (`router/core/fair_share.py`): a
-refused request keeps its place, and small ones do not overtake it. A worker that refused is not asked again before its
-next report, so re-offers come at the rate of reports and never spin. A sample of a prompt is offered first to a worker
-that has another one. `router/core/placement.py`, where the way goes on, finds the workers. Pure: time is an argument.
+New requests stand in their tenants' lines, which take turns (`router/core/fair_share.py`). One that has had its turn
+and comes back, since it was refused, or its worker was lost or left, stands before all of them, the oldest first: small
+ones do not overtake it. A worker that refused is not asked again before its next report, so re-offers come at the
+rate of reports and never spin. A sample of a prompt is offered first to a worker that has another one, a conversation's
+next turn to those that served the one before. `router/core/placement.py`, where the way goes on, finds the workers.
+Pure: time is an argument.
 """
 
 import heapq
+from collections import deque
 
 import msgspec
 
@@ -16,93 +19,128 @@ from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
 from router.core.events import Command, Fail, TellWorker
-from router.core.fair_share import FairShare
 from router.core.leaving.adoption import Adoptions
 from router.core.placement import Placer
 from router.core.policy import Choice
+from router.core.sessions import Session, Sessions
+
+DEPARTURES = 32
+"""Requests that left the line last, of which its speed is known."""
+FEWEST_DEPARTURES = 8
 
 
 class WaitingQueue:
     """The router core owns it. A request of an earlier router whose place is not known yet is put aside meanwhile."""
 
-    # Mutable state: (tag, turn, request) of those in the queue and of those put aside; stale entries are skipped. And
-    # the tenants' shares.
+    # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
+    # skipped. When requests left the line since it was last empty. Those that are new are in the table's `share`.
 
-    def __init__(self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions) -> None:
+    def __init__(
+        self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions, sessions: Sessions
+    ) -> None:
         self._table = table
         self._view = view
         self._placer = placer
         self._adoptions = adoptions
-        self._queue: list[tuple[float, int, RequestId]] = []
-        self._aside: list[tuple[float, int, RequestId]] = []
-        self._share = FairShare()
+        self._sessions = sessions
+        self._share = table.share
+        self._back: list[tuple[int, RequestId]] = []
+        self._aside: list[tuple[int, RequestId]] = []
+        self._departures: deque[float] = deque(maxlen=DEPARTURES)
 
-    def enter(self, call: Call, weight: float) -> None:
-        """A new request waits from now on, behind all of its tenant that came before it."""
-        if not self._queue and not self._aside:
-            self._share.clear()
-        record = call.record
-        call.tag = self._share.tag(record.namespace, len(record.tokens) + record.max_tokens, weight)
-        self._join(call)
+    def enter(self, call: Call, tenant: str, weight: float, session: Session | None = None) -> None:
+        """A new request waits from now on, in its tenant's line."""
+        if self._is_empty():
+            self._share.begin_anew()
+        call.session = session
+        self._share.enter(call.record.request, tenant, weight, call.record.priority, call.turn)
 
     def rejoin(self, call: Call) -> None:
-        """Put a call back into the queue at its old place."""
+        """Put a call that has had its turn back before all that have not."""
         self._table.move(call, State.WAITING)
         self._view.release(call)
         call.prefill = call.decode = ""
         call.prefill_life = call.decode_life = None
         call.yielding = False
-        self._join(call)
+        heapq.heappush(self._back, (call.turn, call.record.request))
 
     def advance(self, now: float, out: list[Command]) -> None:
         """Offer requests from the head of the queue while some worker may have room."""
         if self._aside and self._adoptions.is_settled(now):
             for entry in self._aside:
-                heapq.heappush(self._queue, entry)
+                heapq.heappush(self._back, entry)
             self._aside.clear()
-        while (call := self._head()) is not None:
+        while (call := self._head(now)) is not None:
             request = call.record.request
             if self._adoptions.is_unsure(request, now):
-                self._aside.append(heapq.heappop(self._queue))
+                self._aside.append(heapq.heappop(self._back))
                 continue
-            if not self._offer(call, now, out):
+            choice = self._offer(call, now, out)
+            if choice is None:
                 # It may have come while no worker was known; now that some are, it may be too large for each.
                 fault = self._placer.impossible(call.record)
                 if fault is None:
                     return
                 self._table.forget(call, out, Fail(request, fault, FinishReason.REJECTED))
-            heapq.heappop(self._queue)
-            self._share.serve(call.tag)
+                continue
+            if request in self._share:
+                self._share.serve(request, len(call.record.tokens) - choice.prefill.cached_tokens)
+            else:
+                heapq.heappop(self._back)
+            self._departures.append(now)
+        if self._is_empty():
+            self._departures.clear()
+
+    def last(self) -> Call:
+        """Return who goes where there is no room for all: of the tenant that has the most waiting, the last in turn."""
+        return self._table.calls[self._share.last_of_the_longest()]
+
+    def wait_s(self, tenant: str, weight: float, priority: int, now: float) -> float:
+        """Return how long a new request of a tenant would wait for its turn, at the speed at which the line has moved;
+        0.0 while that is not known."""
+        if len(self._departures) < FEWEST_DEPARTURES:
+            return 0.0
+        before = len(self._back) + self._share.ahead(tenant, weight, priority)
+        return before * (now - self._departures[0]) / len(self._departures)
 
     def check(self) -> None:
         """Raise AssertionError if a request waits outside of the queue."""
-        queued = {request for *_, request in self._queue + self._aside}
+        back = {request for _, request in self._back + self._aside}
+        lined = []
         for request, call in self._table.calls.items():
             if call.state is State.WAITING:
-                assert request in queued, f"{request} waits outside of the queue"
+                assert request in back or request in self._share, f"{request} waits outside of the queue"
                 assert not call.decode
+                if request in self._share:
+                    lined.append(request)
+        self._share.check(lined)
 
-    def _join(self, call: Call) -> None:
-        heapq.heappush(self._queue, (call.tag, call.turn, call.record.request))
+    def _is_empty(self) -> bool:
+        return not (self._back or self._aside or len(self._share))
 
-    def _head(self) -> Call | None:
-        """Return the call at the head of the queue."""
-        while self._queue:
-            _, turn, request = self._queue[0]
-            call = self._table.calls.get(request)
+    def _head(self, now: float) -> Call | None:
+        """Return the call that is next."""
+        calls = self._table.calls
+        while self._back:
+            turn, request = self._back[0]
+            call = calls.get(request)
             if call is not None and call.turn == turn:
                 return call
-            heapq.heappop(self._queue)
-        return None
+            heapq.heappop(self._back)
+        following = self._share.next(lambda request: self._placer.cached_tokens(calls[request], now))
+        return None if following is None else calls[following]
 
-    def _offer(self, call: Call, now: float, out: list[Command]) -> bool:
-        """Offer `call` to a worker; False if none may have room for it."""
+    def _offer(self, call: Call, now: float, out: list[Command]) -> Choice | None:
+        """Offer `call` to a worker, which this returns; None if none may have room for it."""
         host, choice = self._beside(call, now)
-        choice = choice or self._placer.choose(call, now)
         if choice is None:
-            return False
+            call.pin = self._sessions.find(call.session, now)
+            choice = self._placer.choose(call, now)
+        if choice is None:
+            return None
         self._table.move(call, State.OFFERED)
         call.placement = max(call.placement, call.highest) + 1
+        self._table.offered(call, now)
         prefill = self._view.offered(call, choice)
         record = call.record
         if call.deadline_s is not None:
@@ -111,7 +149,7 @@ class WaitingQueue:
         # It was bound to where its KV is, or the policy says why.
         bound = host is not None or call.source is not None
         out.append(TellWorker(call.decode, place, "pinned" if bound else choice.reason))
-        return True
+        return choice
 
     def _beside(self, call: Call, now: float) -> tuple[RequestId | None, Choice | None]:
         """Another sample of its prompt to share blocks with, and the place there."""

@@ -10,7 +10,7 @@ import msgspec
 from access.authenticator import Authenticator
 from access.config import AccessConfig
 from access.limits import LimitedError
-from access.tenants import Caller, DeniedError
+from access.tenants import HIGHEST_PRIORITY, Caller, DeniedError
 from router.front.api import ApiError, GenerateCall
 
 OPEN = Authenticator(AccessConfig())
@@ -34,9 +34,12 @@ def check_monitor(caller: Caller) -> None:
 
 
 def as_tenant(call: GenerateCall, caller: Caller) -> GenerateCall:
-    """Return the call under the tenant of its credential. Raises ApiError where it names another one."""
-    tenant = _tenant(caller, call.tenant)
-    return call if tenant == call.tenant else msgspec.structs.replace(call, tenant=tenant)
+    """Return the call under the tenant of its credential, with no higher priority than that may ask for. Raises
+    ApiError where it names another tenant."""
+    priority = call.priority
+    if priority <= HIGHEST_PRIORITY:  # any other is refused for what it is
+        priority = min(priority, caller.max_priority)
+    return msgspec.structs.replace(call, tenant=_tenant(caller, call.tenant), priority=priority)
 
 
 def tenant_of(caller: Caller) -> str | None:

@@ -54,6 +54,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the answer, where the call came over HTTP."""
     traceparent: str = ""
     """The caller's W3C trace context; it travels as a header or as metadata."""
+    session: str = ""
+    """The caller's name for a conversation, whose requests are to go to the same workers; a header, or metadata."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -103,6 +105,8 @@ class Position(msgspec.Struct, frozen=True):
 
 GenerateEvent = Started | Delta | Finished
 
+SESSION_HEADER = "x-headrace-session"
+"""The header, or the metadata, with `GenerateCall.session`."""
 NOBODY = "nobody answers"
 """The beginning of a client's error where no server was reached at all."""
 

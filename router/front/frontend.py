@@ -22,7 +22,7 @@ from access.tenants import Tenant
 from engine.messages import Orphan
 from engine.types import FieldError, FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
-from router.core.events import Complete
+from router.core.events import Complete, Submit
 from router.front.access import limited
 from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started
 from router.front.conversation import TokenizedPrompt
@@ -114,12 +114,19 @@ class Frontend:
 
     def _submit(self, call: GenerateCall, arrival: Arrival, received_s: float, admission: TenantAdmission) -> Samples:
         """Hand every sample to the core. A search is one request, whose answers are the samples."""
-        weight = self._limits.weight(call.tenant)
         record, submitted_s = arrival.record, self._clock()
         deadline_s = received_s + (self._config.default_timeout_s if call.timeout_s is None else call.timeout_s)
         started = Started(record.request, self.model.name, record.prompt_tokens, arrival.token, call.form, call.n)
         remember = self._rememberer(arrival.chat, record, arrival.prompt)
         samples = Samples(started, self._turns, remember, record.namespace)
+        event = Submit(
+            record,
+            deadline_s,
+            self._limits.weight(call.tenant),
+            call.tenant,
+            (call.tenant, call.session) if call.session else None,
+            None if call.timeout_s is None else _least_tokens(call, record),
+        )
         for index in range(call.n):
             one, line = record, Timeline(received_s)
             line.submitted(submitted_s)
@@ -130,9 +137,9 @@ class Frontend:
             stream = self._stream(samples, one, call.stop, line, deadline_s=deadline_s, admission=admission)
             samples.put(index, stream)
             if record.beams is None:
-                self._hub.submit(one, deadline_s, stream, weight)
+                self._hub.submit(msgspec.structs.replace(event, record=one), stream)
         if record.beams is not None:
-            self._hub.submit(record, deadline_s, BeamSink(samples.streams), weight)
+            self._hub.submit(event, BeamSink(samples.streams))
         return samples
 
     def _stream(
@@ -347,6 +354,12 @@ class Frontend:
     def _give_up(self, late: list[Samples]) -> None:
         for samples in late:
             self._abandon(samples)
+
+
+def _least_tokens(call: GenerateCall, record: RequestRecord) -> int:
+    """How many tokens the answer has at the least."""
+    ends_early = not call.ignore_eos or call.stop or call.stop_token_ids
+    return record.min_tokens if ends_early else record.max_tokens
 
 
 def _sample(record: RequestRecord, index: int, count: int) -> RequestRecord:

@@ -11,7 +11,7 @@ from engine.messages import Orphan
 from engine.plan import MAX_PRIORITY, SAMPLING_RANGES, check_beams
 from engine.types import BeamParams, FieldError, TooLongError
 from router.config import RouterConfig
-from router.front.api import ChatMessage, GenerateCall
+from router.front.api import SESSION_HEADER, ChatMessage, GenerateCall
 from router.front.output import ServedModel
 from router.front.resume import Context
 
@@ -49,7 +49,7 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
     if len(call.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise FieldError("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed")
     _check_ids("stop_token_ids", call.stop_token_ids, model.vocab_size)
-    for field, label in (("request_id", call.request_id), ("tenant", call.tenant)):
+    for field, label in (("request_id", call.request_id), ("tenant", call.tenant), (SESSION_HEADER, call.session)):
         if len(label) > MAX_LABEL_CHARS:
             raise FieldError(field, f"must have at most {MAX_LABEL_CHARS} characters")
         _check_text(field, label)

@@ -14,7 +14,7 @@ import msgspec
 from access.client import ClientCredentials
 from access.config import AccessError
 from protos import headrace_pb2 as pb
-from router.front.api import NOBODY, ApiError, GenerateCall, GenerateEvent
+from router.front.api import NOBODY, SESSION_HEADER, ApiError, GenerateCall, GenerateEvent
 from router.grpc.convert import call_to_proto, event_from_proto, resume_to_proto
 from router.grpc.progress import Progress
 
@@ -186,6 +186,10 @@ class _Reading:
             raise ApiError("INVALID_ARGUMENT", f"the call cannot be encoded: {error}") from error
         if call.traceparent:
             metadata = (*metadata, ("traceparent", call.traceparent))
+        if call.session:
+            if not (call.session.isascii() and call.session.isprintable()):
+                raise ApiError("INVALID_ARGUMENT", f"{SESSION_HEADER}: only printable ASCII can travel", SESSION_HEADER)
+            metadata = (*metadata, (SESSION_HEADER, call.session))
         self.stream = channel.unary_stream(_GENERATE)(request, timeout=call.timeout_s, metadata=metadata)
 
     def taken(self, data: bytes) -> GenerateEvent | None:

@@ -22,7 +22,7 @@ from access.tls import PemFiles, ServerCertificates, names_of_peer
 from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
 from router.front.access import OPEN, as_tenant, let_in, tenant_of
-from router.front.api import ApiError, GenerateCall, GenerateEvent, invalid
+from router.front.api import SESSION_HEADER, ApiError, GenerateCall, GenerateEvent, invalid
 from router.front.frontend import Frontend
 from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto
 from telemetry.tracing import HEADER, sound
@@ -136,8 +136,8 @@ class Service:
         caller = self._caller(context)
         call = as_tenant(_parse(data, context.time_remaining()), caller)
         metadata = dict(context.invocation_metadata() or ())
-        trace = sound(str(metadata.get(HEADER, "")))
-        return self._frontend.generate(msgspec.structs.replace(call, traceparent=trace))
+        trace, session = sound(str(metadata.get(HEADER, ""))), str(metadata.get(SESSION_HEADER, ""))
+        return self._frontend.generate(msgspec.structs.replace(call, traceparent=trace, session=session))
 
     def _resume(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
         tenant = tenant_of(self._caller(context))

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.front.access import as_tenant, tenant_of
-from router.front.api import ApiError, Position
+from router.front.api import SESSION_HEADER, ApiError, Position
 from router.front.frontend import Frontend
 from router.front.outlet import Outlet
 from router.front.resume import unknown_token
@@ -138,7 +138,8 @@ class _Generate:
         asked = parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1"
         resumable = parsed.call.resumable or asked
         trace = sound(request.headers.get(HEADER, ""))
-        call = msgspec.structs.replace(call, resumable=resumable, traceparent=trace)
+        session = request.headers.get(SESSION_HEADER, "")
+        call = msgspec.structs.replace(call, resumable=resumable, traceparent=trace, session=session)
         outlet = Outlet()
         events = self._frontend.generate(call, outlet)
         answer: ASGIApp = WholeAnswer(events, parsed.form, outlet)

@@ -50,6 +50,14 @@ PROCESSES = Dashboard(
                     proof=Proof.FAULT,
                 ),
                 one(
+                    "Ejected",
+                    "Workers in the last hour that had failed and got no requests for a while.",
+                    "none",
+                    S.grown("worker_ejections_total", "1h", "peer"),
+                    "{{peer}}",
+                    proof=Proof.SHOWN,
+                ),
+                one(
                     "Processes started",
                     "In the last hour, by worker's name.",
                     "none",

@@ -122,6 +122,14 @@ REQUESTS = Dashboard(
                     width=12,
                 ),
                 one(
+                    "Not let in",
+                    "Requests refused because too many wait (full), or because they would be late (deadline).",
+                    "reqps",
+                    S.rate("requests_refused_total", "why"),
+                    "{{why}}",
+                    proof=Proof.SHOWN,
+                ),
+                one(
                     "Prompt tokens computed again",
                     "Because a worker that had computed them was lost.",
                     "suffix: tok/s",

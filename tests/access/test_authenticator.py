@@ -10,7 +10,18 @@ import pytest
 from access.authenticator import RECHECK_S, Authenticator
 from access.config import AccessConfig, AccessError, check_exposed
 from access.keys import bearer, key_id, make_key
-from access.tenants import ANYONE, ApiKey, Caller, CertificateName, CredentialTable, DeniedError, Tenant
+from access.tenants import (
+    ANYONE,
+    HIGHEST_PRIORITY,
+    ApiKey,
+    Caller,
+    CertificateName,
+    CredentialTable,
+    DeniedError,
+    Tenant,
+    check_table,
+)
+from engine.plan import MAX_PRIORITY
 
 
 class Clock:
@@ -50,7 +61,7 @@ def test_a_key_tells_its_tenant_and_its_role(tmp_path: Path) -> None:
     watch, other = make_key("", "monitor", "2026-11-22")
     write(tmp_path / "keys.json", table(kept, other))
     found = opened(tmp_path / "keys.json", Clock())
-    assert found.caller(f"Bearer {acme}", None) == Caller("acme", "tenant", f"key {kept.id}")
+    assert found.caller(f"Bearer {acme}", None) == Caller("acme", "tenant", f"key {kept.id}", 0)
     assert found.caller(f"bearer  {watch}", None).role == "monitor"
 
 
@@ -135,6 +146,21 @@ def test_key_and_certificate_may_not_contradict_each_other(tmp_path: Path) -> No
     assert refused(found, f"Bearer {key}", ["acme.example"]) == "PERMISSION_DENIED"
     assert refused(found, f"Bearer {key}", None) == "UNAUTHENTICATED", "mutual TLS was asked for"
     assert found.caller(f"Bearer {key}", ["gateway"]).tenant == "globex", "a gateway brings others' keys"
+
+
+def test_a_credential_says_how_high_a_priority_may_be(tmp_path: Path) -> None:
+    """Guards against a tenant that outranks all others because it says so: a key that says nothing allows 0."""
+    (plain, kept), (high, granted) = make_key("acme", "tenant", ""), make_key("acme", "tenant", "")
+    content = table(kept, msgspec.structs.replace(granted, max_priority=7))
+    write(tmp_path / "keys.json", content)
+    found = opened(tmp_path / "keys.json", Clock())
+    assert [found.caller(f"Bearer {key}", None).max_priority for key in (plain, high)] == [0, 7]
+    assert ANYONE.max_priority == HIGHEST_PRIORITY == MAX_PRIORITY
+    without = Authenticator(AccessConfig(client_ca_file="ca.pem"))
+    assert without.caller("", ["acme"]).max_priority == HIGHEST_PRIORITY, "there is no file to say otherwise"
+    for wrong in (-101, 101):
+        with pytest.raises(AccessError, match="max_priority"):
+            check_table(table(msgspec.structs.replace(granted, max_priority=wrong)))
 
 
 def test_a_caller_is_held_to_its_tenant_and_role() -> None:

@@ -8,6 +8,7 @@ from engine.messages import LifeOfProcess, Orphan, PeerAddress, ProcessesTold, R
 from router.config import RouterConfig
 from router.core.call import State
 from router.core.core import Router
+from router.core.events import Submit
 from router.core.policies import make_policy
 from router.dispatch import ATTACH, PAUSE_S
 from router.hub import Hub
@@ -95,7 +96,7 @@ class Front:
             self.world.audit.recompute(self.process)
 
     def submit(self, client: Client) -> None:
-        self.hub.submit(client.record, client.deadline_s, client)
+        self.hub.submit(Submit(client.record, client.deadline_s), client)
         self.check()
 
     def leave(self, client: Client) -> None:

@@ -33,6 +33,12 @@ def test_a_key_is_made_shown_once_and_taken_away(tmp_path: Path, capsys: pytest.
     assert found.caller(f"Bearer {key}", None).tenant == "acme" and found.tenant("acme").tokens_per_s == 5.5
     keys(capsys, "add", "acme", "--certificate", "acme.example", "--file", str(file))
     keys(capsys, "limit", "acme", "--concurrency", "3", "--file", str(file))
+    urgent, _ = keys(capsys, "add", "acme", "--max-priority", "9", "--file", str(file))
+    later = Authenticator(AccessConfig(keys_file=str(file)))
+    assert later.caller(f"Bearer {urgent.strip()}", None).max_priority == 9
+    assert later.caller(f"Bearer {key}", None).max_priority == 0
+    assert "priority up to 9" in keys(capsys, "list", "--file", str(file))[0]
+    keys(capsys, "remove", urgent.split("_")[1], "--file", str(file))
     listed, _ = keys(capsys, "list", "--file", str(file))
     assert "3 samples at once" in listed or "samples at once 3" in listed
     assert "acme.example" in listed and "tokens per second 5.5" in listed
@@ -51,6 +57,8 @@ def test_a_key_is_made_shown_once_and_taken_away(tmp_path: Path, capsys: pytest.
         ("add",),
         ("add", "acme", "--monitor"),
         ("add", "--monitor", "--weight", "2"),
+        ("add", "--monitor", "--max-priority", "2"),
+        ("add", "acme", "--max-priority", "101"),
         ("add", "acme", "--weight", "0"),
         ("add", "acme", "--concurrency", "-1"),
         ("add", "acme", "--cache-share", "1.5"),

@@ -16,6 +16,7 @@ from router.core.losses import Losses
 from router.core.placement import Placer
 from router.core.policy import LeastCost
 from router.core.registry import WorkerEntry
+from router.core.sessions import Session, Sessions
 from router.core.waiting_queue import WaitingQueue
 from tests.router.fake_cluster import load, worker_info
 
@@ -39,7 +40,8 @@ class Parts:
         self.table = CallTable(self.view)
         self.placer = Placer(LeastCost(Random(0)), self.registry, self.index, settings.local_prefill)
         self.adoptions = Adoptions(settings.settle_s, self.table, self.view, 0)
-        self.queue = WaitingQueue(self.table, self.view, self.placer, self.adoptions)
+        self.sessions = Sessions(settings.session_s)
+        self.queue = WaitingQueue(self.table, self.view, self.placer, self.adoptions, self.sessions)
         self.losses = Losses(settings, self.table, self.queue, self.registry, frozenset({STOP_ID}))
         self.out: list[Command] = []
 
@@ -55,15 +57,22 @@ class Parts:
     def report(self, name: str, now: float = 0.0, **more: object) -> None:
         self.registry.report(name, load(**more), now)  # type: ignore[arg-type]
 
-    def wait(self, name: str = "a", deadline_s: float | None = None, **record: object) -> Call:
+    def wait(
+        self,
+        name: str = "a",
+        deadline_s: float | None = None,
+        tenant: str = "",
+        session: Session | None = None,
+        **record: object,
+    ) -> Call:
         """A request that waits in the queue, which is not advanced."""
         call = self.table.open(request_record(name, **record), deadline_s)  # type: ignore[arg-type]
-        self.queue.enter(call, 1.0)
+        self.queue.enter(call, tenant, 1.0, session)
         return call
 
     def offer(self, name: str = "a", **record: object) -> Call:
         """A request that is offered to a worker."""
-        call = self.wait(name, **record)
+        call = self.wait(name, **record)  # type: ignore[arg-type]
         self.queue.advance(0.0, self.out)
         assert call.state is State.OFFERED
         return call

@@ -1,96 +1,385 @@
-"""The order of requests of several tenants that wait."""
+"""Whose turn it is, of several tenants that wait, and what each has had by then."""
+
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import Place
+from engine.messages import Accepted, Place, Refused, Tokens
+from engine.types import RequestId
 from router.core import fair_share
-from router.core.events import TellWorker
-from router.core.fair_share import MAX_TENANTS, FairShare
+from router.core.events import ClientLeft, TellWorker
+from router.core.fair_share import (
+    MAX_TENANTS,
+    MOST_PASSED,
+    OLDEST_EVERY,
+    OUTPUT_WEIGHT,
+    QUANTUM,
+    FairShare,
+)
+from tests.router.bench import Bench, ended
 from tests.router.core.parts import Parts
 
 
-def order(arrivals: list[tuple[str, int, float]]) -> list[str]:
-    """Return the tenants in the order in which their requests, all there at once, are served."""
-    share = FairShare()
-    tags = [share.tag(name.encode(), tokens, weight) for name, tokens, weight in arrivals]
-    return [arrivals[turn][0] for _, turn in sorted(zip(tags, range(len(tags)), strict=True))]
+def cold(request: RequestId) -> int:
+    return 0
+
+
+def enter(share: FairShare, *names: str, weight: float = 1.0, priority: int = 0, turn: int = 0) -> None:
+    """Requests that wait, each of the tenant that its name begins with, in this order."""
+    for name in names:
+        turn = max([turn, *(entry.key[1] for entry in share._entries.values())]) + 1
+        share.enter(RequestId(name), name[0], weight, priority, turn)
+
+
+def served(share: FairShare, tokens: int = 100, most: int = 1000) -> list[str]:
+    """Serve all that wait, each for so many tokens, and return who they were."""
+    found = list[str]()
+    while len(found) < most and (request := share.next(cold)) is not None:
+        share.serve(request, tokens)
+        share.began(request, tokens)
+        found.append(request)
+    return found
+
+
+def spent(share: FairShare, tenant: str) -> float:
+    return share._accounts[tenant].spent
 
 
 def test_one_tenant_is_served_in_order() -> None:
     share = FairShare()
-    tags = [share.tag(b"", tokens, 1.0) for tokens in (500, 1, 20, 1)]
-    assert tags == sorted(tags) and len(set(tags)) == 4
+    enter(share, "a1", "a2", "a3")
+    assert served(share) == ["a1", "a2", "a3"] and share.next(cold) is None
 
 
 def test_who_comes_late_does_not_wait_behind_a_flood() -> None:
     """Guards first come, first served across tenants: one of them would own the line."""
-    assert order([("flood", 100, 1.0)] * 20 + [("late", 100, 1.0)]).index("late") == 1
+    share = FairShare()
+    enter(share, *(f"f{number}" for number in range(20)), "late")
+    assert served(share, 2000).index("late") == 1
 
 
 def test_tokens_are_shared_by_weight() -> None:
-    served = order([("a", 100, 3.0), ("b", 100, 1.0)] * 40)[:40]
-    assert 29 <= served.count("a") <= 31
+    share = FairShare()
+    enter(share, *(f"a{number}" for number in range(60)), weight=3.0)
+    enter(share, *(f"b{number}" for number in range(60)))
+    found = [name[0] for name in served(share, 4000, 40)]
+    assert 29 <= found.count("a") <= 31
+
+
+def test_what_was_cached_costs_nothing_and_answers_cost_twice() -> None:
+    """Guards the account: it follows what was really computed, not what was asked for or expected."""
+    share = FairShare()
+    enter(share, "a1")
+    share.serve(RequestId("a1"), 500)
+    assert spent(share, "a") == 500.0
+    share.began(RequestId("a1"), 40)
+    assert spent(share, "a") == 40.0, "the worker had more of it than was believed"
+    share.wrote(RequestId("a1"), 30)
+    assert spent(share, "a") == 40.0 + 30 * OUTPUT_WEIGHT
+    share.began(RequestId("a1"), 700)
+    share.left(RequestId("a1"))
+    assert spent(share, "a") == 700.0 + 30 * OUTPUT_WEIGHT, "what was evicted meanwhile is paid for"
+
+
+def test_what_no_worker_began_is_given_back() -> None:
+    share = FairShare()
+    enter(share, "a1", "a2")
+    share.serve(RequestId("a1"), 500)
+    share.left(RequestId("a1"))
+    assert spent(share, "a") == 0.0
+    share.left(RequestId("a2"))
+    assert share.next(cold) is None and len(share) == 0
+
+
+def test_a_charge_from_before_all_began_anew_is_not_put_right() -> None:
+    """Guards a tenant's account against credit for what it was never charged."""
+    share = FairShare()
+    enter(share, "a1")
+    share.serve(RequestId("a1"), 500)
+    share.begin_anew()
+    assert spent(share, "a") == 0.0
+    share.began(RequestId("a1"), 1)
+    share.wrote(RequestId("a1"), 3)
+    assert spent(share, "a") == 3 * OUTPUT_WEIGHT
 
 
 def test_a_pause_saves_nothing_up() -> None:
     share = FairShare()
-    for _ in range(10):
-        share.serve(share.tag(b"busy", 100, 1.0))
-    late = [share.tag(b"late", 100, 1.0) for _ in range(10)]
-    busy = [share.tag(b"busy", 100, 1.0) for _ in range(10)]
-    assert sorted(late + busy)[:10] != late, "what it did not ask for before is not its now"
+    enter(share, *(f"b{number}" for number in range(20)))
+    served(share, 2000, 10)
+    enter(share, *(f"late{number}" for number in range(10)))
+    assert {name[0] for name in served(share, 2000, 4)} == {"b", "l"}, "what it did not ask for before is not its now"
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 500)), min_size=1, max_size=80))
-def test_each_tenants_own_order_is_kept(arrivals: list[tuple[str, int]]) -> None:
+def test_of_equal_tenants_the_hot_prefix_goes_first() -> None:
+    """Guards locality: a prefix is used while it is there, as long as nobody falls behind by more than the quantum."""
     share = FairShare()
-    tags: dict[str, list[float]] = {}
-    for name, tokens in arrivals:
-        tags.setdefault(name, []).append(share.tag(name.encode(), tokens, 2.0))
-    assert all(tags[name] == sorted(tags[name]) for name in tags)
+    enter(share, "a1", "b1", "b2", "b3")
+    hot = {"b1": 900, "b2": 900, "b3": 900}
+    order = []
+    while (request := share.next(lambda name: hot.get(name, 0))) is not None:
+        share.serve(request, 600)
+        order.append(request)
+    assert order == ["b1", "b2", "a1", "b3"], f"after b2 it has had 1,200 more, which is above {QUANTUM:g}"
+
+
+def test_the_least_tenant_is_passed_by_only_so_often() -> None:
+    """Guards against starving beside prefixes that cost nothing: the quantum alone would let a thousand pass."""
+    share = FairShare()
+    enter(share, "a1", *(f"b{number}" for number in range(50)))
+    order = []
+    while (request := share.next(lambda name: 900 * (name[0] == "b"))) is not None:
+        share.serve(request, 1)
+        order.append(request)
+    assert order.index(RequestId("a1")) == MOST_PASSED
+
+
+def test_priority_orders_a_tenants_own_requests() -> None:
+    share = FairShare()
+    enter(share, "a1", "a2", "b1")
+    enter(share, "a3", priority=5)
+    enter(share, "a4", priority=-5)
+    enter(share, "a5", priority=5)
+    found = served(share, 2000)
+    assert [name for name in found if name[0] == "a"] == ["a3", "a5", "a1", "a2", "a4"]
+    assert found.index("b1") <= 1, "of another tenant's turns it takes none"
+
+
+def test_a_low_priority_is_served_beside_an_endless_line_of_high_ones() -> None:
+    """Guards the stated bound: with k older ones of its tenant, within OLDEST_EVERY * (k + 1) of its turns."""
+    share = FairShare()
+    for number, name in enumerate(("a0", "a1", "a-low")):
+        share.enter(RequestId(name), "a", 1.0, -100, number)
+    order = list[str]()
+    for number in range(100):
+        share.enter(RequestId(f"high{number}"), "a", 1.0, 100, 3 + number)
+        request = share.next(cold)
+        assert request is not None
+        share.serve(request, 10)
+        order.append(request)
+    assert [order.index(name) + 1 for name in ("a0", "a1", "a-low")] == [OLDEST_EVERY * at for at in (1, 2, 3)]
+
+
+def test_the_last_of_the_longest_line_makes_room() -> None:
+    """Guards a small tenant against a line that another one has filled; and high priorities against low ones."""
+    share = FairShare()
+    enter(share, "a1", "a2", "a3")
+    enter(share, "b1")
+    assert share.last_of_the_longest() == "a3"
+    enter(share, "a4", priority=1)
+    assert share.last_of_the_longest() == "a3"
+    enter(share, "c1", "c2", "c3", "c4", weight=0.5)
+    assert share.last_of_the_longest() == "c4"
+
+
+def test_how_many_are_ahead() -> None:
+    share = FairShare()
+    assert share.ahead("a", 1.0, 0) == 0
+    enter(share, *(f"a{number}" for number in range(4)))
+    enter(share, *(f"b{number}" for number in range(10)))
+    assert share.ahead("c", 1.0, 0) == 2 and share.ahead("a", 1.0, 0) == 4 + 5
+    assert share.ahead("a", 1.0, 1) == 0 + 1, "before its own of a lower priority"
+    assert share.ahead("c", 0.25, 0) == 4 + 4
+
+
+WEIGHTS = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2)
+LARGEST = 3000
+
+
+class Crowd:
+    """Tenants by name and weight, whose requests come, are served, write and end as lots decide."""
+
+    def __init__(self, weights: dict[str, float], seed: int) -> None:
+        self.weights, self.lots = weights, Random(seed)
+        self.share, self.minted = FairShare(), 0
+        self.running: list[RequestId] = []
+        self.got = dict.fromkeys(weights, 0.0)
+        """Charged to each tenant, by weight, for the prompts that were served."""
+
+    def come(self, tenant: str) -> None:
+        self.minted += 1
+        request = RequestId(f"{tenant}{self.minted}")
+        self.share.enter(request, tenant, self.weights[tenant], self.lots.choice((-1, 0, 5)), self.minted)
+
+    def serve(self) -> str:
+        """Serve the next request; return whose it was. What is hot is anything, and changes."""
+        request = self.share.next(lambda name: self.lots.randrange(10**6))
+        assert request is not None
+        owner, tokens = request[0], self.lots.randint(1, LARGEST)
+        behind = [spent(self.share, owner) - account.spent for account in self.share._waiting.values()]
+        assert max(behind) <= QUANTUM, "who is served is within the quantum of everybody that waits"
+        self.share.serve(request, tokens)
+        self.got[owner] += tokens / self.weights[owner]
+        self.running.append(request)
+        return owner
+
+    def end(self, *, exactly: bool) -> None:
+        """A request that was served ends; what it cost is as predicted, or anything."""
+        request = self.running.pop(self.lots.randrange(len(self.running)))
+        if exactly or self.lots.random() < 0.8:
+            self.share.began(request, None if exactly else self.lots.randint(1, LARGEST))
+            self.share.wrote(request, self.lots.randint(0, 50))
+        self.share.left(request)
+
+
+@given(WEIGHTS, st.integers(0, 10**6))
+def test_nobody_that_waits_falls_behind_by_more_than_the_bound(weights: dict[str, float], seed: int) -> None:
+    """Guards the stated bound. While a tenant waits, another one is served at most QUANTUM, one request, and by what it
+    had had less, all by weight: whatever comes, whatever is hot, and whoever is new."""
+    crowd = Crowd(weights, seed)
+    share, marks = crowd.share, dict[str, tuple[dict[str, float], dict[str, float]]]()
+    for _ in range(200):
+        action = crowd.lots.random()
+        if action < 0.5 or not len(share):
+            tenant = crowd.lots.choice(list(weights))
+            crowd.come(tenant)
+            here = {name: account.spent for name, account in share._accounts.items()}
+            marks.setdefault(tenant, (dict(crowd.got), here))
+        elif action < 0.85 or not crowd.running:
+            del marks[crowd.serve()]
+            here = {name: account.spent for name, account in share._accounts.items()}
+            for tenant in share._waiting:
+                marks.setdefault(tenant, (dict(crowd.got), here))
+        else:
+            crowd.end(exactly=True)
+        for tenant, (got, had) in marks.items():
+            for other in weights:
+                served = crowd.got[other] - got[other]
+                less = spent(share, tenant) - had.get(other, 0.0)
+                assert not served or served <= QUANTUM + LARGEST / weights[other] + less, (tenant, other)
+
+
+@given(WEIGHTS, st.integers(0, 10**6))
+def test_the_bounds_hold_where_predictions_are_wrong(weights: dict[str, float], seed: int) -> None:
+    """Guards `QUANTUM` (in `Crowd.serve`) and MOST_PASSED where charges are put right either way and requests are
+    cancelled; and against a request that is served twice, or never."""
+    crowd = Crowd(weights, seed)
+    share, passed = crowd.share, dict.fromkeys(weights, 0)
+    for step in range(300):
+        action = crowd.lots.random()
+        if step < 200 and (action < 0.5 or not len(share)):
+            crowd.come(crowd.lots.choice(list(weights)))
+        elif len(share) and (action < 0.85 or not crowd.running):
+            least = min(share._waiting, key=lambda name: fair_share._rank(share._waiting[name]))
+            owner = crowd.serve()
+            passed[least] += owner != least
+            passed[owner] = 0
+            assert passed[least] <= MOST_PASSED
+        elif crowd.running:
+            crowd.end(exactly=False)
+        share.check(entry.request for account in share._waiting.values() for entry in account.line)
+    while len(share):
+        crowd.serve()
+    assert share.next(cold) is None
+
+
+@given(WEIGHTS, st.integers(0, 10**6))
+def test_who_is_new_is_served_soon(weights: dict[str, float], seed: int) -> None:
+    """Guards the bound in requests: beside an endless flood of others, hot ones among them, a newcomer is served
+    after at most MOST_PASSED, and one of each tenant that has had as little."""
+    crowd = Crowd(weights, seed)
+    for _ in range(30):
+        crowd.come(crowd.lots.choice(list(weights)))
+    for _ in range(10):
+        crowd.serve()
+    crowd.weights["z"], crowd.got["z"] = 1.0, 0.0
+    crowd.come("z")
+    before = 0
+    while crowd.serve() != "z":
+        before += 1
+        crowd.come(crowd.lots.choice(list(weights)))
+    assert before <= MOST_PASSED + len(weights)
 
 
 def test_names_of_tenants_do_not_pile_up() -> None:
     """Guards memory: where no credentials are asked for, a caller may name as many tenants as it likes."""
     share = FairShare()
     for number in range(3 * MAX_TENANTS):
-        share.serve(share.tag(str(number).encode(), 1, 1.0) + 1.0)
-    assert len(share._ends) <= MAX_TENANTS + 1
-    share.clear()
-    assert repr(share) == "FairShare(at 0, 0 tenants)"
+        name = RequestId(str(number))
+        share.enter(name, name, 1.0, 0, number)
+        share.serve(name, 5000)
+        share.began(name)
+        share.left(name)
+    assert len(share._accounts) <= MAX_TENANTS + 1 and not share._entries and not share._tenants
+    share.begin_anew()
+    assert repr(share) == "FairShare(at 0, 0 tenants, 0 waiting)"
+
+
+def test_who_owes_is_remembered_before_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the shares against many names of tenants, by which a debt would be forgotten."""
+    monkeypatch.setattr(fair_share, "MAX_TENANTS", 2)
+    share = FairShare()
+    enter(share, "w1", "w2", "x1")
+    for name, tokens in (("x1", 10), ("w1", 5000), ("w2", 5000)):
+        share.serve(RequestId(name), tokens)
+        share.began(RequestId(name))
+    for name in ("w1", "w2", "x1"):
+        share.left(RequestId(name))
+    enter(share, "y1", "z1")
+    assert sorted(share._accounts) == ["w", "y", "z"] and spent(share, "w") == 10_000.0
+
+
+def test_the_check_finds_a_line_that_disagrees() -> None:
+    share = FairShare()
+    enter(share, "a1")
+    with pytest.raises(AssertionError, match="others than those"):
+        share.check([])
 
 
 def test_the_queue_offers_by_share_and_a_refused_request_keeps_its_place() -> None:
-    """Guards the way from a tag to an offer: a flood of one tenant, and one request of another behind it."""
+    """Guards the way from an account to an offer: a flood of one tenant, and one request of another behind it."""
     parts = Parts()
-    flood = [parts.wait(f"f{number}", namespace=b"flood") for number in range(3)]
-    parts.wait("late", namespace=b"late")
-    parts.join("p0")
-    parts.join("d0", blocks=1024)
+    parts.join("d0", blocks=4096)
+    flood = [parts.wait(f"f{n}", tenant="flood", tokens=2000, namespace=b"%d" % n) for n in range(3)]
+    parts.wait("late", tenant="late", tokens=2000, namespace=b"late")
     parts.queue.advance(0.0, parts.out)
     assert offered(parts) == ["f0", "late", "f1", "f2"]
     parts.queue.rejoin(flood[1])
-    parts.wait("later", namespace=b"flood")
+    parts.wait("later", tenant="new")
     parts.queue.rejoin(flood[0])
     parts.queue.advance(0.0, parts.out)
     assert offered(parts) == ["f0", "f1", "later"]
+    assert spent(parts.table.share, "flood") == 6000.0, "nobody pays twice for one request"
     parts.queue.check()
+
+
+def test_the_queue_prefers_what_some_worker_holds() -> None:
+    """Guards the way from the index to the order: of two tenants that have had as much, the hot prefix goes first."""
+    parts = Parts()
+    home = parts.join("d0")
+    parts.wait("a", tenant="a", namespace=b"a")
+    hot = parts.wait("b", tenant="b", namespace=b"b")
+    parts.index.insert("d0", hot.chain(home.key))
+    parts.queue.advance(0.0, parts.out)
+    assert offered(parts) == ["b", "a"]
+    assert spent(parts.table.share, "b") == 8.0 and spent(parts.table.share, "a") == 40.0, "two blocks of 40 tokens"
+
+
+@pytest.mark.parametrize("prefills", [0, 1])
+def test_the_core_charges_what_workers_report(prefills: int) -> None:
+    """Guards the way from a worker's word to the account: who reads a prompt itself says at once what it had, a prefill
+    worker's part is known at the end; tokens count as they come, by either way; and a cancelled offer costs nothing."""
+    bench = Bench(prefills=prefills, max_waiting=9)
+    name, share = RequestId("a"), bench.router._table.share
+    bench.submit(name, tokens=40, tenant="t")
+    assert spent(share, "t") == 40.0, "nothing was believed to be cached"
+    bench.hear(Accepted(name, 1, 32))
+    told = 40.0 if prefills else 8.0
+    assert spent(share, "t") == told
+    bench.hear(Tokens(name, 1, 0, [5, 6]))
+    assert bench.router.next_tokens("d0", Tokens(name, 1, 2, [7])) == [7]
+    assert spent(share, "t") == told + 3 * OUTPUT_WEIGHT
+    bench.hear(ended(name, 1, output_tokens=3, prefill_cached_tokens=16))
+    assert spent(share, "t") == 24.0 + 3 * OUTPUT_WEIGHT, "by its last word, 16 of 40 were cached"
+    bench.submit(RequestId("b"), tokens=300, tenant="t")
+    before = spent(share, "t")
+    bench.do(ClientLeft(RequestId("b")))
+    bench.hear(Refused(RequestId("b"), 1, 1))
+    assert before > spent(share, "t") and not share._entries
 
 
 def offered(parts: Parts) -> list[str]:
     found = [command.record for command in parts.take() if isinstance(command, TellWorker)]
     return [record.record.request for record in found if isinstance(record, Place)]
-
-
-def test_tenants_that_were_served_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards memory against tenants that come once."""
-    monkeypatch.setattr(fair_share, "MAX_TENANTS", 2)
-    share = FairShare()
-    told = []
-    for number, served in enumerate((100.0, 200.0, 210.0, 300.0)):
-        share.tag(b"%d" % number, 10, 1.0)
-        share.serve(served)
-        told.append(repr(share))
-    assert [text.split(", ")[1] for text in told] == [f"{count} tenants)" for count in (1, 2, 3, 1)]

@@ -164,19 +164,28 @@ def test_the_check_finds_who_waits_outside() -> None:
         parts.queue.check()
 
 
-def test_a_tenant_pays_for_what_it_asked_for_while_anybody_waits() -> None:
-    """Guards the shares: what was served counts until nobody waits any more, those put aside among them."""
+def test_what_a_tenant_has_had_counts_until_nobody_waits() -> None:
+    """Guards the shares: who was served is behind while any waits, one put aside among them; then all are even."""
     parts = Parts(settle_s=5.0)
-    assert [parts.wait(name).tag for name in "abc"] == [0.0, 64.0, 128.0], "40 tokens of prompt, 24 of answer"
-    parts.join("d0")
-    assert advance(parts) == ["a", "b", "c"]
-    assert parts.wait("d").tag == 0.0, "nobody waited"
-    advance(parts)
     orphan = Orphan(record=request_record("o"), placement=3, prefill="", tokens=[], age_s=0.0)
+    parts.join("d0", blocks=512)
     parts.adoptions.adopt("d0", orphan, 0.0, parts.out)
     parts.queue.rejoin(parts.table.calls[RequestId("o")])
     assert advance(parts) == []
-    assert parts.wait("e").tag == 64.0, "one is put aside"
+    parts.wait("a", tenant="a", tokens=4000, namespace=b"a")
+    assert advance(parts) == ["a"]
+    worker = parts.registry.get("d0")
+    assert worker is not None
+    worker.refused = True
+    parts.wait("b", tenant="b", namespace=b"b")
+    parts.wait("a2", tenant="a", namespace=b"a", priority=9)
+    parts.index.insert("d0", parts.table.calls[RequestId("a2")].chain(worker.key))
+    worker.refused = False
+    assert advance(parts) == ["b", "a2"], "one is put aside, so what was served counts"
+    assert advance(parts, 5.0) == ["o"]
+    parts.wait("a3", tenant="a", namespace=b"a")
+    parts.wait("b2", tenant="b", namespace=b"b")
+    assert advance(parts, 5.0) == ["a3", "b2"], "nobody waited"
 
 
 def test_the_time_to_settle_begins_with_the_first_that_is_put_aside() -> None:
@@ -188,8 +197,16 @@ def test_the_time_to_settle_begins_with_the_first_that_is_put_aside() -> None:
 def test_a_tenant_that_comes_late_begins_where_the_others_are() -> None:
     """Guards those who waited: a tenant saves nothing up by asking for nothing."""
     parts = Parts()
+    parts.join("d0", blocks=512)
+    home = parts.registry.get("d0")
+    assert home is not None
     for name in "abc":
-        parts.wait(name)
-    parts.join("d0", blocks=8)
+        parts.wait(name, tenant="busy", tokens=3000, namespace=name.encode())
     assert advance(parts) == ["a", "b"]
-    assert parts.wait("late", namespace=b"t").tag == 64.0
+    parts.wait("late", tenant="late", tokens=3000, namespace=b"l")
+    parts.wait("d", tenant="busy", tokens=3000, namespace=b"d")
+    for call in list(parts.table.calls.values()):
+        if call.state is State.OFFERED:
+            parts.table.share.began(call.record.request)
+            parts.table.forget(call, parts.out)
+    assert advance(parts) == ["c", "late"], "the one that came first, of two that have had as much"

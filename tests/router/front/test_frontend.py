@@ -15,7 +15,7 @@ import pytest
 from engine.messages import Fault, Orphan, RequestStats
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from router.config import RouterConfig
-from router.core.events import Complete
+from router.core.events import Complete, Submit
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.front.frontend import Frontend
 from router.front.resume import Context, pack
@@ -33,6 +33,7 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.journal = RouterJournal()
+        self.events: list[Submit] = []
         self.records: list[RequestRecord] = []
         self.deadlines_s: list[float | None] = []
         self.sinks: dict[str, Sink] = {}
@@ -46,10 +47,11 @@ class FakeHub:
     def has_siblings(self) -> bool:
         return False
 
-    def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink, weight: float = 1.0) -> None:
-        self.records.append(record)
-        self.deadlines_s.append(deadline_s)
-        self.sinks[record.request] = sink
+    def submit(self, event: Submit, sink: Sink) -> None:
+        self.events.append(event)
+        self.records.append(event.record)
+        self.deadlines_s.append(event.deadline_s)
+        self.sinks[event.record.request] = sink
 
     def leave(self, request: RequestId) -> None:
         self.left.append(request)
@@ -138,6 +140,29 @@ def test_every_sample_is_a_request_of_its_own_with_one_deadline(timeout_s: float
         assert [(e.text, e.sample) for e in told if isinstance(e, Delta)] == [("a", 0), ("b", 1), ("c", 2)]
         assert [e.sample for e in told if isinstance(e, Finished)] == [0, 1, 2]
         assert bench.outcomes.seen == ["length"] * 3
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("call", "least"),
+    [
+        (GenerateCall(prompt="x", max_tokens=9), None),
+        (GenerateCall(prompt="x", max_tokens=9, timeout_s=5.0), 0),
+        (GenerateCall(prompt="x", max_tokens=9, timeout_s=5.0, min_tokens=4), 4),
+        (GenerateCall(prompt="x", max_tokens=9, timeout_s=5.0, ignore_eos=True), 9),
+        (GenerateCall(prompt="x", max_tokens=9, timeout_s=5.0, ignore_eos=True, stop=("s",)), 0),
+        (GenerateCall(prompt="x", max_tokens=9, timeout_s=5.0, ignore_eos=True, stop_token_ids=(7,)), 0),
+    ],
+)
+def test_only_a_callers_own_deadline_may_refuse_it(call: GenerateCall, least: int | None) -> None:
+    """Guards callers without a deadline; and the length that is certain, which the core predicts from."""
+
+    async def body() -> None:
+        bench = Bench()
+        await bench.ask(msgspec.structs.replace(call, tenant="acme", session="chat"))
+        (event,) = bench.hub.events
+        assert (event.least_tokens, event.tenant, event.session) == (least, "acme", ("acme", "chat"))
 
     run(body())
 
@@ -312,14 +337,18 @@ def test_what_no_caller_may_ask_no_worker_may_hand_over(what: str) -> None:
 
 def test_what_was_cancelled_before_it_turned_up_is_not_revived() -> None:
     """Guards a client that cancels right after a restart: it was told that its request is over."""
-    bench = Bench(settled=False)
-    assert bench.front.cancel("t")
-    assert bench.front.revive(orphan(), bench.now) is None
-    assert bench.front.revive(orphan(token="u"), bench.now) is not None
-    bench.hub.settled = True
-    bench.front.tick()
-    assert not bench.front.cancel("t")
-    assert bench.front.cancel("u") and bench.hub.left == ["r"] and not bench.front.cancel("u")
+
+    async def body() -> None:
+        bench = Bench(settled=False)
+        assert await bench.front.cancel("t")
+        assert bench.front.revive(orphan(), bench.now) is None
+        assert bench.front.revive(orphan(token="u"), bench.now) is not None
+        bench.hub.settled = True
+        bench.front.tick()
+        assert not await bench.front.cancel("t")
+        assert await bench.front.cancel("u") and bench.hub.left == ["r"] and not await bench.front.cancel("u")
+
+    run(body())
 
 
 def test_nobody_is_told_that_a_token_is_unknown_before_all_orphans_have_turned_up() -> None:

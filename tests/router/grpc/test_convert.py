@@ -47,8 +47,8 @@ FULL = GenerateCall(
     resumable=True,
     parse_control_tokens=True,
 )
-NOT_SENT = {"form", "traceparent"}
-"""One belongs to HTTP alone, the other travels as metadata."""
+NOT_SENT = {"form", "traceparent", "session"}
+"""One belongs to HTTP alone, the others travel as metadata."""
 FINISHED = Finished(
     reason=FinishReason.LENGTH,
     prompt_tokens=5,
