@@ -2,6 +2,7 @@
 
     GET  /status              Status
     GET  /overview            router.status.overview.Overview, asked of the router
+    GET  /traffic             router.status.traffic.Traffic, asked of the router
     GET  /flights?request=R   the timelines of a request, or of the latest, of every process
     GET  /config              every setting with its value and origin; secrets as set or not
     POST /drain               Drain    answered when the worker has left
@@ -294,13 +295,14 @@ class AdminServer:
 
             return endpoint
 
-        def overview(_: Request) -> msgspec.Raw:
-            return msgspec.Raw(self._cluster.ask(self._cluster.router.name, "overview"))
+        def router(question: str) -> Callable[[Request], msgspec.Raw]:
+            return lambda _: msgspec.Raw(self._cluster.ask(self._cluster.router.name, question))
 
         return Starlette(
             routes=[
                 Route("/status", get(lambda _: self.status())),
-                Route("/overview", get(overview)),
+                Route("/overview", get(router("overview"))),
+                Route("/traffic", get(router("traffic"))),
                 Route("/flights", get(lambda r: self.flights(r.query_params.get("request", "")))),
                 Route("/config", get(lambda _: self.config())),
                 Route("/drain", post(Drain, self.drain), methods=["POST"]),

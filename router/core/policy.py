@@ -115,11 +115,7 @@ class RoutingPolicy(Protocol):
 
 
 def cost(demand: Demand, prefill: PrefillView, decode: DecodeView) -> Cost:
-    """The predicted time to first token on one pair.
-
-    Pressure is the decode worker's step time, scaled by the share of its pool that is in use and
-    by the requests that share a step: what a new request waits for and slows down.
-    """
+    """The predicted time to first token on one pair, and what the rest of the answer costs there."""
     return Cost(
         *_prefill_terms(demand, prefill),
         _missing_blocks(demand, decode) * _s_per_block(prefill, decode),
@@ -165,12 +161,12 @@ def _prefill_terms(demand: Demand, prefill: PrefillView) -> tuple[float, float]:
     return prefill.queue_tokens * token_s, uncached_tokens * token_s
 
 
-COMING = 0.0
-
-
 def _pressure_s(demand: Demand, decode: DecodeView) -> float:
+    """Return what the answer takes there, and what the others in its steps lose by one more row; and a step for a pool
+    that is full. Who is still being prefilled will be a row by then: left out, all that waits in long lines would be
+    sent to the worker with the fewest rows of now."""
     busy = decode.used_blocks / decode.blocks if decode.blocks else 1.0
-    rows = decode.rows + COMING * max(decode.outstanding - decode.rows, 0)
+    rows = max(decode.rows, decode.outstanding)
     return decode.s_per_step * busy + demand.answer_tokens * (decode.alone_s + 2.0 * decode.s_per_row * rows)
 
 
