@@ -7,8 +7,8 @@ that what else the machine does falls on all alike. Requests come in an open loo
 and each rate; with `--turns`, as chats, where each next prompt holds the answers before.
 
 Told of each: time to first token, the gaps between tokens, and the share of requests that kept both limits; the last is
-what splitting is for, and is also given against `split`. With `--report`, the split cluster is also asked what `headrace
-report disagg` says of that traffic, and whether the three clusters agree with it.
+what splitting is for, and is also given against `split`. With `--report`, the split cluster is also asked what
+`headrace report disagg` says of that traffic, and whether the three clusters agree with it.
 """
 
 import asyncio
@@ -172,7 +172,7 @@ def _verdicts(
     lines: list[dict[str, str | int | float]] = []
     for objective in get_args(Objective):
         found = report(told["split"], bounds, limits, objective)
-        truth = verdict_of([measured["split"], measured["auto"]], measured["one pool"], limits, objective)
+        truth = verdict_of(measured["split"], measured["one pool"], limits, objective)
         named = {"split 1+1": "split", "one pool of 2": "one pool", "split 1+1 with local prefill": "auto"}
         predicted = {named.get(one.name, one.name): one.ttft_ms for one in found.forecasts}
         lines.append(

@@ -9,7 +9,7 @@ A score is the mean over requests, larger is better: with the objective `goodput
 with `latency`, minus the mean of its two times, each in parts of its limit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import fsum, sqrt
 from statistics import median
 from typing import Literal
@@ -21,7 +21,8 @@ from router.status.traffic import RequestShape, Traffic
 
 Objective = Literal["goodput", "latency"]
 FEWEST_REQUESTS = 8
-CALIBRATIONS = 4
+ROUNDS, HALVINGS = 2, 8
+"""How often either scale is looked for, and in how many steps: to a hundredth."""
 MOST_SCALE = 4.0
 """Speeds are scaled by no more than this: beyond it, the arrangement does not work as it is thought to."""
 SURE = 1.64
@@ -66,9 +67,10 @@ class ArrangementForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DisaggReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`verdict`: "split", "one pool" or "no difference", of the best arrangement of either kind; `best` names the best
-    of all, if it is surely better than the present one, else that. `regret` is what the present one gives away by the
-    objective, 0.0 where nothing is surely better; `self_error` how far its own score is predicted wrong."""
+    """`verdict`: "split", "one pool" or "no difference", of the best arrangement of either kind. `best` names the best
+    of all, splits with local prefill among them, if it is surely better than the present one, else that. `regret` is
+    what the present one gives away by the objective, 0.0 where nothing is surely better; `self_error` how far its own
+    score is predicted wrong."""
 
     objective: Objective
     limits: TimeLimits
@@ -107,6 +109,7 @@ def report(
     better = [one for one in forecasts if one.is_better]
     running = next(one for one in forecasts if one.is_now)
     best = better[0] if better else running
+    # Split with local prefill is neither: it becomes the one or the other as traffic asks.
     split, whole = (_best(scored, is_split) for is_split in (True, False))
     return DisaggReport(
         objective=objective,
@@ -133,36 +136,49 @@ def arrangements(now: PoolSizes) -> list[PoolSizes]:
 
 
 def calibrated(shapes: Sequence[RequestShape], now: PoolSizes, speeds: PoolSpeeds) -> PoolSpeeds:
-    """Return the speeds scaled until the present arrangement takes, on average, the times that were measured."""
-    ttft_s, itl_s = fsum(shape.ttft_s for shape in shapes), fsum(shape.itl_s for shape in shapes)
-    tokens = steps = 1.0
-    scaled = speeds
-    for _ in range(CALIBRATIONS):
-        found = simulate(shapes, now, scaled)
-        # What a first token takes besides is measured, and not scaled.
-        besides_s = len(shapes) * speeds.overhead_s
-        tokens *= _ratio(ttft_s - besides_s, fsum(one.ttft_s for one in found) - besides_s)
-        steps *= _ratio(itl_s, fsum(one.itl_s for one in found))
-        tokens, steps = (min(max(scale, 1 / MOST_SCALE), MOST_SCALE) for scale in (tokens, steps))
-        scaled = msgspec.structs.replace(
-            speeds,
-            token_s=speeds.token_s * tokens,
-            alone_s=speeds.alone_s * steps,
-            row_s=speeds.row_s * steps,
-        )
-    return scaled
+    """Return the speeds scaled until the present arrangement takes, on average, the times that were measured: those of
+    prompts by the time to first token, those of steps by the gaps between tokens, which both grow with them."""
+    wanted_s = fsum(shape.ttft_s for shape in shapes), fsum(shape.itl_s for shape in shapes)
+
+    def scaled(of: PoolSpeeds, tokens: float, steps: float) -> PoolSpeeds:
+        times = {"token_s": of.token_s * tokens, "alone_s": of.alone_s * steps, "row_s": of.row_s * steps}
+        return msgspec.structs.replace(of, **times)
+
+    def found_s(tokens: float, steps: float) -> tuple[float, float]:
+        times = simulate(shapes, now, scaled(speeds, tokens, steps))
+        return fsum(one.ttft_s for one in times), fsum(one.itl_s for one in times)
+
+    def tokens_for(steps: float) -> float:
+        return _bisected(lambda tokens: found_s(tokens, steps)[0] < wanted_s[0])
+
+    def steps_for(tokens: float) -> float:
+        return _bisected(lambda steps: found_s(tokens, steps)[1] < wanted_s[1])
+
+    tokens, steps = 1.0, 1.0
+    for _ in range(ROUNDS):
+        tokens = tokens_for(steps)
+        steps = steps_for(tokens)
+    return scaled(speeds, tokens, steps)
+
+
+def _bisected(is_below: Callable[[float], bool]) -> float:
+    """Return the scale, within MOST_SCALE either way, below which `is_below` is true and above which it is not."""
+    low, high = 1.0 / MOST_SCALE, MOST_SCALE
+    for _ in range(HALVINGS):
+        middle = sqrt(low * high)
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return sqrt(low * high)
 
 
 def verdict_of(
-    split: Sequence[Sequence[PredictedTimes]],
+    split: Sequence[PredictedTimes],
     whole: Sequence[PredictedTimes],
     limits: TimeLimits,
     objective: Objective = "goodput",
 ) -> str:
-    """Return the verdict on times that were measured: of arrangements with two pools, and of one pool, for the same
-    requests in the same order."""
-    best = max((_Scored(times, limits, objective) for times in split), key=lambda one: one.mean)
-    return _verdict(best, _Scored(whole, limits, objective), 0.0)
+    """Return the verdict on times that were measured: with two pools, and with one, for the same requests in the same
+    order."""
+    return _verdict(_Scored(split, limits, objective), _Scored(whole, limits, objective), 0.0)
 
 
 def text(told: DisaggReport) -> str:
@@ -221,7 +237,8 @@ class _Scored:
 
 
 def _best(scored: dict[PoolSizes, _Scored], is_split: bool) -> _Scored:
-    return max((one for sizes, one in scored.items() if bool(sizes.prefill) == is_split), key=lambda one: one.mean)
+    kind = [one for sizes, one in scored.items() if bool(sizes.prefill) == is_split and not sizes.is_auto]
+    return max(kind, key=lambda one: one.mean)
 
 
 def _verdict(split: _Scored, whole: _Scored, self_error: float) -> str:
@@ -272,7 +289,3 @@ def _speeds(shapes: Sequence[RequestShape], traffic: Traffic, bounds: StepBounds
 
 def _is_auto(traffic: Traffic) -> bool:
     return traffic.local_prefill == "auto" and traffic.prefill_workers > 0
-
-
-def _ratio(wanted: float, found: float) -> float:
-    return wanted / found if wanted > 0.0 and found > 0.0 else 1.0

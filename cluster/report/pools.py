@@ -68,11 +68,12 @@ class _Visit:
 
 @dataclass(slots=True, eq=False)
 class _PoolWorker:
-    """Mutable state: the prompts that it reads, the rows that it runs, how many requests it was given as rows, and
-    whether a step is under way."""
+    """Mutable state: the prompts that it reads, the rows of its next step and of the one under way, how many requests
+    it was given as rows, and whether a step is under way."""
 
     prompts: deque[_Visit] = field(default_factory=deque)
     rows: list[_Visit] = field(default_factory=list)
+    running: list[_Visit] = field(default_factory=list)
     given: int = 0
     is_stepping: bool = False
 
@@ -127,7 +128,8 @@ class _PoolRun:
             local = min(self._homes, key=lambda worker: (worker.backlog_tokens * speeds.token_s, worker.given))
             if reader is None:
                 local = min(self._homes, key=lambda worker: (worker.backlog_tokens, worker.given))
-            local_s = (local.backlog_tokens + local_tokens * (1 + len(local.rows))) * speeds.token_s
+            beside = len(local.rows) + len(local.running)
+            local_s = (local.backlog_tokens + local_tokens * (1 + beside)) * speeds.token_s
             if reader is None or local_s < self._remote_s(reader, remote_tokens):
                 reader, home = local, local
         assert reader is not None
@@ -149,12 +151,11 @@ class _PoolRun:
         if rows and speeds.token_s:
             most = min(most, max(int((speeds.mixed_step_s - rows_s) / speeds.token_s), speeds.least_tokens))
         tokens = min(most, worker.backlog_tokens)
-        worker.is_stepping = True
+        worker.is_stepping, worker.running, worker.rows = True, worker.rows, []
         self._at(now + rows_s + tokens * speeds.token_s, None, worker, tokens)
 
     def _stepped(self, worker: _PoolWorker, tokens: int, now: float) -> None:
-        worker.is_stepping = False
-        running, worker.rows = worker.rows, []
+        running, worker.running = worker.running, []
         for visit in running:
             visit.left_answer -= 1
             visit.last_s = now
@@ -172,9 +173,11 @@ class _PoolRun:
                     self._land(visit, home, now)
                 else:
                     self._at(now + self._speeds.migrate_s, visit, home)
+        worker.is_stepping = False
         self._step(worker, now)
 
     def _land(self, visit: _Visit, home: _PoolWorker, now: float) -> None:
+        """Its KV is there, and its first token: it gets a row."""
         visit.first_s = visit.last_s = now
         visit.left_answer -= 1
         self._go_on(visit, home)

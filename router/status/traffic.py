@@ -9,7 +9,7 @@ from engine.messages import RequestStats
 from engine.types import FinishReason
 from router.core.registry import Registry
 
-KEPT_SHAPES = 1024
+KEPT_SHAPES = 256
 
 
 class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
