@@ -4,13 +4,14 @@ Workers measure themselves and report it (`engine.messages.Load`); what a reques
 
     delay      time until a prompt was computed, over what was predicted of it: a factor for each prefill worker
     exposure   the wait for blocks that computing did not hide, over blocks · s per block: a factor for each decode
-               worker, from readers on its host and from those on other hosts apart
-    row        what one more row adds to a decode step, from reports with different numbers of rows
+               worker, of blocks from its own host and of those from other hosts apart
+    step       a line through the reports of all decode workers: what a step takes without rows, and what each row adds;
+               and a factor for each worker
     answer     tokens of an answer, of all requests
 
-No observation moves a factor by more than FACTOR_STEP, nor a row's time by more than ROW_STEP, and no factor leaves
-[1 / MOST, MOST]: one odd request changes little, and a hundred of them what they should. A worker of which nothing is
-known has the median of its pool. Everything is a function of the records that came, in their order.
+No request moves a factor by more than FACTOR_STEP, no report the line's slope by more than ROW_STEP, and no factor
+leaves [1 / MOST, MOST]: one odd request changes little, and a hundred of them what they should. A worker of which
+nothing is known has the median of its pool. Everything is a function of the records that came, in their order.
 """
 
 from collections.abc import Iterable
@@ -112,8 +113,8 @@ class _WorkerFit:
 class Coefficients:
     """Owner: the registry of workers."""
 
-    # Mutable state: the fit of each worker, its host's number, the mean length of answers, and the medians of the pools
-    # where they are known to be those of now.
+    # Mutable state: the fit of each worker, its host's number, the mean length of answers, the line of steps, and the
+    # medians of the pools where they are known to be those of now.
 
     def __init__(self) -> None:
         self._prefills: dict[str, _WorkerFit] = {}
@@ -228,7 +229,8 @@ class Coefficients:
 
 
 class _Medians(NamedTuple):
-    """Of the workers of which something is known; `exposure` and `ways_s` from the same host, and from others."""
+    """The medians of the workers of which something is known; `exposure` and `ways_s` from the same host, and from
+    others."""
 
     s_per_token: float
     delay: float

@@ -1,13 +1,16 @@
 """Chooses the pair of workers that gets a request.
 
-`LeastCost` takes the smallest predicted time to first token, a sum of named terms in seconds:
+`LeastCost` takes the least predicted cost, a sum of named terms in seconds, whose coefficients are fitted for each
+worker (`router.core.fitting`):
 
     queue(prefill) + uncached_tokens · s_per_token(prefill)
-    + missing_blocks · s_per_block(prefill → decode) + pressure(decode)
+    + missing_blocks · s_per_block(prefill → decode)
+    + answer_tokens · (alone_s + 2 · rows · s_per_row)(decode), and a step for a pool that is full
 
 and one term that is not this request's own: the time that others lose when a worker computes again what another one
 holds (`router.core.reuse`). Where decode workers may read prompts themselves, each is also priced as a pair of its own,
-between whose halves nothing moves. Simpler policies, to compare with, are in `router.core.policies`.
+between whose halves nothing moves, and the rows that it runs lose the time of the prompt. Simpler policies, to compare
+with, are in `router.core.policies`.
 
 Views of workers come in, a choice goes out; no clock, and randomness is a generator passed in.
 """
@@ -77,20 +80,20 @@ class DecodeView(msgspec.Struct, frozen=True):
     """What a step takes without rows, and what each row adds (`router.core.fitting`)."""
     host: int = 0
     unmeasured_s_per_block: tuple[float, float] = (0.0, 0.0)
-    """Of ways that are not in `s_per_block`: from a worker on the same host, and from one on another."""
+    """The time of a block over ways that are not in `s_per_block`: from the same host, and from another one."""
     exposure: tuple[float, float] = (1.0, 1.0)
     """The share of the time of a move that is waited for, of the same two."""
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Predicted time to first token by term, in seconds."""
+    """What a pair is predicted to cost by term, in seconds: the first three until the first token."""
 
     queue_s: float
     compute_s: float
     move_s: float
     pressure_s: float
     others_s: float = 0.0
-    """Not this request's own: by how much it delays those that come behind it, beyond what it must."""
+    """Not this request's own: by how much it delays others, behind it or beside it, beyond what it must."""
 
     @property
     def total_s(self) -> float:
