@@ -106,7 +106,7 @@ def measure(
 ) -> list[dict[str, str | int | float]]:
     """Return a line for each workload, rate and mode: milliseconds at p50 and p99, and shares in percent, each the mean
     over the rounds. `verdicts`, if given, gets what the report says of each workload and rate, and what was measured;
-    all modes are needed for that."""
+    `split` and `one pool` are needed for that."""
     table: list[dict[str, str | int | float]] = []
     clusters: dict[str, Cluster] = {}
     with ExitStack() as opened, TemporaryDirectory(prefix="headrace-disagg-") as folder:
@@ -213,10 +213,14 @@ def main() -> None:
     parser.add_argument("--slo", type=parse_slo, default=parse_slo("ttft=2,itl=0.1"))
     parser.add_argument("--mixed-step-s", type=float, default=DecodeConfig().mixed_step_s)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--modes", default=",".join(MODES), help="which clusters; the first is `split`")
     parser.add_argument("--report", action="store_true", help="compare with what `headrace report disagg` says")
     options = parser.parse_args()
     if options.workers < 2 or options.workers % 2:
         parser.error(f"--workers {options.workers}: an even number is needed")
+    modes = tuple(options.modes.split(","))
+    if modes[0] != "split" or not set(modes) <= MODES.keys() or (options.report and "one pool" not in modes):
+        parser.error(f"--modes {options.modes}: split, and others of {', '.join(MODES)}; a report needs one pool too")
     loads = [
         workload(int(length), options.answer, options.turns, options.think) for length in _numbers(options.prompt)
     ]
@@ -230,6 +234,7 @@ def main() -> None:
         slo=options.slo,
         mixed_step_s=options.mixed_step_s,
         seed=options.seed,
+        modes=modes,
         verdicts=verdicts if options.report else None,
     )
     results = {f"One pool and two, limits {options.slo}": table}

@@ -2,8 +2,10 @@
 
 The latest requests, as they came, are played through other arrangements of the same number of workers
 (`cluster.report.pools`), at the speeds that the router has fitted. First the present arrangement is played, and speeds
-are scaled until its mean times are those that were measured. What then still differs is the report's own error: a
-verdict is given only where arrangements differ by more than that, together with what so few requests can show.
+are scaled until its mean times are those that were measured. A verdict is given only where arrangements differ by more
+than the report's own error. In that are: how far the present arrangement's score is still off; what another one's would
+be were its workers UNSURE times quicker or slower, as those that share a host's memory are when more of them read
+prompts at once; and what so few requests can show.
 
 A score is the mean over requests, larger is better: with the objective `goodput`, 1 for a request within both limits;
 with `latency`, minus the mean of its two times, each in parts of its limit.
@@ -27,6 +29,8 @@ MOST_SCALE = 4.0
 """Speeds are scaled by no more than this: beyond it, the arrangement does not work as it is thought to."""
 SURE = 1.64
 """Standard errors that a difference must exceed (one side, 95 %)."""
+UNSURE = 1.25
+"""How many times quicker or slower workers may be in another arrangement than they are now."""
 MOST_OTHER_SPLITS = 8
 NO_DIFFERENCE = "no difference"
 
@@ -101,7 +105,15 @@ def report(
     now = PoolSizes(traffic.prefill_workers, traffic.decode_workers, _is_auto(traffic))
     measured = [PredictedTimes(shape.ttft_s, shape.itl_s) for shape in shapes]
     speeds = calibrated(shapes, now, _speeds(shapes, traffic, bounds))
-    scored = {sizes: _Scored(simulate(shapes, sizes, speeds), limits, objective) for sizes in arrangements(now)}
+
+    def played(sizes: PoolSizes, slower: float) -> _Scored:
+        return _Scored(simulate(shapes, sizes, _scaled(speeds, slower, slower)), limits, objective)
+
+    scored = {now: played(now, 1.0)}
+    for sizes in arrangements(now)[1:]:
+        one = played(sizes, 1.0)
+        one.slack = max(abs(played(sizes, slower).mean - one.mean) for slower in (UNSURE, 1.0 / UNSURE))
+        scored[sizes] = one
     present, truth = scored[now], _Scored(measured, limits, objective)
     self_error = abs(present.mean - truth.mean)
     forecasts = [_forecast(sizes, one, present, self_error, sizes == now) for sizes, one in scored.items()]
@@ -140,12 +152,8 @@ def calibrated(shapes: Sequence[RequestShape], now: PoolSizes, speeds: PoolSpeed
     prompts by the time to first token, those of steps by the gaps between tokens, which both grow with them."""
     wanted_s = fsum(shape.ttft_s for shape in shapes), fsum(shape.itl_s for shape in shapes)
 
-    def scaled(of: PoolSpeeds, tokens: float, steps: float) -> PoolSpeeds:
-        times = {"token_s": of.token_s * tokens, "alone_s": of.alone_s * steps, "row_s": of.row_s * steps}
-        return msgspec.structs.replace(of, **times)
-
     def found_s(tokens: float, steps: float) -> tuple[float, float]:
-        times = simulate(shapes, now, scaled(speeds, tokens, steps))
+        times = simulate(shapes, now, _scaled(speeds, tokens, steps))
         return fsum(one.ttft_s for one in times), fsum(one.itl_s for one in times)
 
     def tokens_for(steps: float) -> float:
@@ -158,7 +166,13 @@ def calibrated(shapes: Sequence[RequestShape], now: PoolSizes, speeds: PoolSpeed
     for _ in range(ROUNDS):
         tokens = tokens_for(steps)
         steps = steps_for(tokens)
-    return scaled(speeds, tokens, steps)
+    return _scaled(speeds, tokens, steps)
+
+
+def _scaled(speeds: PoolSpeeds, tokens: float, steps: float) -> PoolSpeeds:
+    """Return the speeds with prompts and steps so many times slower."""
+    times = {"token_s": speeds.token_s * tokens, "alone_s": speeds.alone_s * steps, "row_s": speeds.row_s * steps}
+    return msgspec.structs.replace(speeds, **times)
 
 
 def _bisected(is_below: Callable[[float], bool]) -> float:
@@ -216,10 +230,12 @@ def _score(told: DisaggReport, score: float) -> str:
 
 
 class _Scored:
-    """The scores of one arrangement, request by request."""
+    """The scores of one arrangement, request by request. `slack`: how far their mean may be off beside what was found
+    of the present arrangement."""
 
     def __init__(self, times: Sequence[PredictedTimes], limits: TimeLimits, objective: Objective) -> None:
         self.times = times
+        self.slack = 0.0
         self.within = [float(one.ttft_s <= limits.ttft_s and one.itl_s <= limits.itl_s) for one in times]
         if objective == "goodput":
             self.scores = self.within
@@ -229,11 +245,13 @@ class _Scored:
 
     def gain(self, over: "_Scored", self_error: float) -> tuple[float, float]:
         """Return by how much its score is above another's for the same requests, and how far that may be wrong: what so
-        few requests leave open, and what the prediction has missed of the present arrangement."""
+        few requests leave open, what the prediction has missed of the present arrangement, and their slack."""
         differences = [one - other for one, other in zip(self.scores, over.scores, strict=True)]
         mean, count = fsum(differences) / len(differences), len(differences)
         variance = fsum((one - mean) ** 2 for one in differences) / max(count - 1, 1)
-        return mean, sqrt(SURE**2 * variance / count + self_error**2)
+        if self is over:
+            return 0.0, 0.0
+        return mean, sqrt(SURE**2 * variance / count + self_error**2 + self.slack**2 + over.slack**2)
 
 
 def _best(scored: dict[PoolSizes, _Scored], is_split: bool) -> _Scored:
