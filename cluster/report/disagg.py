@@ -29,7 +29,7 @@ MOST_SCALE = 4.0
 """Speeds are scaled by no more than this: beyond it, the arrangement does not work as it is thought to."""
 SURE = 1.64
 """Standard errors that a difference must exceed (one side, 95 %)."""
-UNSURE = 1.25
+UNSURE = 1.1
 """How many times quicker or slower workers may be in another arrangement than they are now."""
 MOST_OTHER_SPLITS = 8
 NO_DIFFERENCE = "no difference"
