@@ -7,13 +7,17 @@ that what else the machine does falls on all alike. Requests come in an open loo
 and each rate; with `--turns`, as chats, where each next prompt holds the answers before.
 
 Told of each: time to first token, the gaps between tokens, and the share of requests that kept both limits; the last is
-what splitting is for, and is also given against `split`.
+what splitting is for, and is also given against `split`. With `--report`, the split cluster is also asked what
+`headrace report disagg` says of that traffic, and whether the three clusters agree with it.
 """
 
 import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
+
+import msgspec
 
 from benchmarks import output
 from cluster.bench.driver import Level, LoadGenerator, LoadPlan
@@ -22,9 +26,12 @@ from cluster.bench.targets import open_target
 from cluster.bench.workloads import Kind, Workload
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
+from cluster.report.disagg import Objective, StepBounds, TimeLimits, report, verdict_of
+from cluster.report.pools import PredictedTimes
 from engine.config import EngineConfig
 from engine.model.prepared.cache import prepare
 from router.config import LocalPrefill, RouterConfig
+from router.status.traffic import RequestShape, Traffic
 from worker.config import DecodeConfig, PrefillConfig
 
 MODES: dict[str, tuple[bool, LocalPrefill]] = {
@@ -95,15 +102,19 @@ def measure(
     mixed_step_s: float,
     seed: int,
     modes: tuple[str, ...] = tuple(MODES),
+    verdicts: list[dict[str, str | int | float]] | None = None,
 ) -> list[dict[str, str | int | float]]:
     """Return a line for each workload, rate and mode: milliseconds at p50 and p99, and shares in percent, each the mean
-    over the rounds."""
+    over the rounds. `verdicts`, if given, gets what the report says of each workload and rate, and what was measured;
+    `split` and `one pool` are needed for that."""
     table: list[dict[str, str | int | float]] = []
+    clusters: dict[str, Cluster] = {}
     with ExitStack() as opened, TemporaryDirectory(prefix="headrace-disagg-") as folder:
         model_dir = prepare(None, Path(folder))
         addresses = {}
         for mode in modes:
             cluster = opened.enter_context(cluster_of(mode, workers, model_dir, mixed_step_s))
+            clusters[mode] = cluster
             addresses[mode] = cluster.start().grpc
         for load in loads:
             for rate in rates:
@@ -112,6 +123,9 @@ def measure(
                     for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
                         asked = level(addresses[mode], load, rate, requests, slo, seed + turn)
                         found[mode].append(asyncio.run(asked))
+                if verdicts is not None:
+                    told = {mode: _traffic(cluster, requests * rounds) for mode, cluster in clusters.items()}
+                    verdicts += _verdicts(load, rate, told, slo, mixed_step_s)
                 table += [_line(load, rate, mode, found[mode], found[modes[0]]) for mode in modes]
     return table
 
@@ -139,6 +153,49 @@ def _line(
     return line
 
 
+def _traffic(cluster: Cluster, last: int) -> Traffic:
+    """Return what a cluster's router tells of its latest requests, as they came."""
+    told = msgspec.json.decode(cluster.ask(cluster.router.name, "traffic"), type=Traffic)
+    latest = sorted(told.shapes[-last:], key=lambda shape: shape.arrived_s)
+    return msgspec.structs.replace(told, shapes=latest)
+
+
+def _verdicts(
+    load: Workload, rate: float, told: dict[str, Traffic], slo: Slo, mixed_step_s: float
+) -> list[dict[str, str | int | float]]:
+    """Return a line for each objective: what the report says of the split cluster's traffic, and what was measured."""
+    if slo.ttft_s is None or slo.itl_s is None:
+        raise ValueError("the report needs a limit of ttft and one of itl")
+    limits = TimeLimits(slo.ttft_s, slo.itl_s)
+    bounds = StepBounds(mixed_step_s, PrefillConfig().chunk_tokens, EngineConfig().block_size)
+    measured = {mode: _times(one.shapes) for mode, one in told.items()}
+    lines: list[dict[str, str | int | float]] = []
+    for objective in get_args(Objective):
+        found = report(told["split"], bounds, limits, objective)
+        truth = verdict_of(measured["split"], measured["one pool"], limits, objective)
+        named = {"split 1+1": "split", "one pool of 2": "one pool", "split 1+1 with local prefill": "auto"}
+        predicted = {named.get(one.name, one.name): one.ttft_ms for one in found.forecasts}
+        lines.append(
+            {
+                "prompt": load.input_tokens,
+                "rate /s": rate,
+                "objective": objective,
+                "report": found.verdict,
+                "measured": truth,
+                "agree": int(found.verdict == truth),
+                "self error": found.self_error,
+                "regret": found.regret,
+                "one pool, TTFT ms predicted": predicted.get("one pool", 0.0),
+                "one pool, TTFT ms measured": 1e3 * sum(one.ttft_s for one in measured["one pool"]) / found.requests,
+            }
+        )
+    return lines
+
+
+def _times(shapes: list[RequestShape]) -> list[PredictedTimes]:
+    return [PredictedTimes(shape.ttft_s, shape.itl_s) for shape in shapes]
+
+
 def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
@@ -156,12 +213,18 @@ def main() -> None:
     parser.add_argument("--slo", type=parse_slo, default=parse_slo("ttft=2,itl=0.1"))
     parser.add_argument("--mixed-step-s", type=float, default=DecodeConfig().mixed_step_s)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--modes", default=",".join(MODES), help="which clusters; the first is `split`")
+    parser.add_argument("--report", action="store_true", help="compare with what `headrace report disagg` says")
     options = parser.parse_args()
     if options.workers < 2 or options.workers % 2:
         parser.error(f"--workers {options.workers}: an even number is needed")
+    modes = tuple(options.modes.split(","))
+    if modes[0] != "split" or not set(modes) <= MODES.keys() or (options.report and "one pool" not in modes):
+        parser.error(f"--modes {options.modes}: split, and others of {', '.join(MODES)}; a report needs one pool too")
     loads = [
         workload(int(length), options.answer, options.turns, options.think) for length in _numbers(options.prompt)
     ]
+    verdicts: list[dict[str, str | int | float]] = []
     table = measure(
         loads,
         _numbers(options.rate),
@@ -171,8 +234,13 @@ def main() -> None:
         slo=options.slo,
         mixed_step_s=options.mixed_step_s,
         seed=options.seed,
+        modes=modes,
+        verdicts=verdicts if options.report else None,
     )
-    output.tell(options, "disagg", {f"One pool and two, limits {options.slo}": table})
+    results = {f"One pool and two, limits {options.slo}": table}
+    if verdicts:
+        results["What the report says of the split cluster's traffic"] = verdicts
+    output.tell(options, "disagg", results)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     GET  /status              Status
     GET  /overview            router.status.overview.Overview, asked of every router
+    GET  /traffic             router.status.traffic.Traffic, asked of every router
     GET  /flights?request=R   the timelines of a request, or of the latest, of every process
     GET  /config              every setting with its value and origin; secrets as set or not
     POST /drain               Drain    answered when the worker has left
@@ -20,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -39,10 +40,12 @@ from cluster.rundir import ProcessIdentity, RunDir
 from engine.messages import guarded
 from router.config import FrontLimits
 from router.status.overview import Overview, merged
+from router.status.traffic import Traffic, together
 from telemetry.flight import Flight
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 10
 CONNECTIONS = 64
 """Operators' connections; the one that has said nothing for longest goes when there is another."""
@@ -200,17 +203,25 @@ class AdminServer:
         )
 
     def overview(self) -> Overview:
-        """Ask every router that is up; return what they say together. Raises LaunchError where none answers."""
-        told: list[Overview] = []
+        """Return what all routers say together. Raises LaunchError where none answers."""
+        return merged(self._ask_routers("overview", Overview))
+
+    def traffic(self) -> Traffic:
+        """Return the latest requests of all routers. Raises LaunchError where none answers."""
+        return together(self._ask_routers("traffic", Traffic))
+
+    def _ask_routers(self, question: str, kind: type[T]) -> list[T]:
+        """Ask every router that is up; return at least one answer. Raises LaunchError where none answers."""
+        told: list[T] = []
         why: LaunchError | None = None
         for name in self._cluster.routers:
             try:
-                told.append(msgspec.json.decode(self._cluster.ask(name, "overview"), type=Overview))
+                told.append(msgspec.json.decode(self._cluster.ask(name, question), type=kind))
             except LaunchError as error:
                 why = error
         if why is not None and not told:
             raise why
-        return told[0] if len(told) == 1 else merged(told)
+        return told
 
     def flights(self, request: str) -> Flights:
         """Ask every process for its timelines, the router first."""
@@ -312,6 +323,7 @@ class AdminServer:
             routes=[
                 Route("/status", get(lambda _: self.status())),
                 Route("/overview", get(lambda _: self.overview())),
+                Route("/traffic", get(lambda _: self.traffic())),
                 Route("/flights", get(lambda r: self.flights(r.query_params.get("request", "")))),
                 Route("/config", get(lambda _: self.config())),
                 Route("/drain", post(Drain, self.drain), methods=["POST"]),

@@ -12,6 +12,7 @@ from cluster.processes.spec import LaunchError
 from cluster.rundir import RunDir
 from cluster.secret import SecretFile
 from router.status.overview import Overview
+from router.status.traffic import Traffic
 
 QUICK_S = 15.0
 
@@ -36,6 +37,9 @@ class AdminClient:
 
     def overview(self) -> Overview:
         return self._call("GET", "/overview", Overview)
+
+    def traffic(self) -> Traffic:
+        return self._call("GET", "/traffic", Traffic)
 
     def flights(self, request: str = "") -> Flights:
         return self._call("GET", "/flights", Flights, params={"request": request})

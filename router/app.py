@@ -34,6 +34,7 @@ from router.shadows import ShadowPolicy
 from router.status.journal import RouterJournal
 from router.status.observer import Observer
 from router.status.overview import Overview, overview
+from router.status.traffic import Traffic, traffic
 from telemetry.tracing import unix_offset_s
 
 TICK_S = 0.05
@@ -146,6 +147,12 @@ class RouterApp:
 
     async def overview(self) -> Overview:
         return overview(self.hub, self._model, time.monotonic())
+
+    async def traffic(self) -> Traffic:
+        config, hub = self._config, self.hub
+        shapes = hub.journal.traffic.shapes
+        limits = config.slo_ttft_s, config.slo_itl_s
+        return traffic(shapes, hub.core.registry, config.local_prefill, *limits, time.monotonic())
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Return once `stopping` is set; raises what ended the router, if it failed."""

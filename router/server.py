@@ -17,6 +17,7 @@ from router.front.output import ServedModel
 from router.status.journal import RouterJournal
 from router.status.observer import Observer
 from router.status.overview import Overview
+from router.status.traffic import Traffic
 from telemetry import tracing
 from telemetry.flight import Flight
 from telemetry.router_metrics import RouterMetrics
@@ -99,6 +100,11 @@ class RouterServer:
         """Report to operators. Raises TimeoutError while the router's loop hangs."""
         loop, app = self._running()
         return asyncio.run_coroutine_threadsafe(app.overview(), loop).result(OVERVIEW_TIMEOUT_S)
+
+    def traffic(self, _: str = "") -> Traffic:
+        """Return the shapes of the latest requests. Raises TimeoutError while the router's loop hangs."""
+        loop, app = self._running()
+        return asyncio.run_coroutine_threadsafe(app.traffic(), loop).result(OVERVIEW_TIMEOUT_S)
 
     def flights(self, request: str) -> list[Flight]:
         """Return what is remembered of a request, or of the latest ones. May be called from any thread."""

@@ -215,6 +215,7 @@ class DecodingRow:
     steps_left: int
     last_s: float = 0.0
     prefill_cached: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 class SimulatedDecode:
@@ -265,6 +266,8 @@ class SimulatedDecode:
             computed_s = self._time.now - (job.started or began_s)
             left_s = max(wire_s - computed_s, self._shape.speeds.move_block_s) + self._shape.latency_s
             row.prefill_cached = job.cached_tokens
+            queued_s = self._time.now - began_s - computed_s
+            row.stages = {"prefill_queue": queued_s, "prefill_run": computed_s, "migrate": left_s}
             self._cluster.outcome.hit_tokens += job.cached_tokens
             self._cluster.outcome.prompt_tokens += prompt
             self._time.after(left_s, lambda: self._landed(row, source, job))
@@ -325,7 +328,12 @@ class SimulatedDecode:
         if len(answer) > 1:
             self._say(Tokens(record.request, placement, 1, answer[1:]))
         stats = RequestStats(
-            prompt_tokens=len(record.tokens), output_tokens=len(answer), prefill_cached_tokens=row.prefill_cached
+            stages=row.stages,
+            prompt_tokens=len(record.tokens),
+            output_tokens=len(answer),
+            prefill_cached_tokens=row.prefill_cached,
+            prefill_worker=row.place.prefill.name,
+            decode_worker=self.name,
         )
         self._say(Ended(record.request, placement, reason=FinishReason.LENGTH, stats=stats))
         self._cluster.ended(record.request)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cluster.cli import verbs_access, verbs_ask, verbs_inspect, verbs_operate, verbs_run
+from cluster.cli import verbs_access, verbs_ask, verbs_inspect, verbs_operate, verbs_report, verbs_run
 from cluster.config import ConfigError
 from cluster.processes.signals import Interrupted, interruptible
 from cluster.processes.spec import LaunchError
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves a large language model from a prefill pool and a decode pool.",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for module in (verbs_run, verbs_ask, verbs_operate, verbs_inspect, verbs_access):
+    for module in (verbs_run, verbs_ask, verbs_operate, verbs_inspect, verbs_report, verbs_access):
         module.add(verbs)
     return parser
 

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
 
 
-QUESTIONS = ("flights", "overview")
+QUESTIONS = ("flights", "overview", "traffic")
 """What a process may be asked while it runs: methods of the hosted class that take one text and return what msgspec can
-write. `flights` of a request, or of the latest ones (every process); `overview` (the router)."""
+write. `flights` of a request, or of the latest ones (every process); `overview` and `traffic` (the router)."""
 
 
 class Hosted:

@@ -75,6 +75,9 @@ class Call:
     prefill_key: ModelKey = ("", 1)
     believed_prefill_tokens: int = 0
     believed_decode_blocks: int = 0
+    predicted_s: tuple[float, float] | None = None
+    """What workers' own figures say of its present placement: the time until its prompt is computed, and the time that
+    its blocks travel. None where it goes otherwise than it was priced."""
     is_counted: bool = False
     """True once the work that it brings is part of the shares of its beginnings (`router.core.reuse`)."""
     emitted: "array[int]" = field(default_factory=lambda: array("I"))

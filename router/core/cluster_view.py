@@ -31,6 +31,7 @@ class ClusterView:
         assert decode is not None
         call.decode, call.decode_life, call.key = decode.name, decode.life, decode.key
         call.believed_decode_blocks = choice.decode.cached_blocks
+        call.predicted_s = _predicted_s(choice) if call.source is None and not call.emitted else None
         new_blocks = demand(call.record, decode.info).blocks - call.believed_decode_blocks
         # What nobody else reads, it reads itself.
         uncached = 0 if choice.prefill.name else len(call.record.tokens) - choice.prefill.cached_tokens
@@ -66,6 +67,7 @@ class ClusterView:
     def replace_prefill(self, call: Call, choice: PrefillView | None) -> PeerAddress | None:
         """Note that another worker prefills `call`, which runs, or none does; return the address of the former."""
         self.registry.released(call.prefill, call.record.request)
+        call.predicted_s = None
         if choice is None:
             call.prefill, call.prefill_life, call.believed_prefill_tokens = "", None, 0
             return None
@@ -94,7 +96,9 @@ class ClusterView:
             self.index.insert(prefill, call.chain(reader.key))
 
     def ended(self, call: Call, stats: RequestStats) -> None:
-        """Note that both workers have committed their blocks: correct the trees, then extend them."""
+        """Note that both workers have committed their blocks: correct the trees, then extend them. What became of the
+        placement's prediction is learnt from."""
+        self.registry.fitted.ended(call.predicted_s, stats)
         chain, size = call.chain(call.key), call.key[1]
         if call.prefill and stats.prefill_cached_tokens < call.believed_prefill_tokens:
             theirs = call.chain(call.prefill_key)
@@ -120,3 +124,12 @@ class ClusterView:
         for worker in self.registry:
             for request in worker.own:
                 assert worker.name in (calls[request].prefill, calls[request].decode), f"{request} is misfiled"
+
+
+def _predicted_s(choice: Choice) -> tuple[float, float] | None:
+    """Return `Call.predicted_s`; None where no prefill worker's speed was behind the price."""
+    cost, prefill, decode = choice.cost, choice.prefill, choice.decode
+    if not prefill.s_per_token:
+        return None
+    exposure = decode.exposure[prefill.host != decode.host]
+    return (cost.queue_s + cost.compute_s) / prefill.delay, cost.move_s / exposure

@@ -21,7 +21,6 @@ from router.core.policy import (
     RoutingPolicy,
     missing_blocks,
     prefill_terms,
-    pressure_s,
 )
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, WorkerEntry
@@ -38,12 +37,13 @@ LOCAL = PeerAddress("", "")
 """Stands in the place of a prefill worker: the decode worker prefills by itself."""
 
 
-def demand(record: RequestRecord, info: WorkerInfo) -> Demand:
-    """Return what `record` needs on such a worker."""
+def demand(record: RequestRecord, info: WorkerInfo, answer_tokens: float = 0.0) -> Demand:
+    """Return what `record` needs on such a worker, if answers are so long on average."""
     prompt, size = len(record.tokens), info.block_size
     end = record.prompt_tokens + record.max_tokens
     room = end if info.growth_tokens is None else min(end, prompt + info.growth_tokens)
-    return Demand(prompt, -(-prompt // size), -(-room // size), -(-end // size))
+    likely = min(answer_tokens, max(end - prompt, 0))
+    return Demand(prompt, -(-prompt // size), -(-room // size), -(-end // size), likely)
 
 
 class Placer:
@@ -55,6 +55,7 @@ class Placer:
         self._policy = policy
         self._local_prefill = local_prefill == "auto"
         self._registry = registry
+        self._fitted = registry.fitted
         self._index = index
         self._shares = Shares()
 
@@ -109,7 +110,7 @@ class Placer:
         # Decode workers with the same model and block size are compared at once, then the best of each kind.
         for key in sorted({w.key for w in decodes}):
             alike = [w for w in decodes if w.key == key]
-            wanted = demand(record, alike[0].info)
+            wanted = demand(record, alike[0].info, self._fitted.answer_tokens)
             roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, held))]
             if not roomy:
                 continue  # as for most of those that wait while the cluster is full
@@ -161,15 +162,15 @@ class Placer:
             alike = [w for w in decodes if w.key == key]
             wanted = demand(call.record, alike[0].info)
             readers = self._readers(call.record, key[0], (), now)
-            read_s = [_read_s(w, held, wanted, w.load.s_per_token if w.load else 0.0) for w in readers]
+            read_s = [self._read_s(w, held, wanted) for w in readers]
             for worker in alike:
                 view = self._decode_view(worker, held)
+                step_s = view.s_per_step * view.used_blocks / view.blocks if view.blocks else 0.0
                 if read_s:
                     move_s = missing_blocks(wanted, view) * worker.least_s_per_block
-                    ways_s.append(min(read_s) + move_s + pressure_s(view))
+                    ways_s.append(min(read_s) + move_s + step_s)
                 if self._local_prefill or not read_s:
-                    s_per_token = worker.load.s_per_prompt_token if worker.load else 0.0
-                    ways_s.append(_read_s(worker, held, wanted, s_per_token) + pressure_s(view))
+                    ways_s.append(self._read_s(worker, held, wanted) + step_s)
         return Soonest(min(ways_s), min(w.load.s_per_token if w.load else 0.0 for w in decodes))
 
     def beside(self, call: Call, host: Call, now: float) -> Choice | None:
@@ -179,7 +180,7 @@ class Placer:
         assert home is not None
         if home.refused or home not in self._registry.takers("decode", now):
             return None
-        wanted = demand(record, home.info)
+        wanted = demand(record, home.info, self._fitted.answer_tokens)
         shared = min(record.prompt_tokens, len(record.tokens) - 1) // home.info.block_size
         view = msgspec.structs.replace(self._decode_view(home, _Held(self._index, call)), cached_blocks=shared)
         if not _fits(wanted, view):
@@ -202,7 +203,7 @@ class Placer:
         """The best live prefill worker for `call`, which runs, without those that failed it; None if there is none."""
         decode = self._registry.get(call.decode)
         assert decode is not None
-        wanted = demand(call.record, decode.info)
+        wanted = demand(call.record, decode.info, self._fitted.answer_tokens)
         held = _Held(self._index, call)
         readers = self._readers(call.record, decode.info.fingerprint, call.failed_prefills, now)
         views = self._prefill_views(call, held, readers, wanted)
@@ -226,9 +227,7 @@ class Placer:
         # Workers whose blocks are of one size hold the same beginnings.
         for key in {w.key for w in readers}:
             delaying |= self._delaying(call, held, [w for w in readers if w.key == key])
-        return [
-            _reader_view(w, held, wanted, w.load.s_per_token if w.load else 0.0, delaying[w.name]) for w in readers
-        ]
+        return [self._reader_view(w, held, wanted, delaying[w.name]) for w in readers]
 
     def _local_views(
         self,
@@ -238,18 +237,11 @@ class Placer:
         readers: Sequence[WorkerEntry],
         wanted: Demand,
     ) -> dict[str, PrefillView]:
-        """The decode workers of one kind as those that read the prompt themselves, beside prefill workers if any."""
+        """The decode workers of one kind as those that read the prompt themselves, beside prefill workers if any. Until
+        one has computed a prompt, it is taken to be as quick as a prefill worker."""
         key = decodes[0].key
         delaying = self._delaying(call, held, [*decodes, *(w for w in readers if w.key == key)])
-        speeds = [w.load.s_per_token for w in readers if w.load and w.load.s_per_token]
-        # Until it has computed a prompt, it is taken to be as quick as a prefill worker.
-        assumed_s = sum(speeds) / len(speeds) if speeds else 0.0
-        return {
-            w.name: _reader_view(
-                w, held, wanted, w.load.s_per_prompt_token or assumed_s if w.load else assumed_s, delaying[w.name]
-            )
-            for w in decodes
-        }
+        return {w.name: self._reader_view(w, held, wanted, delaying[w.name]) for w in decodes}
 
     def _delaying(self, call: Call, held: "_Held", alike: Sequence[WorkerEntry]) -> dict[str, float]:
         """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
@@ -257,17 +249,43 @@ class Placer:
         waiting = sum(w.queued_requests for w in alike) / len(alike)
         return delaying_tokens(self._shares, call.chain(alike[0].key), found, alike[0].key[1], waiting)
 
+    def _reader_view(self, worker: WorkerEntry, held: "_Held", wanted: Demand, delaying: float) -> PrefillView:
+        fitted, name = self._fitted, worker.name
+        return PrefillView(
+            name,
+            min(held.blocks(worker) * worker.info.block_size, wanted.prompt_tokens - 1),
+            worker.queue_tokens,
+            fitted.s_per_token(name),
+            len(worker.own),
+            delaying,
+            fitted.delay(name),
+            fitted.host(name),
+        )
+
+    def _read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
+        """How long a prompt takes to be read on a worker, by what was measured."""
+        view = self._reader_view(worker, held, wanted, 0.0)
+        return sum(prefill_terms(wanted, view)) if view.s_per_token else 0.0
+
     def _decode_view(self, worker: WorkerEntry, held: "_Held") -> DecodeView:
-        load = worker.load
+        load, fitted, name = worker.load, self._fitted, worker.name
+        step_s = load.s_per_token if load else 0.0
+        alone_s, s_per_row = fitted.step(name, step_s)
         return DecodeView(
-            worker.name,
+            name,
             held.blocks(worker),
             worker.used_blocks,
             worker.info.blocks,
-            load.s_per_token if load else 0.0,
+            step_s,
             load.s_per_block if load else {},
             len(worker.own),
             worker.least_s_per_block,
+            rows=load.running_requests if load else 0,
+            alone_s=alone_s,
+            s_per_row=s_per_row,
+            host=fitted.host(name),
+            unmeasured_s_per_block=fitted.s_per_block(name),
+            exposure=fitted.exposure(name),
         )
 
 
@@ -292,18 +310,6 @@ class _Held:
         if depths is None:
             depths = self._depths[worker.key] = self._index.depths(self._call.chain(worker.key))
         return depths.get(worker.name, 0)
-
-
-def _reader_view(
-    worker: WorkerEntry, held: _Held, wanted: Demand, s_per_token: float, delaying: float
-) -> PrefillView:
-    cached_tokens = min(held.blocks(worker) * worker.info.block_size, wanted.prompt_tokens - 1)
-    return PrefillView(worker.name, cached_tokens, worker.queue_tokens, s_per_token, len(worker.own), delaying)
-
-
-def _read_s(worker: WorkerEntry, held: _Held, wanted: Demand, s_per_token: float) -> float:
-    """How long a prompt takes to be read on a worker, by what that has measured."""
-    return sum(prefill_terms(wanted, _reader_view(worker, held, wanted, s_per_token, 0.0))) if s_per_token else 0.0
 
 
 def _whole_view(name: str, wanted: Demand) -> PrefillView:

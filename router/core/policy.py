@@ -1,13 +1,16 @@
 """Chooses the pair of workers that gets a request.
 
-`LeastCost` takes the smallest predicted time to first token, a sum of named terms in seconds:
+`LeastCost` takes the least predicted cost, a sum of named terms in seconds, whose coefficients are fitted for each
+worker (`router.core.fitting`):
 
     queue(prefill) + uncached_tokens · s_per_token(prefill)
-    + missing_blocks · s_per_block(prefill → decode) + pressure(decode)
+    + missing_blocks · s_per_block(prefill → decode)
+    + answer_tokens · (alone_s + 2 · rows · s_per_row)(decode), and a step for a pool that is full
 
 and one term that is not this request's own: the time that others lose when a worker computes again what another one
 holds (`router.core.reuse`). Where decode workers may read prompts themselves, each is also priced as a pair of its own,
-between whose halves nothing moves. Simpler policies, to compare with, are in `router.core.policies`.
+between whose halves nothing moves, and the rows that it runs lose the time of the prompt. Simpler policies, to compare
+with, are in `router.core.policies`.
 
 Views of workers come in, a choice goes out; no clock, and randomness is a generator passed in.
 """
@@ -36,6 +39,8 @@ class Demand(msgspec.Struct, frozen=True):
     prompt_blocks: int
     blocks: int
     most_blocks: int
+    answer_tokens: float = 0.0
+    """How long its answer is taken to be."""
 
 
 class PrefillView(msgspec.Struct, frozen=True):
@@ -48,10 +53,15 @@ class PrefillView(msgspec.Struct, frozen=True):
     outstanding: int
     delaying_tokens: float = 0.0
     """Tokens whose time others lose if it computes again what another one holds (`router.core.reuse`)."""
+    delay: float = 1.0
+    """How many times longer prompts have taken here than its own speed says (`router.core.fitting`)."""
+    host: int = 0
+    """A number for its host."""
 
 
 class DecodeView(msgspec.Struct, frozen=True):
-    """A decode worker as one request sees it. `used_blocks` are those that no eviction frees."""
+    """A decode worker as one request sees it. `used_blocks` are those that no eviction frees, `s_per_step` is the time
+    of its steps now, with `rows` requests in each; more of the `outstanding` ones are still being prefilled."""
 
     name: str
     cached_blocks: int
@@ -64,17 +74,26 @@ class DecodeView(msgspec.Struct, frozen=True):
     """No way to it is quicker, in seconds a block."""
     local: PrefillView | None = None
     """The same worker as one that reads prompts itself, where it may: of the same name."""
+    rows: int = 0
+    alone_s: float = 0.0
+    s_per_row: float = 0.0
+    """What a step takes without rows, and what each row adds (`router.core.fitting`)."""
+    host: int = 0
+    unmeasured_s_per_block: tuple[float, float] = (0.0, 0.0)
+    """The time of a block over ways that are not in `s_per_block`: from the same host, and from another one."""
+    exposure: tuple[float, float] = (1.0, 1.0)
+    """The share of the time of a move that is waited for, of the same two."""
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Predicted time to first token by term, in seconds."""
+    """What a pair is predicted to cost by term, in seconds: the first three until the first token."""
 
     queue_s: float
     compute_s: float
     move_s: float
     pressure_s: float
     others_s: float = 0.0
-    """Not this request's own: by how much it delays those that come behind it, beyond what it must."""
+    """Not this request's own: by how much it delays others, behind it or beside it, beyond what it must."""
 
     @property
     def total_s(self) -> float:
@@ -99,16 +118,12 @@ class RoutingPolicy(Protocol):
 
 
 def cost(demand: Demand, prefill: PrefillView, decode: DecodeView) -> Cost:
-    """The predicted time to first token on one pair.
-
-    Pressure is the decode worker's step time, scaled by the share of its pool that is in use and
-    by the requests that share a step: what a new request waits for and slows down.
-    """
+    """The predicted time to first token on one pair, and what the rest of the answer costs there."""
     return Cost(
         *prefill_terms(demand, prefill),
         missing_blocks(demand, decode) * _s_per_block(prefill, decode),
-        pressure_s(decode),
-        _others_s(prefill),
+        pressure_s(demand, decode),
+        _others_s(demand, prefill, decode if prefill.name == decode.name else None),
     )
 
 
@@ -118,26 +133,45 @@ def missing_blocks(demand: Demand, decode: DecodeView) -> int:
 
 
 def _s_per_block(prefill: PrefillView, decode: DecodeView) -> float:
+    """Return the time of a block that is waited for."""
     if prefill.name == decode.name:
         return 0.0
-    return decode.s_per_block.get(prefill.name) or ASSUMED_S_PER_BLOCK
+    far = prefill.host != decode.host
+    measured_s = decode.s_per_block.get(prefill.name) or decode.unmeasured_s_per_block[far]
+    return (measured_s or ASSUMED_S_PER_BLOCK) * decode.exposure[far]
 
 
-def _others_s(prefill: PrefillView) -> float:
-    return prefill.delaying_tokens * (prefill.s_per_token or ASSUMED_S_PER_TOKEN)
+def _least_s_per_block(decode: DecodeView) -> float:
+    """Return a time that no way of `_s_per_block` is below."""
+    near_s, far_s = (way or ASSUMED_S_PER_BLOCK for way in decode.unmeasured_s_per_block)
+    return min(decode.least_s_per_block or near_s, near_s, far_s) * min(decode.exposure)
+
+
+def _token_s(prefill: PrefillView) -> float:
+    return (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
+
+
+def _others_s(demand: Demand, prefill: PrefillView, decode: DecodeView | None = None) -> float:
+    """Return what others lose: `decode` is given where it reads the prompt itself, beside the rows that it runs."""
+    lost_s = prefill.delaying_tokens * _token_s(prefill)
+    if decode is not None:
+        lost_s += decode.rows * prefill_terms(demand, prefill)[1]
+    return lost_s
 
 
 def prefill_terms(demand: Demand, prefill: PrefillView) -> tuple[float, float]:
-    """Return the seconds until the prompt's turn comes on a worker, and until it is computed."""
-    s_per_token = prefill.s_per_token or ASSUMED_S_PER_TOKEN
+    token_s = _token_s(prefill)
     uncached_tokens = max(demand.prompt_tokens - prefill.cached_tokens, 1)
-    return prefill.queue_tokens * s_per_token, uncached_tokens * s_per_token
+    return prefill.queue_tokens * token_s, uncached_tokens * token_s
 
 
-def pressure_s(decode: DecodeView) -> float:
-    """Return the seconds for which a new request waits on a decode worker, and slows it down."""
+def pressure_s(demand: Demand, decode: DecodeView) -> float:
+    """Return what the answer takes there, and what the others in its steps lose by one more row; and a step for a pool
+    that is full. Who is still being prefilled will be a row by then: left out, all that waits in long lines would be
+    sent to the worker with the fewest rows of now."""
     busy = decode.used_blocks / decode.blocks if decode.blocks else 1.0
-    return decode.s_per_step * (busy + decode.outstanding / 8)
+    rows = max(decode.rows, decode.outstanding)
+    return decode.s_per_step * busy + demand.answer_tokens * (decode.alone_s + 2.0 * decode.s_per_row * rows)
 
 
 def reason(prefill: PrefillView, decode: DecodeView) -> str:
@@ -163,9 +197,11 @@ class LeastCost:
         found = _Cheapest()
         for at, decode in enumerate(decodes):
             if decode.local is not None:
-                reader_s = sum(prefill_terms(demand, decode.local)) + _others_s(decode.local)
-                found.add(reader_s + pressure_s(decode), 2 * decode.outstanding, (-1, at))
-        readers = [(sum(prefill_terms(demand, view)) + _others_s(view), at) for at, view in enumerate(prefills)]
+                reader_s = sum(prefill_terms(demand, decode.local)) + _others_s(demand, decode.local, decode)
+                found.add(reader_s + pressure_s(demand, decode), 2 * decode.outstanding, (-1, at))
+        readers = [
+            (sum(prefill_terms(demand, view)) + _others_s(demand, view), at) for at, view in enumerate(prefills)
+        ]
         sides = [(_likely_s(demand, view), at) for at, view in enumerate(decodes)]
         if len(readers) * len(sides) > MANY_PAIRS:
             # Who is left out of those that tie, is drawn by lot.
@@ -176,8 +212,8 @@ class LeastCost:
         sides.sort(key=_first)
         for _, at in sides:
             decode = decodes[at]
-            waits_s, missing = pressure_s(decode), missing_blocks(demand, decode)
-            least_s = waits_s + missing * min(decode.least_s_per_block, ASSUMED_S_PER_BLOCK)
+            waits_s, missing = pressure_s(demand, decode), missing_blocks(demand, decode)
+            least_s = waits_s + missing * _least_s_per_block(decode)
             for reader_s, reader in readers:
                 if found.is_below(reader_s + least_s):
                     break
@@ -222,4 +258,4 @@ def _first(side: tuple[float, ...]) -> float:
 
 def _likely_s(demand: Demand, decode: DecodeView) -> float:
     """Return about what a pair with this decode worker costs, beside its prefill worker's part."""
-    return missing_blocks(demand, decode) * (decode.least_s_per_block or ASSUMED_S_PER_BLOCK) + pressure_s(decode)
+    return missing_blocks(demand, decode) * _least_s_per_block(decode) + pressure_s(demand, decode)

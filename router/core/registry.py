@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from engine.messages import Load, PeerAddress, WorkerInfo
 from engine.types import Incarnation, RequestId
 from router.core.ejection import Ejections
+from router.core.fitting import Coefficients
 
 Life = tuple[str, Incarnation]
 """One life of a worker: a name that comes back as another process is another life."""
@@ -76,7 +77,7 @@ class Registry:
     """Workers by name. The router core owns it."""
 
     # Mutable state: the connected workers, and of every worker the life it is said to have, the last life seen, and
-    # the last seen leaving; the roles of all that were ever connected; and who has failed.
+    # the last seen leaving; the roles of all that were ever connected; who has failed; and what is fitted of them.
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -86,6 +87,7 @@ class Registry:
         self._left: dict[str, Incarnation] = {}
         self._met_roles: set[str] = set()
         self.ejections = Ejections()
+        self.fitted = Coefficients()
 
     def __repr__(self) -> str:
         return f"Registry({', '.join(self._workers) or 'empty'})"
@@ -160,6 +162,8 @@ class Registry:
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
         self.ejections.forget(peer.name, but=info.incarnation)
+        if fresh:
+            self.fitted.joined(peer.name, info.role, info.host)
         return fresh
 
     def leave(self, name: str) -> None:
@@ -171,6 +175,7 @@ class Registry:
         self._lives.pop(name, None)
         self._named.pop(name, None)
         self.ejections.forget(name)
+        self.fitted.forget(name)
 
     def report(self, name: str, load: Load, now: float) -> None:
         """Take a worker's report; what it had accepted by then is counted in it."""
@@ -179,6 +184,7 @@ class Registry:
             return
         worker.load, worker.seen_s, worker.refused = load, now, False
         worker.least_s_per_block = min(load.s_per_block.values(), default=0.0)
+        self.fitted.reported(name, load)
         if load.leaving:
             self._left[name] = worker.info.incarnation
         for dispatch in worker.own.values():

@@ -21,8 +21,9 @@ from router.core.events import Complete
 from router.front.api import ApiError, Delta, Finished, Position, Started, invalid
 from router.front.output import Output, OutputHistory
 from router.front.timing import Timeline
-from router.status.journal import RequestSummary, RouterJournal
+from router.status.journal import RouterJournal
 from router.status.observer import Observer
+from router.status.traffic import RequestSummary
 
 DEADLINE_SLACK_S = 0.01
 """gRPC ends a call at its deadline by itself, and may be so much ahead of us: its client did not leave, it was late."""

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.messages import Cancel, Finish, Place, RequestStats, RouterRecord, UsePrefill, Yield
+from engine.messages import Cancel, Finish, Place, RouterRecord, UsePrefill, Yield
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.core import events
+from router.status.traffic import RequestSummary, TrafficWindow
 from telemetry.flight import Fact, FlightRecorder
 from telemetry.labels import STAGES
 from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
@@ -23,19 +24,6 @@ RECENT_S = 60.0
 KEPT = 2048
 """Endings, and requests under way, that are kept: above 34 requests a second the figures are of less than a minute."""
 _PACKED = struct.Struct(f"{len(STAGES)}d")
-
-
-class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a request, on the router's clock. `ttft_s` is None if no token came."""
-
-    request: str
-    outcome: FinishReason
-    at_s: float
-    e2e_s: float
-    ttft_s: float | None
-    gaps_s: Sequence[float]
-    stages: dict[str, float]
-    stats: RequestStats | None = None
 
 
 class Recent(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,10 +72,12 @@ class _Ending(msgspec.Struct, frozen=True, gc=False):
 
 
 class RouterJournal:
-    # Mutable state: the recorder, the endings of late, who has been given a token, and the trace of each open request.
+    # Mutable state: the recorder, the endings of late and the shapes of requests, who has been given a token, and the
+    # trace of each open request.
 
     def __init__(self, tracing: Tracing | None = None, worker: str = "router") -> None:
         self.recorder = FlightRecorder(worker)
+        self.traffic = TrafficWindow()
         self._tracing = tracing
         self._endings: deque[_Ending] = deque(maxlen=KEPT)
         self._begun: dict[str, None] = {}
@@ -155,6 +145,7 @@ class RouterJournal:
         while self._endings and self._endings[0].at_s < end.at_s - RECENT_S:
             self._endings.popleft()
         self._endings.append(_Ending.of(end))
+        self.traffic.ended(end)
         facts: dict[str, Fact] = {"outcome": end.outcome.value, "e2e_s": round(end.e2e_s, 6)}
         if end.ttft_s is not None:
             facts["ttft_s"] = round(end.ttft_s, 6)

@@ -158,6 +158,8 @@ def test_secrets_stay_here_and_nonsense_is_told(served: Served) -> None:
     assert signed(served, "POST", "/drain", bytes(1 << 20)).status_code == 413
     with pytest.raises(LaunchError, match="cannot be asked for 'overview'"):
         served.client.overview()
+    with pytest.raises(LaunchError, match="cannot be asked for 'traffic'"):
+        served.client.traffic()
     told = served.client.flights("r")
     assert told.flights == [] and "cannot be asked" in told.silent["decode-0"]
 

@@ -336,7 +336,7 @@ def test_a_client_may_have_more_than_the_adopted_request() -> None:
                     await got
                 expected = "INVALID_ARGUMENT" if ending == "ends" else "DEADLINE_EXCEEDED"
                 assert raised.value.code == expected
-                front.cancel("t")
+                await front.cancel("t")
 
     asyncio.run(body())
 

@@ -6,7 +6,7 @@ from engine.types import RequestId
 from router.core.decisions import Decision, RecordedPolicy
 from router.core.policy import DecodeView, Demand, PrefillView, RoutingPolicy
 
-DEMAND = Demand(prompt_tokens=100, prompt_blocks=7, blocks=10, most_blocks=10)
+DEMAND = Demand(prompt_tokens=100, prompt_blocks=7, blocks=10, most_blocks=10, answer_tokens=33.3)
 
 
 def drawn_views(random: Random) -> tuple[list[PrefillView], list[DecodeView]]:
@@ -16,13 +16,35 @@ def drawn_views(random: Random) -> tuple[list[PrefillView], list[DecodeView]]:
     prefills = [
         PrefillView(f"p{n}", 0, 0, 0.01, 0)
         if alike
-        else PrefillView(f"p{n}", random.randrange(99), random.randrange(300), random.random() / 7, n, random.random())
+        else PrefillView(
+            f"p{n}",
+            random.randrange(99),
+            random.randrange(300),
+            random.random() / 7,
+            n,
+            random.random(),
+            delay=random.uniform(0.2, 5.0),
+            host=n % 2,
+        )
         for n in range(size)
     ]
     decodes = [
         DecodeView(f"d{n}", 0, 0, 64, 0.05, {}, 0)
         if alike
-        else DecodeView(f"d{n}", n, random.randrange(64), 64, random.random(), {"p0": random.random() / 300}, n)
+        else DecodeView(
+            f"d{n}",
+            n,
+            random.randrange(64),
+            64,
+            random.random(),
+            {"p0": random.random() / 300},
+            n,
+            rows=random.randrange(3),
+            alone_s=random.random() / 50,
+            s_per_row=random.random() / 900,
+            unmeasured_s_per_block=(random.random() / 300, random.random() / 90),
+            exposure=(random.random(), random.random()),
+        )
         for n in range(size)
     ]
     return prefills, decodes

@@ -9,7 +9,7 @@ import pytest
 from engine.messages import Accepted, RequestStats
 from router.core.call import Call, State
 from router.core.placement import LOCAL
-from router.core.policy import PrefillView
+from router.core.policy import Choice, PrefillView
 from tests.router.core.parts import Parts, request_record
 
 
@@ -130,6 +130,37 @@ def test_an_end_extends_and_corrects() -> None:
     parts.index.add("d0", 64)
     parts.view.ended(call, RequestStats(prefill_cached_tokens=32))
     assert held(parts, "d0") == [3], "the last token is written by the step after it"
+
+
+def test_what_became_of_a_prediction_is_part_of_the_next_price() -> None:
+    """Guards coefficients that nobody fits: prompts take three times as long on p0 as its own speed says, and half of
+    what blocks take is hidden. What was predicted is without the factors of then, so they do not feed on themselves."""
+    parts = cluster()
+    parts.report("p0", s_per_token=0.01)
+    parts.report("p1", s_per_token=0.01, waiting_tokens=10_000)
+    parts.report("d0", s_per_block={"p0": 0.002, "p1": 0.002})
+
+    def priced(name: str) -> tuple[Call, Choice]:
+        call = parts.wait(name, namespace=name.encode())
+        choice = parts.placer.choose(call, 0.0)
+        assert choice is not None and choice.prefill.name == "p0", "p1 has a line"
+        parts.view.offered(call, choice)
+        return call, choice
+
+    call, first = priced("r0")
+    assert call.predicted_s == pytest.approx((40 * 0.01, 3 * 0.002))
+    stages = {"prefill_queue": 0.2, "prefill_run": 1.0, "migrate": 0.003}
+    told = RequestStats(prefill_worker="p0", decode_worker="d0", output_tokens=9, stages=stages)
+    for number in range(100):
+        parts.view.ended(call, told)
+        parts.view.release(call)
+        call, last = priced(f"r{number + 1}")
+        assert call.predicted_s == pytest.approx((40 * 0.01, 3 * 0.002))
+    assert last.cost.compute_s == pytest.approx(3 * first.cost.compute_s)
+    assert last.cost.move_s == pytest.approx(first.cost.move_s / 2)
+    call.predicted_s = (1.0, 1.0)
+    parts.view.replace_prefill(call, None)
+    assert call.predicted_s is None, "it goes otherwise than it was priced"
 
 
 def test_the_check_finds_what_is_misfiled() -> None:

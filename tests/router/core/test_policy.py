@@ -29,6 +29,36 @@ def test_cost_is_the_sum_of_its_terms() -> None:
     assert priced.total_s == pytest.approx(0.735)
 
 
+def test_fitted_coefficients_are_part_of_every_term() -> None:
+    """Guards the terms one by one: how late prompts are, how much of a move is waited for, what rows add."""
+    reader = msgspec.structs.replace(prefill(cached=60, queue=30), delay=2.0)
+    home = msgspec.structs.replace(
+        decode(cached=2, used=32, outstanding=9), rows=4, alone_s=0.01, s_per_row=0.001, exposure=(0.5, 0.25)
+    )
+    demand = msgspec.structs.replace(DEMAND, answer_tokens=10.0)
+    assert cost(demand, reader, home) == Cost(0.6, 0.8, 0.005, pytest.approx(0.025 + 10 * (0.01 + 2 * 0.001 * 9)), 0.0)
+    fewer = msgspec.structs.replace(home, outstanding=0)
+    assert cost(demand, reader, fewer).pressure_s == pytest.approx(0.025 + 10 * (0.01 + 2 * 0.001 * 4))
+    far = msgspec.structs.replace(reader, host=1)
+    assert cost(demand, far, home).move_s == pytest.approx(0.0025)
+
+
+def test_a_way_that_nobody_has_gone_costs_what_others_of_its_kind_do() -> None:
+    home = msgspec.structs.replace(decode(), unmeasured_s_per_block=(0.004, 0.04))
+    other = prefill("other")
+    assert cost(DEMAND, other, home).move_s == pytest.approx(7 * 0.004)
+    assert cost(DEMAND, msgspec.structs.replace(other, host=1), home).move_s == pytest.approx(7 * 0.04)
+
+
+def test_who_reads_beside_rows_holds_them_up() -> None:
+    """Guards the streams of a decode worker: what it reads itself, each of its rows waits for."""
+    reader = prefill("d", cached=50, queue=10)
+    home = msgspec.structs.replace(decode(), local=reader)
+    assert cost(DEMAND, reader, home).others_s == 0.0
+    assert cost(DEMAND, reader, msgspec.structs.replace(home, rows=3)).others_s == pytest.approx(3 * 0.5)
+    assert cost(DEMAND, prefill(), msgspec.structs.replace(home, rows=3)).others_s == 0.0
+
+
 def test_the_time_that_others_lose_counts_too() -> None:
     """Guards caches that lose each other's hits: an idle worker is sooner for this request, and dearer for all."""
     idle = msgspec.structs.replace(prefill("idle"), delaying_tokens=50)
@@ -111,13 +141,25 @@ def test_the_search_leaves_out_nothing_that_could_be_cheaper() -> None:
     policy = LeastCost(Random(0))
     for _ in range(400):
         prefills = [
-            prefill(f"p{i}", cached=random.randrange(100), queue=random.choice((0, 0, 30, 300)))
+            msgspec.structs.replace(
+                prefill(f"p{i}", cached=random.randrange(100), queue=random.choice((0, 0, 30, 300))),
+                delay=random.choice((1.0, 0.3, 4.0)),
+                host=random.randrange(2),
+            )
             for i in range(random.randrange(7))
         ]
         decodes = []
         for i in range(random.randrange(1, 7)):
             ways = {f"p{j}": random.choice((0.0005, 0.002, 0.03)) for j in range(6) if random.random() < 0.7}
             local = prefill(f"d{i}", cached=random.randrange(100), queue=random.choice((0, 80)))
+            fitted = {
+                "rows": random.randrange(4),
+                "alone_s": random.choice((0.0, 0.01)),
+                "s_per_row": random.choice((0.0, 0.001)),
+                "host": random.randrange(2),
+                "unmeasured_s_per_block": random.choice(((0.0, 0.0), (0.0001, 0.03), (0.004, 0.0005))),
+                "exposure": random.choice(((1.0, 1.0), (0.2, 3.0), (2.0, 0.1))),
+            }
             view = DecodeView(
                 f"d{i}",
                 random.randrange(7),
@@ -129,7 +171,7 @@ def test_the_search_leaves_out_nothing_that_could_be_cheaper() -> None:
                 min(ways.values(), default=0.0),
                 random.choice((None, local)),
             )
-            decodes.append(view)
+            decodes.append(msgspec.structs.replace(view, **fitted))
         pairs = [(p, d) for p in prefills for d in decodes] + [(d.local, d) for d in decodes if d.local is not None]
         choice = policy.choose(DEMAND, prefills, decodes)
         if not pairs:

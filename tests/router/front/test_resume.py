@@ -201,7 +201,7 @@ def test_a_second_reader_takes_over_and_the_end_can_be_read_again(
             front.resume(started.resume_token, [Position(len(ids), len(ANSWER.encode()))])
         )
         assert again == [started, rest[-1]]
-        assert front.cancel(started.resume_token) and not front.cancel(started.resume_token)
+        assert await front.cancel(started.resume_token) and not await front.cancel(started.resume_token)
 
     cluster(body)
 

@@ -12,7 +12,8 @@ import pytest
 from engine.messages import Cancel, Fault, Finish, PeerAddress, Place, RequestStats, UsePrefill, Yield
 from engine.types import FinishReason, RequestId
 from router.core import events
-from router.status.journal import KEPT, RECENT_S, RequestSummary, RouterJournal
+from router.status.journal import KEPT, RECENT_S, RouterJournal
+from router.status.traffic import RequestSummary
 from telemetry.flight import Flight
 from telemetry.labels import STAGES
 from telemetry.tracing import Span, unix_offset_s

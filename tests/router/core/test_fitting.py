@@ -1,0 +1,155 @@
+"""The coefficients that a price is made of: where they go, how fast, and what stands in for what is not known. That
+prices take them up is tried in test_policy.py and test_cluster_view.py."""
+
+from random import Random
+
+import pytest
+
+from engine.messages import RequestStats
+from router.core.fitting import (
+    ASSUMED_ANSWER_TOKENS,
+    ASSUMED_ROWS,
+    FACTOR_STEP,
+    FEWEST_REPORTS,
+    MOST,
+    MOST_ANSWER_TOKENS,
+    ROW_STEP,
+    Coefficients,
+    PredictionFactor,
+    StepLine,
+)
+from tests.router.fake_cluster import load
+
+
+def cluster() -> Coefficients:
+    """Two prefill and two decode workers, the second of each on another host."""
+    fitted = Coefficients()
+    for number in (0, 1):
+        fitted.joined(f"p{number}", "prefill", f"host {number}")
+        fitted.joined(f"d{number}", "decode", f"host {number}")
+    return fitted
+
+
+def account(prefill: str = "p0", decode: str = "d0", output: int = 8, **stages: float) -> RequestStats:
+    return RequestStats(prefill_worker=prefill, decode_worker=decode, output_tokens=output, stages=stages)
+
+
+@pytest.mark.parametrize("slower", [0.25, 1.7, 6.0])
+def test_a_factor_comes_to_what_is_observed(slower: float) -> None:
+    factor, random = PredictionFactor(), Random(1)
+    assert not factor.is_known and factor.value == 1.0
+    for _ in range(400):
+        predicted_s = random.random()
+        factor.observed(predicted_s, predicted_s * slower * random.uniform(0.8, 1.2))
+    assert factor.value == pytest.approx(slower, rel=0.1)
+
+
+def test_no_observation_moves_a_factor_far() -> None:
+    """Guards prices against one request that a pause of the machine has made a thousand times slower."""
+    factor, before = PredictionFactor(), 1.0
+    for _ in range(100):
+        factor.observed(0.01, 10.0)
+        assert before <= factor.value <= before * FACTOR_STEP * (1 + 1e-9)
+        before = factor.value
+    assert factor.value == MOST
+    for _ in range(400):
+        factor.observed(1.0, 0.0)
+        assert factor.value >= before / FACTOR_STEP * (1 - 1e-9)
+        before = factor.value
+    assert factor.value == 1 / MOST
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "seconds"), [(0.0, 1.0), (1.0, float("inf")), (1.0, float("nan")), (1.0, -1.0)]
+)
+def test_what_says_nothing_is_not_learnt_from(predicted_s: float, seconds: float) -> None:
+    factor = PredictionFactor()
+    factor.observed(predicted_s, seconds)
+    assert not factor.is_known and factor.value == 1.0
+
+
+def test_the_line_of_steps_is_found_and_moves_slowly() -> None:
+    line, random = StepLine(), Random(2)
+    for _ in range(600):
+        rows = random.randrange(1, 40)
+        line.measured(rows, (0.010 + 0.0005 * rows) * random.uniform(0.95, 1.05))
+    assert line.s_per_row == pytest.approx(0.0005, rel=0.1)
+    assert line.alone_s == pytest.approx(0.010, rel=0.1)
+    assert line.step_s(20) == pytest.approx(0.020, rel=0.05)
+    before = line.s_per_row
+    for rows in 20 * (40, 1):
+        line.measured(rows, 0.5 * rows)
+        assert before / ROW_STEP * (1 - 1e-9) <= line.s_per_row <= before * ROW_STEP * (1 + 1e-9)
+        before = line.s_per_row
+    assert line.s_per_row > 0.0006, "it does move"
+
+
+def test_rows_that_never_change_say_nothing_of_a_row() -> None:
+    """Guards against a slope that is read off noise."""
+    line, random = StepLine(), Random(3)
+    for _ in range(10 * FEWEST_REPORTS):
+        line.measured(7, random.random())
+    assert (line.s_per_row, line.step_s(7)) == (0.0, 0.0)
+    fitted = cluster()
+    assert fitted.step("d0", 0.064) == (0.064, 0.064 / ASSUMED_ROWS)
+
+
+def test_a_slow_decode_worker_is_told_apart() -> None:
+    fitted, random = cluster(), Random(4)
+    for _ in range(600):
+        for name, slower in (("d0", 1.0), ("d1", 2.0)):
+            rows = random.randrange(1, 40)
+            fitted.reported(name, load(running_requests=rows, s_per_token=slower * (0.010 + 0.0005 * rows)))
+    (quick_s, quick_row_s), (slow_s, slow_row_s) = fitted.step("d0", 0.0), fitted.step("d1", 0.0)
+    assert slow_s / quick_s == pytest.approx(2.0, rel=0.1) and slow_row_s / quick_row_s == pytest.approx(2.0, rel=0.1)
+
+
+def test_an_end_teaches_the_workers_that_it_names() -> None:
+    fitted = cluster()
+    for _ in range(200):
+        fitted.ended((0.1, 0.2), account(prefill_queue=0.1, prefill_run=0.2, migrate=0.1))
+    assert fitted.delay("p0") == pytest.approx(3.0)
+    assert fitted.exposure("d0")[0] == pytest.approx(0.5)
+    for _ in range(200):
+        fitted.ended((0.1, 0.2), account("p1", prefill_run=0.1, migrate=0.2))
+    assert fitted.delay("p1") == pytest.approx(1.0)
+    assert fitted.exposure("d0") == pytest.approx((0.5, 1.0)), "the way from the other host is another one"
+
+
+def test_who_was_never_seen_is_like_the_others() -> None:
+    fitted = cluster()
+    assert (fitted.delay("p1"), fitted.exposure("d1"), fitted.s_per_token("p1")) == (1.0, (1.0, 1.0), 0.0)
+    fitted.reported("p0", load(s_per_token=0.003))
+    fitted.reported("d0", load(s_per_block={"p0": 0.001, "p1": 0.01}))
+    for _ in range(200):
+        fitted.ended((0.1, 0.2), account(prefill_run=0.2, migrate=0.1))
+    assert (fitted.s_per_token("p1"), fitted.s_per_token("d1")) == (0.003, 0.003)
+    assert fitted.delay("p1") == fitted.delay("p0") != 1.0
+    assert fitted.exposure("d1") == fitted.exposure("d0") != (1.0, 1.0)
+    assert fitted.s_per_block("d1") == fitted.s_per_block("d0") == (0.001, 0.01)
+    fitted.joined("p0", "prefill", "host 0")
+    assert fitted.delay("p0") == 1.0, "a new life begins anew"
+
+
+def test_a_decode_worker_that_reads_prompts_has_its_own_speed() -> None:
+    fitted = cluster()
+    fitted.reported("p0", load(s_per_token=0.003))
+    fitted.reported("d0", load(s_per_token=0.05, s_per_prompt_token=0.007))
+    assert (fitted.s_per_token("d0"), fitted.s_per_token("d1"), fitted.delay("d0")) == (0.007, 0.003, 1.0)
+
+
+def test_what_went_otherwise_than_priced_teaches_only_the_length_of_answers() -> None:
+    fitted = cluster()
+    for _ in range(300):
+        fitted.ended(None, account(output=10_000, prefill_run=9.0, migrate=9.0))
+    assert (fitted.delay("p0"), fitted.exposure("d0")) == (1.0, (1.0, 1.0))
+    assert ASSUMED_ANSWER_TOKENS < fitted.answer_tokens <= MOST_ANSWER_TOKENS
+
+
+def test_workers_that_are_gone_are_forgotten() -> None:
+    fitted = cluster()
+    fitted.reported("p0", load(s_per_token=0.003))
+    fitted.forget("p0")
+    fitted.reported("p0", load(s_per_token=0.003))
+    fitted.ended((0.1, 0.1), account(prefill_run=0.2))
+    assert (fitted.s_per_token("p1"), fitted.delay("p1"), fitted.host("p0")) == (0.0, 1.0, 0)
