@@ -98,7 +98,7 @@ def measure(rows: int, context: int, step_s: float, steps: int, ahead: bool) -> 
     device.step_s = step_s
     for _ in range(WARM):
         engine.step()
-    idle, lasted = [], []
+    idle, lasted = list[float](), list[float]()
     while len(idle) < steps:
         ran = engine.step()
         if ran is None or ran.idle_s is None:

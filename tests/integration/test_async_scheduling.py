@@ -1,6 +1,6 @@
-"""Asynchronous scheduling through both schedulers, with the fake model, for which one wrong KV byte is a wrong token: the
-answers are those of planning one step at a time, whatever ends, waits or gives way while a step runs. That a device may
-compute as late as it is waited for is the simulator's to show (`tests.sim.shadow`)."""
+"""Asynchronous scheduling through both schedulers, with the fake model, for which one wrong KV byte is a wrong token.
+The answers are those of planning one step at a time, whatever ends, waits or gives way while a step runs. That a device
+may compute as late as it is waited for is the simulator's to show (`tests.sim.shadow`)."""
 
 import random
 
