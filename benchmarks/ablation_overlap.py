@@ -32,8 +32,8 @@ VOCAB = 30_000
 class WaitingScheduler(PrefillScheduler):
     """A prefill scheduler that offers a prompt's blocks when all of it is computed."""
 
-    def _offer(self, job: Job) -> list[Command]:
-        return super()._offer(job) if job.computed == len(job.record.tokens) else []
+    def _offer(self, job: Job, known_tokens: int) -> list[Command]:
+        return super()._offer(job, known_tokens) if known_tokens == len(job.record.tokens) else []
 
 
 def waiting_prefill_worker(*arguments: Any) -> Worker[Any]:

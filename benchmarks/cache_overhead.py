@@ -6,7 +6,7 @@ that the runner computed, both as processor time of the one thread that does bot
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
@@ -18,8 +18,8 @@ from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.model.prepared.cache import prepare
-from engine.runner import Runner
-from engine.step import Drawn, StepPlan
+from engine.runner import Launched, Runner
+from engine.step import StepPlan
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 
@@ -68,12 +68,12 @@ class TimedRunner:
         self.spent_ns = 0
         self.steps = 0
 
-    def run(self, plan: StepPlan) -> Sequence[Drawn]:
+    def launch(self, plan: StepPlan) -> Launched:
         begin_ns = time.thread_time_ns()
-        drawn = self._runner.run(plan)
+        launched = self._runner.launch(plan)
         self.spent_ns += time.thread_time_ns() - begin_ns
         self.steps += 1
-        return drawn
+        return launched
 
 
 @dataclass(frozen=True, slots=True)

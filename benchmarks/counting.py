@@ -8,7 +8,6 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import msgspec
 import transfer.route
 import worker.opening
 from decode_worker.role import open_decode_worker
-from engine.runner import Runner
-from engine.step import Drawn, StepPlan
+from engine.runner import Launched, Runner
+from engine.step import StepPlan
 from prefill_worker.role import open_prefill_worker
 from worker.worker import Worker
 
@@ -81,11 +80,11 @@ class _CountingRunner:
         self.kv = inner.kv
         self._inner, self._ledger = inner, ledger
 
-    def run(self, plan: StepPlan) -> Sequence[Drawn]:
-        drawn = self._inner.run(plan)
+    def launch(self, plan: StepPlan) -> Launched:
+        launched = self._inner.launch(plan)
         self._ledger.counts.computed_tokens += plan.computed_tokens
         self._ledger.write()
-        return drawn
+        return launched
 
 
 def _count(name: str) -> None:

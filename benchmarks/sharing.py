@@ -27,8 +27,8 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.tiers import Tiers
 from engine.model.prepared.cache import prepare
-from engine.runner import Runner
-from engine.step import Drawn, StepPlan
+from engine.runner import Launched, Runner
+from engine.step import StepPlan
 from engine.types import BeamParams, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 
@@ -99,9 +99,9 @@ class _Watched:
         counts = self.pool.counts()
         self.peak_blocks = max(self.peak_blocks, counts["active"] + counts["reserved"])
 
-    def run(self, plan: StepPlan) -> Sequence[Drawn]:
+    def launch(self, plan: StepPlan) -> Launched:
         self.look()
-        return self._runner.run(plan)
+        return self._runner.launch(plan)
 
 
 def samples(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> SharedRun:

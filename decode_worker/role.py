@@ -14,10 +14,10 @@ from decode_worker.peer import PeerEvent, Peers, PeerStream
 from decode_worker.scheduler.events import ConnectPeer, FromRouter, RouterLost, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.handshake import Secrets
+from engine.loop import Ran
 from engine.messages import DecodeOrder, Ended, Load, Record, RouterHello
 from engine.model.config import Progress
 from engine.plan import mean
-from engine.step import StepPlan
 from engine.types import Incarnation
 from telemetry.swap_metrics import SwapMetrics
 from transfer.handoff.commands import Emit, Received, Unreachable
@@ -121,12 +121,12 @@ class DecodeRole:
                 self._routers[link].say(records)
         return ended
 
-    def turned(self, plan: StepPlan | None, seconds: float, now: float) -> None:
+    def turned(self, ran: Ran | None, now: float) -> None:
         """Take what the scheduler has counted in this turn."""
-        if plan is not None:
+        if ran is not None:
             if self.scheduler.batch.running_rows:
-                self._s_per_step = mean(self._s_per_step, seconds)
-            self.scheduler.batch.lasted(seconds)
+                self._s_per_step = mean(self._s_per_step, ran.seconds)
+            self.scheduler.batch.lasted(ran.seconds)
         self._peers.redial(now)
         scheduler, metrics = self.scheduler, self._metrics
         batch, handoffs = scheduler.batch, scheduler.prefills.handoffs

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,15 @@ from engine.step import Row
 
 ROW_MULTIPLE = 4
 """Libraries' products over a multiple of four rows give a row the same bits whatever the others are (CPU, 32-bit)."""
+
+
+class Followed(NamedTuple):
+    """Tokens that rows compute and that are drawn by the step before, which may be under way."""
+
+    tokens: Tensor
+    """int64 `[draws]`, on the device."""
+    places: list[int]
+    """For each row of one token, which come first in a step, which of them is its token; -1: the row has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +43,10 @@ class ForwardBatch:
         block_size: int,
         device: torch.device | str = "cpu",
         row_multiple: int = ROW_MULTIPLE,
+        followed: Followed | None = None,
     ) -> "ForwardBatch":
         """Lay the sequences' parts out one after the other; block tables stay with the CPU, which plans with them. At
-        least one sequence, each with at least one token."""
+        least one sequence, each with at least one token. Waits for nothing that the device does."""
         tokens: list[int] = []
         positions: list[Tensor] = []
         slots: list[Tensor] = []
@@ -44,7 +55,7 @@ class ForwardBatch:
         for part in sequences:
             table = torch.tensor(part.blocks[: -(-part.end // block_size)], dtype=torch.int64)
             span = torch.arange(part.start, part.end)
-            tokens += part.tokens[part.start : part.end]
+            tokens += part.tokens[part.start : part.end] if not part.follows else (0,)
             positions.append(span)
             slots.append(table[span // block_size] * block_size + span % block_size)
             tables.append(table)
@@ -53,14 +64,33 @@ class ForwardBatch:
         rows = len(tokens)
         padding = -rows % row_multiple
         logit_rows = wanted + wanted[-1:] * (-len(wanted) % row_multiple)
+        ids = upload(torch.tensor(tokens + [0] * padding, dtype=torch.int64), device)
+        if followed is not None:
+            ones = len(followed.places)
+            ids[:ones] = take(ids[:ones], followed.tokens, upload(torch.tensor(followed.places), device))
         return ForwardBatch(
-            tokens=torch.tensor(tokens + [0] * padding, dtype=torch.int64).to(device),
-            positions=torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]).to(device),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64).to(device),
-            slots=torch.cat(slots).to(device),
+            tokens=ids,
+            positions=upload(torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]), device),
+            logit_rows=upload(torch.tensor(logit_rows, dtype=torch.int64), device),
+            slots=upload(torch.cat(slots), device),
             query_counts=[part.end - part.start for part in sequences],
             context_lens=[part.end for part in sequences],
             block_tables=tables,
             rows=rows,
             logits=len(wanted),
         )
+
+
+def upload(numbers: Tensor, device: torch.device | str) -> Tensor:
+    """Return them on the device, before the next work of its current stream. Does not wait for that stream, as a copy
+    from memory that is not pinned may."""
+    if torch.device(device).type != "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def take(own: Tensor, drawn: Tensor, places: Tensor) -> Tensor:
+    """Return `own` with `drawn[place]` wherever a place is not negative; all int64, `own` and `places` as long."""
+    if not len(drawn):
+        return own
+    return torch.where(places >= 0, drawn[places.clamp(min=0)], own)

@@ -57,6 +57,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     or dtype where a check at start finds otherwise is refused. `auto`: the same where the check holds, else a warning
     and the other path. `off`: the other path, whose rounding depends on how a prompt was chunked."""
 
+    async_scheduling: Literal["auto", "on", "off"] = "auto"
+    """Plan a step, and queue it, while the one before it runs; a token that ends a request is found one step late, and
+    the row behind it is dropped. Every token is the same either way. `auto`: on a GPU, which would wait for its next
+    step otherwise; the CPU, which plans and computes with the same cores, gains nothing by it."""
+
+    @property
+    def plans_ahead(self) -> bool:
+        return self.async_scheduling == "on" or (self.async_scheduling == "auto" and self.device != "cpu")
+
     def kv_bytes(self, weights_bytes: int, workspace_bytes: int, host_tier_bytes: int = 0) -> int:
         """The pool's size; negative where "auto" finds that the rest alone does not fit."""
         if self.pool_bytes != "auto":

@@ -49,6 +49,8 @@ class EngineDevice:
     memory: MemoryUse = field(default_factory=MemoryUse)
     is_deterministic: bool = True
     """Every token is a function of its own sequence alone."""
+    plans_ahead: bool = False
+    """Its engine plans a step while one runs."""
     arithmetic: str = ""
     """Names whose rounding it is: KV computed by another may differ in its last bits."""
     compilations: Compilations = field(default_factory=Compilations)
@@ -111,6 +113,7 @@ def open_device(
         blocks=opened.kv.blocks,
         kv=opened.kv,
         runner=opened.runner,
+        plans_ahead=config.plans_ahead,
         fingerprint=f"{shape.fingerprint}/{layout.dtype}",
         vocab=shape.vocab,
         context_tokens=shape.context_tokens,

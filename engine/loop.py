@@ -1,14 +1,23 @@
-"""One turn of a worker's engine: plan, run, complete. The same for both roles, in a thread or in a test."""
+"""One turn of a worker's engine: plan, launch, complete. The same for both roles, in a thread or in a test.
+
+    one at a time      plan n, launch n, wait for n, complete n
+    planned ahead      plan n + 1, launch n + 1, wait for n, complete n: the device has its next step when it ends one
+
+Planned ahead, a row goes on behind a token that its device has not drawn yet, so that a stop is found one step late and
+that row is dropped. Which rows wait for their token is the scheduler's to say: it plans nothing then, and the step is
+planned when the one under way has ended. Source: asynchronous scheduling, as in NanoFlow (Zhu et al. 2024), SGLang and
+vLLM.
+"""
 
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from engine.kv.manager import KVCacheManager
-from engine.runner import Runner
+from engine.runner import Launched, Runner
 from engine.step import Drawn, StepPlan
 from engine.storage.tiers.mover import TierMover
 
@@ -47,14 +56,35 @@ class Scheduler(Protocol[E_in, C_out]):
 
     def tick(self, now: float) -> Sequence[C_out]: ...
 
-    def plan(self, now: float) -> tuple[StepPlan | None, Sequence[C_out]]: ...
+    def plan(self, now: float) -> tuple[StepPlan | None, Sequence[C_out]]:
+        """Return the next step, behind one that was planned and is not complete yet, if there is one; never more."""
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> Sequence[C_out]: ...
+
+
+class Ran(NamedTuple):
+    """A step that has ended."""
+
+    plan: StepPlan
+    seconds: float
+    """Since it began to be planned, or since the step before it ended, if that was later."""
+    idle_s: float | None
+    """The time that the device was idle between the step before and this one; None where nothing was to be computed."""
+
+
+class _Step(NamedTuple):
+    plan: StepPlan
+    launched: Launched
+    at_s: float
+    before: Launched | None
 
 
 class Engine(Generic[E, C]):
     """A scheduler with its runner. `publish` carries commands out; it is called before a step runs and after it, so
     that nobody waits for a step to hear what was decided before it. Owner: one thread."""
+
+    # Mutable state: the step under way, the one launched last unless the device had nothing to do since, and when the
+    # latest ended.
 
     def __init__(
         self,
@@ -63,9 +93,14 @@ class Engine(Generic[E, C]):
         clock: Callable[[], float],
         publish: Callable[[Sequence[C]], None],
         tiers: TierMover | None = None,
+        ahead: bool = False,
     ) -> None:
-        """`tiers` moves what the manager's tiers ask for, if it has any."""
+        """`tiers` moves what the manager's tiers ask for, if it has any. `ahead`: plan a step while one runs."""
         self._tiers = tiers
+        self._ahead = ahead
+        self._under_way: _Step | None = None
+        self._latest: Launched | None = None
+        self._ended_at = 0.0
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
@@ -78,18 +113,40 @@ class Engine(Generic[E, C]):
         for event in events:
             self._carry_out(self._scheduler.handle(event, now))
 
-    def step(self) -> StepPlan | None:
-        """Run the next step, if there is anything to compute; returns what ran."""
+    @property
+    def is_busy(self) -> bool:
+        """True while a step is under way between turns."""
+        return self._under_way is not None
+
+    def step(self) -> Ran | None:
+        """Launch the next step, if there is anything to compute, and wait for the one that was under way; without
+        planning ahead, for the same one. Return the step that has ended, if any has."""
         now = self._clock()
         self._carry_out(self._scheduler.tick(now))
         plan, commands = self._scheduler.plan(now)
         self._carry_out(commands)
-        if plan is None:
+        ending, following = self._under_way, None
+        if plan is not None:
+            before = self._latest
+            self._latest = self._runner.launch(plan)
+            following = _Step(plan, self._latest, now, before)
+        if ending is None and not self._ahead:
+            ending, following = following, None
+        self._under_way = following
+        if ending is None:
+            if following is None:
+                self._latest = None
             return None
-        drawn = self._runner.run(plan)
+        return self._end(ending)
+
+    def _end(self, step: _Step) -> Ran:
+        drawn = step.launched.wait()
+        ended = self._clock()
         self.steps += 1
-        self._carry_out(self._scheduler.complete(plan, drawn, self._clock()))
-        return plan
+        self._carry_out(self._scheduler.complete(step.plan, drawn, ended))
+        idle_s = None if step.before is None else step.launched.idle_s(step.before)
+        began, self._ended_at = max(step.at_s, self._ended_at), ended
+        return Ran(step.plan, ended - began, idle_s)
 
     def _carry_out(self, commands: Sequence[C]) -> None:
         kv = self._scheduler.kv

@@ -119,10 +119,13 @@ def row_of(
     blocks: Sequence[BlockId],
     stop_ids: frozenset[int],
     candidates: int = 0,
+    follows: bool = False,
 ) -> Row:
-    """A sequence's part of a step, which draws where it computes the last of `tokens`, prompt and output so far."""
-    banned = banned_tokens(record, len(tokens) - record.prompt_tokens, stop_ids)
-    return Row(record.request, record, tokens, start, end, blocks, end == len(tokens), banned, candidates)
+    """A sequence's part of a step, which draws where it computes the last of `tokens`, prompt and output so far, or the
+    token after them, if it `follows` the step that draws it."""
+    length = len(tokens) + follows
+    banned = banned_tokens(record, length - record.prompt_tokens, stop_ids)
+    return Row(record.request, record, tokens, start, end, blocks, end == length, banned, candidates, follows)
 
 
 def share_budget(remaining: Sequence[int], budget: int) -> list[int]:

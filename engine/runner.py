@@ -1,21 +1,38 @@
-"""Runs one step: a torch-free plan in, tokens out. The only place where decisions meet tensors. What becomes of the
-logits is said in `engine/sampling.py`."""
+"""Launches steps: a torch-free plan in, tokens out. The only place where decisions meet tensors. What becomes of the
+logits is said in `engine/sampling.py`.
 
+On a GPU a step is queued and `Launched.wait` waits for it, so that the next one can be queued behind it. A row that
+follows takes its token from what the step before has drawn, there. The CPU computes as it is told to."""
+
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.backends.attention import AttentionBackend
 from engine.backends.gpu.graphs import DecodeGraphs
-from engine.batch import ForwardBatch
+from engine.batch import Followed, ForwardBatch
 from engine.cores import Cores
 from engine.model.llama import Llama
-from engine.step import Drawn, Row, StepPlan
+from engine.sampling import has_penalties
+from engine.step import Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import KVTensors
+
+
+class Launched(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> Sequence[Drawn]:
+        """Return a token, or candidates, for each row with `draw`, in the order of the rows, when the step is over."""
+
+    def idle_s(self, before: Any) -> float:
+        """Return for how many seconds nothing was computed between `before`, launched by the same runner just before
+        this one, and this one; both have been waited for."""
 
 
 class Runner(Protocol):
@@ -23,13 +40,79 @@ class Runner(Protocol):
 
     kv: KVTensors
 
-    def run(self, plan: StepPlan) -> Sequence[Drawn]:
-        """Carry out one step. Returns a token, or candidates, for each row with `draw`, in the order of the rows."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Carry out one step behind those launched before, one of which may not have ended: a row that `follows` goes
+        on with what its request's row of the latest one draws. The plan is read before this returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that has ended as it was launched, at times of `time.perf_counter`."""
+
+    drawn: Sequence[Drawn]
+    began_s: float
+    ended_s: float
+
+    def wait(self) -> Sequence[Drawn]:
+        return self.drawn
+
+    def idle_s(self, before: "Done") -> float:
+        return max(0.0, self.began_s - before.ended_s)
+
+
+class HostMark:
+    """Stands for `torch.cuda.Event` where the device is the CPU, which has done what it was told."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def record(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def elapsed_time(self, later: "HostMark") -> float:
+        return (later._at_s - self._at_s) * 1e3
+
+
+def _mark(device: torch.device) -> Any:
+    """Return a point in the device's work, recorded now."""
+    mark: Any = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostMark()
+    mark.record()
+    return mark
+
+
+class Queued:
+    """A step that is queued on a device. `tokens` int64 `[draws]` will be there; `places`: where that of each row with
+    `draw` is, in the order of the plan."""
+
+    def __init__(self, tokens: Tensor, places: list[int], began: Any) -> None:
+        self.tokens = tokens
+        self.places = places
+        self._began = began
+        self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=tokens.is_cuda)
+        self._host.copy_(tokens, non_blocking=True)
+        self._ended = _mark(tokens.device)
+
+    def wait(self) -> Sequence[Drawn]:
+        self._ended.synchronize()
+        drawn = self._host.tolist()
+        return [drawn[at] for at in self.places]
+
+    def idle_s(self, before: "Queued | Done") -> float:
+        """After a step that was waited for, which only a search is, nothing was queued: that is not counted."""
+        if isinstance(before, Done):
+            return 0.0
+        return max(0.0, float(before._ended.elapsed_time(self._began)) * 1e-3)
 
 
 class ModelRunner:
     """A model over paged KV. Mixed rows (decode and prefill chunks) run as one batch, decoding ones first. Steps that
-    `graphs` takes are replayed."""
+    `graphs` takes are replayed.
+
+    Mutable state: the latest step.
+    """
 
     def __init__(
         self,
@@ -43,6 +126,7 @@ class ModelRunner:
         self._model = model
         self._attention = attention
         self._graphs = graphs
+        self._latest = LatestDraws()
         self._at_work: Callable[[], AbstractContextManager[None]] = nullcontext if cores is None else cores.at_work
         # Kernels are launched on the current device, and a thread's first one is number 0.
         self._on_device: Callable[[], AbstractContextManager[None]] = (
@@ -50,25 +134,52 @@ class ModelRunner:
         )
 
     def run(self, plan: StepPlan) -> Sequence[Drawn]:
-        with self._at_work(), self._on_device(), torch.inference_mode():
-            return self._run(plan)
+        """Carry out one step, and wait for it."""
+        return self.launch(plan).wait()
 
-    def _run(self, plan: StepPlan) -> Sequence[Drawn]:
+    def launch(self, plan: StepPlan) -> Queued | Done:
+        with self._at_work(), self._on_device(), torch.inference_mode():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Queued | Done:
+        began_s, began = time.perf_counter(), _mark(self._model.device)
         self.kv.copy(list(plan.copies))
         if not plan.rows:
-            return []
+            return Done([], began_s, time.perf_counter())
         order = sorted(range(len(plan.rows)), key=lambda at: plan.rows[at].end - plan.rows[at].start > 1)
-        rows = [plan.rows[at] for at in order]
-        if self._graphs is not None and self._graphs.takes(rows):
-            logits = self._graphs.run(rows)
-        else:
-            logits = self._forward(rows)
-        drawn = self._attention.sample(logits, [row for row in rows if row.draw])
         drawing = [at for at in order if plan.rows[at].draw]
-        return [token for _, token in sorted(zip(drawing, drawn, strict=True))]
+        rows = [plan.rows[at] for at in order]
+        followed = self._followed(rows)
+        if followed is None:
+            rows = [self._latest.resolved(row) for row in rows]
+        if self._graphs is not None and self._graphs.takes(rows):
+            logits = self._graphs.run(rows, followed)
+        else:
+            logits = self._forward(rows, followed)
+        # The device computes; what a penalty needs of the step before has been drawn, or is before that has ended.
+        draws = [self._latest.resolved(row) if has_penalties(row) else row for row in rows if row.draw]
+        drawn = self._attention.sample(logits, draws)
+        launched: Queued | Done
+        if isinstance(drawn, Tensor):
+            launched = Queued(drawn, sorted(range(len(drawing)), key=drawing.__getitem__), began)
+        else:
+            in_order = [token for _, token in sorted(zip(drawing, drawn, strict=True))]
+            launched = Done(in_order, began_s, time.perf_counter())
+        self._latest = LatestDraws(plan.rows, launched)
+        return launched
 
-    def _forward(self, rows: list[Row]) -> Tensor:
-        batch = ForwardBatch.build(rows, self.kv.layout.block_size, self._model.device, self._attention.row_multiple)
+    def _followed(self, rows: list[Row]) -> Followed | None:
+        """Return where on the device the tokens lie that rows follow; None where they are known."""
+        latest = self._latest.step
+        if not isinstance(latest, Queued) or not any([row.follows for row in rows]):
+            return None
+        ones = [row for row in rows if row.end - row.start == 1]
+        places = [latest.places[self._latest.number(row)] if row.follows else -1 for row in ones]
+        return Followed(latest.tokens, places)
+
+    def _forward(self, rows: list[Row], followed: Followed | None) -> Tensor:
+        multiple = self._attention.row_multiple
+        batch = ForwardBatch.build(rows, self.kv.layout.block_size, self._model.device, multiple, followed)
         self._attention.begin(batch, self.kv)
         return self._model.forward(batch, self.kv, self._attention)
 

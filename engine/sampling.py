@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.batch import upload
 from engine.step import Candidates, Drawn, Row
 from kernels.sampling import draw, penalize, philox_uniform, probabilities
 
@@ -33,7 +34,8 @@ def _likeliest(logits: Tensor, want: Row) -> Candidates:
     return tuple((token, value) for token, value in pairs if value > float("-inf"))
 
 
-def _has_penalties(want: Row) -> bool:
+def has_penalties(want: Row) -> bool:
+    """True where its draw depends on which tokens the row has, beyond its logits."""
     params = want.record.sampling
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
@@ -51,14 +53,14 @@ def _draw_one(logits: Tensor, want: Row) -> int:
 
 def is_adjusted(want: Row) -> bool:
     """True where `adjusted` changes the row's logits."""
-    return bool(want.banned) or _has_penalties(want)
+    return bool(want.banned) or has_penalties(want)
 
 
 def adjusted(logits: Tensor, want: Row) -> Tensor:
     """`logits` `[vocab]` with the row's penalties and without its banned tokens: a copy where any apply."""
     record, params = want.record, want.record.sampling
-    if _has_penalties(want):
-        seen = torch.tensor(want.tokens, dtype=torch.int64).to(logits.device)
+    if has_penalties(want):
+        seen = upload(torch.tensor(want.tokens, dtype=torch.int64), logits.device)
         logits = penalize(
             logits,
             seen,

@@ -1,6 +1,7 @@
 """The order of a scheduler to a runner: one step over a mixed batch. Plain data, no torch."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -12,7 +13,8 @@ class Row(msgspec.Struct, frozen=True):
     prompt). With `draw`, also the token that follows `tokens[:end]`, then all of the sequence; `banned` may not be it.
 
     `blocks` is the sequence's block table; it covers `end` tokens. `tokens` and `blocks` are the scheduler's own lists:
-    to be read during the step, never kept."""
+    to be read while the step is launched, never kept. One that `follows` computes a token that is not in `tokens` yet,
+    since the step before draws it: `start` is their number, and `end` one more."""
 
     request: RequestId
     record: RequestRecord
@@ -24,18 +26,44 @@ class Row(msgspec.Struct, frozen=True):
     banned: tuple[int, ...] = ()
     candidates: int = 0
     """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
+    follows: bool = False
 
     @property
     def draw_key(self) -> tuple[int, int, int]:
         """(seed, sample index, position): all that the random number of this row's draw depends on, so that whoever
         draws a position, on whichever worker, after whatever loss, draws the same token."""
-        return self.record.seed, self.record.sample_index, len(self.tokens)
+        return self.record.seed, self.record.sample_index, len(self.tokens) + self.follows
 
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
 Drawn = int | Candidates
 """The result of a row with `draw`."""
+
+
+class Waitable(Protocol):
+    def wait(self) -> Sequence[Drawn]: ...
+
+
+class LatestDraws:
+    """What rows that follow need of the step before. `step`: that step; None before the first."""
+
+    def __init__(self, rows: Sequence[Row] = (), step: Waitable | None = None) -> None:
+        self.step = step
+        drawing = [row.request for row in rows if row.draw]
+        self._numbers = {request: number for number, request in enumerate(drawing)}
+
+    def number(self, row: Row) -> int:
+        """Return the number of the draw that `row` follows, in the order of the step's rows."""
+        return self._numbers[row.request]
+
+    def resolved(self, row: Row) -> Row:
+        """Return the row with the token that it follows, if it does; waits for the step before."""
+        if not row.follows:
+            return row
+        assert self.step is not None
+        token = self.step.wait()[self.number(row)]
+        return msgspec.structs.replace(row, tokens=[*row.tokens, token], follows=False)
 
 
 class StepPlan(msgspec.Struct, frozen=True):

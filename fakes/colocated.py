@@ -113,8 +113,8 @@ class Colocated:
             **shared,  # type: ignore[arg-type]
         )
         self._engines = (
-            Engine(self.prefill, prefill.runner, clock, self._carry_out(0), self._tier_movers[0]),
-            Engine(self.decode, decode.runner, clock, self._carry_out(1), self._tier_movers[1]),
+            Engine(self.prefill, prefill.runner, clock, self._carry_out(0), self._tier_movers[0], prefill.plans_ahead),
+            Engine(self.decode, decode.runner, clock, self._carry_out(1), self._tier_movers[1], decode.plans_ahead),
         )
         self._transports = transports = (
             LoopbackTransport(prefill.kv, PREFILL, self.hub),
@@ -170,7 +170,7 @@ class Colocated:
                     raise RuntimeError(event.error)
             self._engines[at].receive(events)
             worked |= bool(events)
-            worked |= self._engines[at].step() is not None
+            worked |= self._engines[at].step() is not None or self._engines[at].is_busy
         if self._check:
             self.prefill.check()
             self.decode.check()

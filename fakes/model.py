@@ -5,6 +5,7 @@ read back through the block table. A block that is misplaced, stale, cut short o
 `fake_next` computes the same from the tokens alone.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,8 +13,10 @@ import torch
 import xxhash
 
 from engine.kv.layout import KVLayout
-from engine.step import Candidates, Drawn, StepPlan
+from engine.runner import Done
+from engine.step import Candidates, Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import PagedKV
+from engine.types import BlockId
 
 
 def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
@@ -66,14 +69,22 @@ class FakeRunner:
     def __init__(self, kv: PagedKV, vocab: int = 257) -> None:
         self.kv = kv
         self._vocab = vocab
+        self._latest = LatestDraws()
         planes = [kv.tensor] if kv.scales is None else [kv.tensor, kv.scales.unsqueeze(-1)]
         self._planes = [plane.view(torch.uint8).numpy() for plane in planes]
 
-    def run(self, plan: StepPlan) -> Sequence[Drawn]:
-        self.kv.copy(list(plan.copies))
+    def launch(self, plan: StepPlan) -> Done:
+        began_s = time.perf_counter()
+        drawn = self._run(plan.copies, [self._latest.resolved(row) for row in plan.rows])
+        done = Done(drawn, began_s, time.perf_counter())
+        self._latest = LatestDraws(plan.rows, done)
+        return done
+
+    def _run(self, copies: Sequence[tuple[BlockId, BlockId]], rows: Sequence[Row]) -> Sequence[Drawn]:
+        self.kv.copy(list(copies))
         size = self.kv.layout.block_size
         drawn: list[Drawn] = []
-        for row in plan.rows:
+        for row in rows:
             for at in range(row.start, row.end):
                 pattern = kv_pattern(row.tokens[at], at, self.kv.layout)
                 pieces = np.split(pattern, [self.kv.layout.row_bytes], axis=-1)

@@ -8,10 +8,10 @@ from typing import Never
 import msgspec
 
 from engine.handshake import Secrets
+from engine.loop import Ran
 from engine.messages import Load
 from engine.model.config import Progress
 from engine.plan import TokenSpeed
-from engine.step import StepPlan
 from prefill_worker.journal import PrefillJournal
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import Unreachable
@@ -63,13 +63,13 @@ class PrefillRole:
             raise TypeError(f"not a command for the shell: {command!r}")
         return False
 
-    def turned(self, plan: StepPlan | None, seconds: float, now: float) -> None:
+    def turned(self, ran: Ran | None, now: float) -> None:
         hits, self.scheduler.hit_tokens = self.scheduler.hit_tokens, 0
         self._metrics.prompt_tokens(computed=0, prefix_hit=hits)
-        if plan is not None:
-            tokens, again = plan.computed_tokens, plan.recomputed_tokens
+        if ran is not None:
+            tokens, again = ran.plan.computed_tokens, ran.plan.recomputed_tokens
             self._metrics.prompt_tokens(computed=tokens - again, prefix_hit=0, recomputed=again)
-            self._speed.measured(seconds, max(1, tokens))
+            self._speed.measured(ran.seconds, max(1, tokens))
 
     def load(self, load: Load, now: float) -> Load:
         waiting_tokens = self.scheduler.line.backlog_tokens

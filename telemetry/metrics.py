@@ -65,6 +65,9 @@ class WorkerMetrics(ProcessMetrics):
         self._step = families.histogram("step_seconds", "Time of an engine step.", buckets.STEP_S)[
             ()
         ]
+        self._idle = families.counter(
+            "step_idle_seconds_total", "Time between two steps in which the device had nothing to compute."
+        )[()]
         self._batch = families.gauge("batch_tokens", "Tokens in the latest engine step.")[()]
         self._queue = families.gauge("queue_depth", QUEUE_TEXT)[()]
         self._running = families.gauge("running_requests", RUNNING_TEXT)[()]
@@ -174,10 +177,12 @@ class WorkerMetrics(ProcessMetrics):
         if outcome == "ok":
             self._migration.observe(seconds)
 
-    def step(self, tokens: int, seconds: float) -> None:
-        """Count one step of the engine over `tokens` tokens."""
+    def step(self, tokens: int, seconds: float, idle_s: float | None) -> None:
+        """Count one step of the engine over `tokens` tokens, which came `idle_s` behind the one before it; None: behind
+        a time without work."""
         self._batch.set(tokens)
         self._step.observe(seconds)
+        self._idle.inc(idle_s or 0.0)
 
     def forks(self, forked: int, inherited: int) -> None:
         """Take over the totals of forked samples since the worker started."""

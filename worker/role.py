@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from engine.kv.tiers.commands import TierEvent
-from engine.loop import Scheduler
+from engine.loop import Ran, Scheduler
 from engine.messages import Load
-from engine.step import StepPlan
 from transfer.handoff.commands import Leave, Posted, ReaderEvent, Sent
 from transfer.handoff.source import HandoffSource
 from worker.journal import WorkerJournal
@@ -41,8 +40,8 @@ class Role(Protocol[E]):
     def carry_out(self, commands: Sequence[object]) -> bool:
         """Do what the scheduler asks of this role alone. Return True where the routers should have a report soon."""
 
-    def turned(self, plan: StepPlan | None, seconds: float, now: float) -> None:
-        """Measure a turn of the engine that is over, in which this step ran, if any did."""
+    def turned(self, ran: Ran | None, now: float) -> None:
+        """Measure a turn of the engine that is over, in which this step ended, if any did."""
 
     def load(self, load: Load, now: float) -> Load:
         """Tell the metrics what only this role counts. Return the report with what only this role measures."""

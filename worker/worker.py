@@ -91,8 +91,9 @@ class Worker(Generic[E]):
         self.scheduler = role.scheduler
         self._role = role
         self._closing = closing
+        device, mover = parts.device, parts.tier_mover
         self._engine: Engine[SharedEvent | E, object] = Engine(
-            role.scheduler, parts.device.runner, time.monotonic, self._publish, parts.tier_mover
+            role.scheduler, device.runner, time.monotonic, self._publish, mover, device.plans_ahead
         )
         self._thread = EngineThread(f"{self.name}-engine", parts.inbox, self, HEARTBEAT_S)
         self._tier_metrics = None if parts.kv.tiers is None else TierMetrics(parts.metrics.families)
@@ -179,22 +180,22 @@ class Worker(Generic[E]):
     def step(self) -> bool:
         self.parts.readers.tick(self._tell, time.monotonic())
         self._engine.receive(self.parts.readers.deaths())
-        started = time.monotonic()
-        plan = self._engine.step()
+        ran = self._engine.step()
         now = time.monotonic()
-        if plan is not None:
-            self.parts.metrics.step(plan.computed_tokens, now - started)
+        if ran is not None:
+            self.parts.metrics.step(ran.plan.computed_tokens, ran.seconds, ran.idle_s)
         self._auditor.look()
         self._look_at_threads(now)
-        self._role.turned(plan, now - started, now)
-        interval_s = HEARTBEAT_S if plan is None else REPORT_S
+        self._role.turned(ran, now)
+        is_busy = ran is not None or self._engine.is_busy
+        interval_s = REPORT_S if is_busy else HEARTBEAT_S
         if self._report_now or now - self._reported_at >= interval_s:
             self._report(now)
         if self._holdings:
             self._tell_holdings()
-        if self._leave_by is not None and (self.scheduler.is_idle or now >= self._leave_by):
+        if self._leave_by is not None and ((self.scheduler.is_idle and not is_busy) or now >= self._leave_by):
             self._end()
-        return plan is not None or bool(self._backlog) or bool(self._holdings)
+        return is_busy or bool(self._backlog) or bool(self._holdings)
 
     def _look_at_threads(self, now: float) -> None:
         """End the worker where its transfer thread is stuck; give the disk tier up where that one's is."""

@@ -22,8 +22,8 @@ from engine.backends.gpu.pool import DeviceKV
 from engine.kv.manager import KVCacheManager
 from engine.loop import Engine
 from engine.messages import Ended, PeerAddress, Place, Refused
-from engine.runner import ModelRunner, Runner
-from engine.step import Drawn, StepPlan
+from engine.runner import Launched, ModelRunner, Runner
+from engine.step import StepPlan
 from engine.storage.paged import KVTensors
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
 from transfer.handoff.receiver import KVReceiver
@@ -146,10 +146,10 @@ class EngineBench:
         }
 
     def _step(self) -> StepPlan:
-        plan = self._engine.step()
-        if plan is None:
+        ran = self._engine.step()
+        if ran is None:
             raise RuntimeError(f"there is nothing left to compute: {self._scheduler!r}")
-        return plan
+        return ran.plan
 
     def _replayed(self) -> int:
         return sum(self._graphs.replays.values()) if self._graphs else 0
@@ -180,8 +180,8 @@ class _Switch:
         self.kv = kv
         self.now = now
 
-    def run(self, plan: StepPlan) -> Sequence[Drawn]:
-        return self.now.run(plan)
+    def launch(self, plan: StepPlan) -> Launched:
+        return self.now.launch(plan)
 
 
 def _see(commands: Sequence[Command]) -> None:

@@ -3,9 +3,16 @@
 A request that is ready runs when the batch has room; prompts are computed beside the others, in chunks whose size keeps
 the step short enough for those (`decode_worker.scheduler.pace`). One without a
 block for its next token has no row in the step; it has one again when somebody has made room.
+
+A step may be planned while the one before it is under way (`is_under_way`): each row goes on behind that one's, also
+behind a token that is still to be drawn. A request that ends meanwhile has one row too many; what it draws is dropped,
+and its blocks are held until that step has ended (`KVCacheManager.launched`). Nothing is planned behind a step where
+some request needs the token first, or room that others would have to give (`goes_on`).
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 from decode_worker.scheduler.alike import Alike
@@ -19,10 +26,25 @@ from engine.types import Beam, FinishReason
 from worker.config import DecodeConfig
 
 
+@dataclass(slots=True)
+class _Planned:
+    """A step that was planned and has not ended."""
+
+    requests: list[Request] = field(default_factory=list)
+    """Those of its rows, in their order."""
+    rows: dict[Request, Row] = field(default_factory=dict)
+    """The row of each that is no search."""
+    copying: list[Lease] = field(default_factory=list)
+    """Leases whose copies it makes."""
+    leases: list[Lease] = field(default_factory=list)
+    """All that it reads or writes blocks of."""
+    running_rows: int = 0
+    prompt_tokens: int = 0
+
+
 class Batch:
-    """Mutable state, all of it: the lines `ready`, `running` and `local`, the rows of the step under way, and how many
-    are not of prompts; the number of steps, what is counted until the shell has taken it, and what `alike`, `beams`
-    and `pace` own. Owner: the scheduler."""
+    """Mutable state, all of it: the lines `ready`, `running` and `local`, the steps under way; the number of steps,
+    what is counted until the shell has taken it, and what `alike`, `beams` and `pace` own. Owner: the scheduler."""
 
     def __init__(self, config: DecodeConfig, kv: KVCacheManager, stop_ids: frozenset[int]) -> None:
         self.alike = Alike(kv)
@@ -41,11 +63,35 @@ class Batch:
         """Prompt tokens computed here because a worker that had computed them, or was to, is lost."""
         self._kv = kv
         self._max_rows = config.max_batch
-        self._stepping: list[Request] = []
+        self._under_way: deque[_Planned] = deque()
         self.running_rows = 0
-        """Rows of the step planned last that are not of prompts."""
+        """Rows of the step that ended last that are not of prompts."""
         self._prompt_tokens = 0
         self._steps = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """True where a step was planned that has not ended."""
+        return bool(self._under_way)
+
+    def _row_before(self, request: Request) -> Row | None:
+        """Return the request's row in the step under way, if it has one."""
+        return self._under_way[-1].rows.get(request) if self._under_way else None
+
+    def _known(self, request: Request) -> int:
+        """Return how many of its tokens have KV when the step under way has ended."""
+        row = self._row_before(request)
+        return request.known if row is None else row.end
+
+    def _length(self, request: Request) -> int:
+        """Return how many tokens it has when the step under way has ended."""
+        row = self._row_before(request)
+        return len(request.tokens) + (row is not None and row.draw)
+
+    def _ends(self, request: Request) -> bool:
+        """Return True if the token that the step under way draws is its last by number."""
+        row, record = self._row_before(request), request.record
+        return row is not None and row.draw and request.output_tokens + 1 >= record.max_tokens
 
     def add_ready(self, request: Request) -> None:
         """Let a request wait for a row: all of its KV but the newest token's is here."""
@@ -75,7 +121,7 @@ class Batch:
         """Return the blocks that its next step needs beyond what is promised, by lease: one but for a search."""
         if request.record.beams is not None:
             return self.beams.wants(request)
-        return [(request.lease, self._kv.shortage(request.lease, len(request.tokens)))]
+        return [(request.lease, self._kv.shortage(request.lease, self._length(request)))]
 
     @property
     def shortage(self) -> int:
@@ -92,48 +138,69 @@ class Batch:
             request.clock.enter("decode_run", now)
             self.running.append(request)
 
+    def goes_on(self) -> bool:
+        """Return True if a step can be planned behind the one under way, and make room for it. A search goes on from
+        what that one lists; a request that is to depart, or for whom others must give way, from what it has then."""
+        for request in self.running:
+            if request.record.beams is not None or request.yielding:
+                return False
+            if not self._ends(request) and not all(self._kv.grow(*want) for want in self.wants(request)):
+                return False
+        return True
+
     def plan(self, departing: Sequence[Request], now: float) -> StepPlan | None:
         """Return the next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
         rows: list[Row] = []
+        step = _Planned()
+        copying_now = self._under_way[-1].copying if self._under_way else []
         # In the first step after a fork, before its parent writes on in the block that they share.
-        copies = [pair for request in self.local for pair in request.lease.copies]
-        self._stepping, self._prompt_tokens = [], 0
+        step.copying += [r.lease for r in self.local if r.lease.copies and r.lease not in copying_now]
+        copies = [pair for lease in step.copying for pair in lease.copies]
         for request in (*self.running, *departing):
-            if any(short for _, short in self.wants(request)):
+            if self._ends(request) or any(short for _, short in self.wants(request)):
                 continue
             if request.record.beams is not None:
                 self.beams.prepare(request)
                 copies += self.beams.copies(request)
                 more = self.beams.rows(request)
-                self._stepping += [request] * len(more)
+                step.requests += [request] * len(more)
+                step.leases += self.beams.leases(request)
                 rows += more
             else:
-                self._kv.extend(request.lease, len(request.tokens))
-                rows.append(self._row(request, len(request.tokens)))
-        self.running_rows = len(rows)
+                self._kv.extend(request.lease, self._length(request))
+                rows.append(self._row(step, request, self._length(request)))
+        step.running_rows = len(rows)
         if self.local:
             # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
-            local = [*islice(self.alike.computable(self.local), max(1, self._max_rows - len(rows)))]
-            missing = [len(request.tokens) - request.known for request in local]
+            incomplete = (r for r in self.alike.computable(self.local) if self._known(r) < len(r.tokens))
+            local = [*islice(incomplete, max(1, self._max_rows - len(rows)))]
+            missing = [len(request.tokens) - self._known(request) for request in local]
             shares = share_budget(missing, self.pace.tokens(len(rows)))
             for request, share in zip(local, shares, strict=True):
                 if share:
                     if request.prefill.local_since is None:
                         request.prefill.local_since = now
-                    rows.append(self._row(request, request.known + share))
-                    self._prompt_tokens += share
+                    rows.append(self._row(step, request, self._known(request) + share))
+                    step.prompt_tokens += share
         if not rows:
             return None
+        step.leases += [lease for lease in step.copying if lease not in step.leases]
+        self._kv.launched(step.leases)
+        self._under_way.append(step)
         self._steps += 1
         return StepPlan(tuple(rows), tuple(copies), self._steps)
 
-    def _row(self, request: Request, end: int) -> Row:
-        self._stepping.append(request)
-        record, tokens, start = request.record, request.tokens, request.known
-        return row_of(record, tokens, start, end, request.lease.blocks, self.stop_ids)
+    def _row(self, step: _Planned, request: Request, end: int) -> Row:
+        record, tokens, lease = request.record, request.tokens, request.lease
+        follows = end > len(tokens)
+        row = row_of(record, tokens, self._known(request), end, lease.blocks, self.stop_ids, follows=follows)
+        step.requests.append(request)
+        step.rows[request] = row
+        step.leases.append(lease)
+        return row
 
     def lasted(self, seconds: float) -> None:
-        """Note how long the step took that was planned last."""
+        """Note how long the step took that ended last."""
         self.pace.measured(self.running_rows, self._prompt_tokens, seconds)
 
     @property
@@ -147,21 +214,27 @@ class Batch:
         return self.pace.s_per_token(len(self.running))
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[tuple[Request, Drawn]]:
-        """Count what the step has computed. Return what follows each row that draws, with its request."""
-        for request in self.local:
-            self._kv.copied(request.lease)
+        """Count what the oldest step under way has computed. Return what follows each row that draws, with its request,
+        but for those that have ended meanwhile."""
+        step = self._under_way.popleft()
+        self.running_rows, self._prompt_tokens = step.running_rows, step.prompt_tokens
+        for lease in step.copying:
+            self._kv.copied(lease)
+        self._kv.ended(step.leases)
         followed: list[tuple[Request, Drawn]] = []
         tokens = iter(drawn)
-        stepped, self._stepping = self._stepping, []
-        for row, request in zip(plan.rows, stepped, strict=True):
+        for row, request in zip(plan.rows, step.requests, strict=True):
+            token = next(tokens) if row.draw else None
+            if request.state is RequestState.ENDING:
+                continue
             if not row.candidates:
                 request.known = row.end
             if request.state is RequestState.LOCAL and request.is_recovering:
                 self.recomputed_tokens += row.end - row.start
             elif request.state is RequestState.LOCAL:
                 self.prefilled_tokens += row.end - row.start
-            if row.draw:
-                followed.append((request, next(tokens)))
+            if token is not None:
+                followed.append((request, token))
         return followed
 
     def append(self, request: Request, token: int) -> FinishReason | None:

@@ -186,10 +186,13 @@ class DecodeScheduler:
     # steps
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
-        """Return the next step (every running request's next token, and chunks of prompts that are prefilled here;
-        None: nothing to compute), and commands to carry out."""
+        """Return the next step (every running request's next token, and chunks of prompts that are prefilled here), and
+        commands to carry out. It may be called again before `complete`: that step is planned behind the first, and None
+        may mean that it can be planned when the first has ended."""
         commands = self.endings.settle(self.preemption.resume(now), now)
         self.batch.fill(now)
+        if self.batch.is_under_way:
+            return (self.batch.plan([], now) if self.batch.goes_on() else None), commands
         while self.preemption.make_room(now):
             self.batch.fill(now)
         # Whoever departs has a row once more: one that is only ready waits until there is one for it.

@@ -71,9 +71,9 @@ class AttentionBackend(Protocol):
     def gate(self, gate_up: Tensor) -> Tensor:
         """`[rows, 2 * width]`, the gate first -> silu(gate) * up, `[rows, width]`. May write to its argument."""
 
-    def sample(self, logits: Tensor, draws: list[Row]) -> Sequence[Drawn]:
-        """A token, or candidates, for each draw, row i of `logits` for draw i. All work of the step has ended when it
-        returns."""
+    def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | Sequence[Drawn]:
+        """A token, or candidates, for each draw, row i of `logits` for draw i: when all work of the step has ended, or
+        tokens as int64 `[draws]` on the device, which may not have come to them."""
 
 
 class TorchAttention:

@@ -4,7 +4,7 @@ The pool's own counts move in pairs, so they add up whatever happens to a block:
 two requests believe to be theirs, is a sound block to it. Here a block's holders are found where they are:
 
     free list   the block may be handed out next
-    lease       a request's table of blocks names it, or a copy that is still to be made reads it
+    lease       a request's table of blocks names it, a copy that is still to be made reads it, or a step under way does
     index       its content is cached
 
 A block is *leaked* when it counts more holders than there are, or has no place at all; it has *two owners* when there
@@ -53,6 +53,7 @@ class BlockLedger:
         for lease in kv.leases():
             holders.update(lease.blocks)
             holders.update(source for source, _ in lease.copies)
+            holders.update(lease.displaced)
         free = Counter(pool.free_list)
         leaked, doubly_owned = [], []
         for number in range(pool.total):

@@ -16,8 +16,8 @@ comes back by `engine.kv.tiers.fetches`.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from engine.kv.block_pool import BlockPool, BlockState
@@ -39,6 +39,12 @@ class Lease:
     path: list[Node]
     """Committed nodes, one per leading block."""
     released: bool = False
+    steps: int = 0
+    """Steps under way that read or write its blocks."""
+    displaced: list[BlockId] = field(default_factory=list)
+    """Blocks that gave way to others of the same content, and that steps under way still read."""
+    tail: Sequence[int] = ()
+    """What is to be committed with its tail, when those steps have ended."""
 
 
 class KVCacheManager:
@@ -56,7 +62,7 @@ class KVCacheManager:
         self.tells_cached = False
         """Whether `take_cached` is to be kept; set by the shell."""
         self._leases: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
-        """All that are not released and that somebody still has: one that was dropped has leaked its blocks."""
+        """All that hold blocks and that somebody still has: one that was dropped has leaked its blocks."""
         self._identities: set[bytes] = set()
         """The names of all cached blocks, where there are tiers."""
         self._above: dict[bytes, bytes] = {}
@@ -203,7 +209,10 @@ class KVCacheManager:
     def commit(self, lease: Lease, tokens: Sequence[int], *, tail: bool = False) -> None:
         """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far; one whose
         content is indexed already gives way to that block. Nobody may be reading it for this lease. `tail`
-        also indexes a partly filled last block: only when the sequence will not be written again."""
+        also indexes a partly filled last block: only when the sequence will not be written again, so not before the
+        steps under way have ended."""
+        if tail and lease.steps:
+            tail, lease.tail = False, list(tokens)
         size, path, cached = self.block_size, lease.path, list[bytes]()
         above = path[-1].identity if path else b""
         last = len(tokens) if tail else len(tokens) - len(tokens) % size
@@ -228,7 +237,10 @@ class KVCacheManager:
             elif node.block != block:
                 self._hold(node.block)
                 lease.blocks[start // size] = node.block
-                self._let_go(block)
+                if lease.steps:
+                    lease.displaced.append(block)
+                else:
+                    self._let_go(block)
             if self.tiers is not None:
                 self._identities.add(node.identity)
             path.append(node)
@@ -255,21 +267,46 @@ class KVCacheManager:
                 self.pool.quarantine(block)
 
     def release(self, lease: Lease) -> None:
-        """Let everything go, tail first. What is indexed stays cached, the rest is free."""
+        """Let everything go, tail first. What is indexed stays cached, the rest is free; as long as a step is under
+        way that reads or writes these blocks, they are held."""
         if lease.released:
             raise ValueError("a lease is released once")
         lease.released = True
-        self._leases.pop(lease, None)
-        self.copied(lease)
         self._promised -= lease.promised
         lease.promised = 0
+        if not lease.steps:
+            self._give_back(lease)
+
+    def launched(self, leases: Iterable[Lease]) -> None:
+        """Note that a step is under way that reads and writes blocks of these leases."""
+        for lease in leases:
+            lease.steps += 1
+
+    def ended(self, leases: Iterable[Lease]) -> None:
+        """Note that the step has ended for which `launched` was called with the same leases."""
+        for lease in leases:
+            lease.steps -= 1
+            if lease.steps:
+                continue
+            for block in lease.displaced:
+                self._let_go(block)
+            lease.displaced.clear()
+            if lease.tail:
+                self.commit(lease, lease.tail, tail=True)
+                lease.tail = ()
+            if lease.released:
+                self._give_back(lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        self._leases.pop(lease, None)
+        self.copied(lease)
         for block in reversed(lease.blocks):
             self._let_go(block)
 
     # what the shell must know
 
     def leases(self) -> Iterator[Lease]:
-        """Every lease that somebody has and that is not released, the oldest first."""
+        """Every lease that somebody has and that holds blocks, the oldest first."""
         return iter(self._leases.keys())
 
     def take_handed_out(self) -> list[BlockId]:

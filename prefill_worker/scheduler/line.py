@@ -156,9 +156,9 @@ class Line:
 
     def shares(self, now: float) -> list[tuple[Job, int]]:
         """Return how many tokens of the next step each running job has, the first in order first; some have none, and
-        those beyond `max_prompts` are not named."""
+        those beyond `max_prompts` are not named, nor is one whose last tokens the step under way computes."""
         self.running.sort(key=lambda job: self.order.priority(job.cached_tokens, job, now), reverse=True)
-        first = self.running[: self._max_prompts]
+        first = [job for job in self.running if job.remaining][: self._max_prompts]
         missing = [job.remaining for job in first]
         return list(zip(first, share_budget(missing, self._chunk_tokens), strict=True))
 

@@ -12,9 +12,11 @@ anything is computed. The lease is released when the sender says that nobody can
 A step is run by `engine/runner.py`.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from engine.kv.manager import KVCacheManager
+from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored, TierEvent
 from engine.kv.tiers.fetches import Fetches
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
@@ -32,9 +34,17 @@ GIVEN_UP = "the prefill worker is leaving, and gives up what it has not begun"
 Event = ReaderEvent | Posted | Sent | Leave | TierEvent
 
 
+class _Planned(NamedTuple):
+    """A step that was planned and has not ended."""
+
+    jobs: list[Job]
+    leases: list[Lease]
+    planned_at: float
+
+
 class PrefillScheduler:
-    """Mutable state, all of it: the jobs of the step under way, `leaving`, what is counted, and what `kv`, `source`,
-    `fetches` and the line own. Owner: the engine thread."""
+    """Mutable state, all of it: the steps under way, `leaving`, what is counted, and what `kv`, `source`, `fetches` and
+    the line own. Owner: the engine thread."""
 
     def __init__(
         self,
@@ -55,9 +65,9 @@ class PrefillScheduler:
         self._vocab = vocab
         self._context_tokens = context_tokens
         self._stop_ids = stop_ids
-        self._stepping: list[Job] = []
+        self._under_way: deque[_Planned] = deque()
         self._steps = 0
-        self._planned_at = 0.0
+        self._ended_at = 0.0
         self.leaving = False
         self.hit_tokens = 0
         """Prompt tokens that were in the cache, since whoever counts them set it to zero."""
@@ -81,8 +91,8 @@ class PrefillScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True when it holds nothing for anybody."""
-        return not self.source.items
+        """True when it holds nothing for anybody, and no load writes to its blocks."""
+        return not (self.source.items or self.fetches)
 
     # events
 
@@ -157,12 +167,10 @@ class PrefillScheduler:
     # steps
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
-        """Return the next step (None: nothing to compute), and offers of prefixes that need no computing."""
-        commands = [command for job in self.line.admit(now) for command in self._offer(job)]
-        if not self.line.running:
-            return None, commands
-        self._stepping = []
-        rows, copies = [], []
+        """Return the next step (None: nothing to compute), and offers of prefixes that need no computing. It may be
+        called again before `complete`: the next step goes on behind the one that is under way."""
+        commands = [command for job in self.line.admit(now) for command in self._offer(job, job.computed)]
+        rows, copies, jobs = [], [], list[Job]()
         for job, share in self.line.shares(now):
             if share == 0:
                 continue
@@ -173,30 +181,40 @@ class PrefillScheduler:
             end = job.computed + share
             rows.append(row_of(job.record, job.record.tokens, job.computed, end, job.lease.blocks, self._stop_ids))
             job.computed = end
-            self._stepping.append(job)
+            jobs.append(job)
+        if not rows:
+            return None, commands
         self._steps += 1
-        self._planned_at = now
+        step = _Planned(jobs, [job.lease for job in jobs if job.lease is not None], now)
+        self.kv.launched(step.leases)
+        self._under_way.append(step)
         return StepPlan(tuple(rows), tuple(copies), self._steps), commands
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
-        """Index and offer what the step has finished; a job whose token was drawn is done computing."""
+        """Index and offer what the oldest step under way has finished; a job whose token was drawn is done computing.
+        One that was retired meanwhile is nobody's any more."""
         commands: list[Command] = []
-        self.line.order.ran(plan.computed_tokens, now - self._planned_at)
+        step = self._under_way.popleft()
+        self.line.order.ran(plan.computed_tokens, now - max(step.planned_at, self._ended_at))
+        self._ended_at = now
+        self.kv.ended(step.leases)
         tokens = iter(drawn)
-        for row, job in zip(plan.rows, self._stepping, strict=True):
+        for row, job in zip(plan.rows, step.jobs, strict=True):
             assert job.lease is not None
+            token = next(tokens) if row.draw else None
+            if job.state is not JobState.RUNNING:
+                continue
             self.kv.copied(job.lease)
             self.kv.commit(job.lease, job.record.tokens[: row.end], tail=row.draw)
-            commands += self._offer(job)
+            commands += self._offer(job, row.end)
             if row.draw:
-                token = next(tokens)
                 assert isinstance(token, int)
                 commands += self._finish(job, token, now)
         return commands
 
-    def _offer(self, job: Job) -> list[Command]:
+    def _offer(self, job: Job, known_tokens: int) -> list[Command]:
         assert job.lease is not None
-        return self.source.offer(job.handoff, job.lease, job.computed)
+        return self.source.offer(job.handoff, job.lease, known_tokens)
 
     def _finish(self, job: Job, token: int, now: float) -> list[Command]:
         self.line.retire(job)

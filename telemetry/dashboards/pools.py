@@ -105,6 +105,13 @@ POOLS = Dashboard(
                     "{{worker}}",
                 ),
                 one(
+                    "Idle between two steps, mean",
+                    "What the device waited for its next step while there was something to compute.",
+                    "s",
+                    share(S.rate("step_idle_seconds_total", TARGET), S.rate("step_seconds", TARGET, "count")),
+                    "{{worker}}",
+                ),
+                one(
                     "Tokens in the latest step",
                     "Of a prefill worker: its chunk. Of a decode worker: its batch.",
                     "none",

@@ -9,7 +9,7 @@ import pytest
 
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
-from engine.loop import Engine, EngineThread, Inbox
+from engine.loop import Engine, EngineThread, Inbox, Ran
 from engine.step import StepPlan
 
 
@@ -21,14 +21,14 @@ class Turns:
     slots = (0, 0)
     is_idle = True
 
-    def __init__(self, plan: StepPlan | None = None, has_tiers: bool = False) -> None:
+    def __init__(self, plan: StepPlan | None = None, has_tiers: bool = False, ahead: bool = False) -> None:
         tiers = Tiers(4, 4096) if has_tiers else None
         self.manager = KVCacheManager(2, 4, "m", tiers)
         self.log: list[str] = []
-        self._plan = plan
+        self.next = plan
         self._now = 0.0
         self.engine: Engine[str, str] = Engine(
-            self, Run(self), self._clock, self._publish, self if has_tiers else None  # type: ignore[arg-type]
+            self, Run(self), self._clock, self._publish, self if has_tiers else None, ahead  # type: ignore[arg-type]
         )
 
     kv = property(lambda self: self.manager)
@@ -60,7 +60,7 @@ class Turns:
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[str]]:
         self.log.append("plan")
-        return self._plan, ["planned"]
+        return self.next, ["planned"]
 
     def complete(self, plan: StepPlan, drawn: Sequence[Any], now: float) -> list[str]:
         self.log.append(f"complete {list(drawn)} at {now:g}")
@@ -83,23 +83,72 @@ class Run:
     def advance(self, blocks: Sequence[int]) -> None:
         self._turns.log.append(f"advance {len(blocks)}")
 
-    def run(self, plan: StepPlan) -> list[int]:
-        self._turns.log.append("run")
+    def launch(self, plan: StepPlan) -> "Step":
+        self._turns.log.append("launch")
+        return Step(self._turns)
+
+
+class Step:
+    """A step that draws a 9 and begins 0.5 s after the one before it has ended."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def wait(self) -> list[int]:
+        self._turns.log.append("wait")
         return [9]
+
+    def idle_s(self, before: "Step") -> float:
+        assert before is not self
+        return 0.5
+
+
+PLANNED = ["plan", "publish planned", "launch"]
 
 
 def test_what_was_decided_before_a_step_is_heard_before_it_runs() -> None:
     turns = Turns(StepPlan(()))
-    assert turns.engine.step() == StepPlan(()) and turns.engine.steps == 1
+    assert turns.engine.step() == Ran(StepPlan(()), 1.0, None) and turns.engine.steps == 1
     assert turns.log == [
-        "tick at 1", "publish ticked", "plan", "publish planned", "run", "complete [9] at 2", "publish completed",
+        "tick at 1", "publish ticked", *PLANNED, "wait", "complete [9] at 2", "publish completed",
     ]  # fmt: skip
+    assert not turns.engine.is_busy
+
+
+def test_planned_ahead_a_step_is_launched_before_the_one_before_it_is_waited_for() -> None:
+    """Guards the order that keeps a device busy, and the last step, behind which nothing comes."""
+    turns = Turns(StepPlan((), number=1), ahead=True)
+    assert turns.engine.step() is None and turns.engine.is_busy
+    assert turns.log == ["tick at 1", "publish ticked", *PLANNED], "nobody has waited"
+    turns.log.clear()
+    turns.next = StepPlan((), number=2)
+    assert turns.engine.step() == Ran(StepPlan((), number=1), 2.0, None)
+    ended = ["wait", "complete [9] at 3", "publish completed"]
+    assert turns.log == ["tick at 2", "publish ticked", *PLANNED, *ended]
+    turns.log.clear()
+    turns.next = None
+    assert turns.engine.step() == Ran(StepPlan((), number=2), 2.0, 0.5), "since the step before it ended, at 3"
+    assert "launch" not in turns.log and turns.log[-3:] == ["wait", "complete [9] at 5", "publish completed"]
+    assert not turns.engine.is_busy and turns.engine.steps == 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_time_without_work_is_not_counted_as_idle(ahead: bool) -> None:
+    turns = Turns(StepPlan(()), ahead=ahead)
+    turns.engine.step()
+    assert (ran := turns.engine.step()) is not None and ran.idle_s == (None if ahead else 0.5)
+    turns.next = None
+    while turns.engine.step() is not None:
+        pass
+    turns.next = StepPlan(())
+    idle = [ran.idle_s for ran in (turns.engine.step(), turns.engine.step(), turns.engine.step()) if ran is not None]
+    assert idle == [None, 0.5, 0.5][: 2 if ahead else 3]
 
 
 def test_without_a_plan_nothing_runs() -> None:
     turns = Turns()
     assert turns.engine.step() is None and turns.engine.steps == 0
-    assert "run" not in turns.log and turns.log[-1] == "publish planned"
+    assert "launch" not in turns.log and turns.log[-1] == "publish planned"
 
 
 def test_a_block_is_saved_then_advanced_and_only_then_heard_of() -> None:

@@ -20,12 +20,12 @@ PATIENCE_TURNS = 200
 LAYOUT = KVLayout(kv_heads=1, layers=1, block_size=SIZE, head_dim=4)
 
 
-def small_cluster(blocks: int, host_blocks: int = 0, **decode: object) -> Colocated:
-    """A decode pool of so many blocks, over so many in host memory."""
-    device = fake_device(LAYOUT, blocks)
+def small_cluster(blocks: int, host_blocks: int = 0, ahead: bool = False, **decode: object) -> Colocated:
+    """A decode pool of so many blocks, over so many in host memory. `ahead`: steps are planned while others run."""
+    device = fake_device(LAYOUT, blocks, ahead)
     tiers = TierConfig(host_bytes=host_blocks * LAYOUT.block_bytes)
     return Colocated(
-        fake_device(LAYOUT, 48),
+        fake_device(LAYOUT, 48, ahead),
         device,
         decode_tiering=tiering(tiers, device, "decode-0") if host_blocks else None,
         prefill_config=PrefillConfig(chunk_tokens=8),
@@ -121,11 +121,13 @@ def serve(
     host_blocks: int = 0,
     preemption: str = "recompute",
     meddle: Callable[[Colocated], None] = lambda cluster: None,
+    ahead: bool = False,
 ) -> Colocated:
     """Run all of them to the end, with the tokens that they would have alone. `meddle` may change the cluster first."""
     cluster = small_cluster(
         blocks,
         host_blocks,
+        ahead,
         local_chunk_tokens=chunk,
         max_batch=slots,
         max_handoffs=2,

@@ -10,7 +10,7 @@ VOCAB = 257
 STOP_ID = 256
 
 
-def fake_device(layout: KVLayout, blocks: int) -> EngineDevice:
+def fake_device(layout: KVLayout, blocks: int, ahead: bool = False) -> EngineDevice:
     kv = PagedKV(layout, blocks)
     return EngineDevice(
         model="fake",
@@ -23,4 +23,5 @@ def fake_device(layout: KVLayout, blocks: int) -> EngineDevice:
         context_tokens=4096,
         stop_ids=frozenset({STOP_ID}),
         memory=MemoryUse(),
+        plans_ahead=ahead,
     )

@@ -61,6 +61,8 @@ class Plan:
 
     stall_s: float = 10.0
     """How long a tcp connection may owe bytes and bring none."""
+    ahead: bool = False
+    """Whether workers plan a step while one is under way."""
     announced: bool = False
     """Whether the supervisor tells the router which lives there are, as it does in a cluster that has one."""
 

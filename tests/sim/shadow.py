@@ -10,6 +10,8 @@ from collections import Counter
 from functools import lru_cache, reduce
 from types import SimpleNamespace
 
+from msgspec.structs import replace
+
 from engine.beam import BeamSearch
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.layout import KVLayout
@@ -17,7 +19,7 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import Handoff, MemoryUse
 from engine.plan import banned_tokens, end_tokens, finish_reason
-from engine.step import Candidates, Drawn, Row, StepPlan
+from engine.step import Candidates, Drawn, LatestDraws, Row, StepPlan
 from engine.types import Beam, BlockId, RequestRecord
 from kernels.compilations import Compilations
 from tests.sim.clock import Process, Violation
@@ -136,16 +138,48 @@ class ShadowKV:
         pass
 
 
+class LateStep:
+    """A step that computes nothing before it is waited for: what is done to its blocks meanwhile, it finds."""
+
+    def __init__(self, runner: "ShadowRunner", plan: StepPlan, latest: LatestDraws) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._latest: LatestDraws | None = latest
+        self._drawn: list[Drawn] = []
+
+    def wait(self) -> list[Drawn]:
+        if self._latest is not None:
+            latest, self._latest = self._latest, None
+            self._drawn = self._runner.compute(self._plan, latest)
+        return self._drawn
+
+    def idle_s(self, before: object) -> float:
+        return 0.0
+
+
 class ShadowRunner:
     """Fulfils `engine.runner.Runner`; verifies every row it reads and every block it writes."""
 
     def __init__(self, kv: ShadowKV) -> None:
         self.kv = kv
+        self.plans_ahead = False
         self.copies = 0
         self.computed_tokens = 0
+        self._latest = LatestDraws()
         self._copied: Counter[BlockId] = Counter()
 
-    def run(self, plan: StepPlan) -> list[Drawn]:
+    def launch(self, plan: StepPlan) -> "LateStep":
+        """Take the step, to be computed when it is waited for, as late as a device may."""
+        if self.plans_ahead:
+            rows = [replace(row, tokens=row.tokens[:], blocks=row.blocks[:]) for row in plan.rows]
+            plan = StepPlan(tuple(rows), plan.copies, plan.number)
+        launched = LateStep(self, plan, self._latest)
+        self._latest = LatestDraws(plan.rows, launched)
+        return launched
+
+    def compute(self, plan: StepPlan, latest: LatestDraws) -> list[Drawn]:
+        if any([row.follows for row in plan.rows]):
+            plan = StepPlan(tuple([latest.resolved(row) for row in plan.rows]), plan.copies, plan.number)
         rows, pool = self.kv.rows, self.kv.pool
         if self._copied:
             self._copied.clear()
@@ -190,16 +224,25 @@ class ShadowRunner:
     def _writable(self, block: BlockId, who: str) -> None:
         pool, cache = self.kv.pool, self.kv.manager.cache
         holders = pool.refs(block) - self._copied[block]
-        if pool.state(block) is not BlockState.ACTIVE or holders != 1 or cache.holds(block):
+        allowed = {BlockState.ACTIVE}
+        if self.plans_ahead:
+            # Its job may have ended since it was launched; or a sample that has forked since awaits its copy, in which
+            # it writes its own rows over what comes after the fork.
+            allowed.add(BlockState.QUARANTINED)
+            if holders > 1:
+                copies = [pair for lease in self.kv.manager.leases() for pair in lease.copies]
+                holders -= sum(source == block for source, _ in copies)
+        if pool.state(block) not in allowed or holders != 1 or cache.holds(block):
             raise Violation(
                 f"{self.kv.process}: {who} writes block {block}, which is {pool.state(block)}, held by "
                 f"{pool.refs(block)}{', indexed' if cache.holds(block) else ''}"
             )
 
 
-def device(process: Process, blocks: int, block_size: int, context_tokens: int) -> SimpleNamespace:
+def device(process: Process, blocks: int, block_size: int, context_tokens: int, ahead: bool) -> SimpleNamespace:
     """What `engine.device.open_device` returns, over shadow memory."""
     kv = ShadowKV(process, blocks, block_size)
+    kv.runner.plans_ahead = ahead
 
     def manager(tiers: Tiers | None = None) -> KVCacheManager:
         kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT, tiers)
@@ -212,6 +255,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int) 
         blocks=blocks,
         kv=kv,
         runner=kv.runner,
+        plans_ahead=ahead,
         fingerprint=FINGERPRINT,
         arithmetic="",
         vocab=VOCAB,

@@ -205,7 +205,7 @@ _nothing: Callable[..., Any] = "".format
 def _open_device(config: object, limits: object, *rest: object) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
     blocks, size = plan.blocks[process.role], plan.block_size[process.role]
-    opened = shadow.device(process, blocks, size, plan.context_tokens)
+    opened = shadow.device(process, blocks, size, plan.context_tokens, plan.ahead)
     _world.memories[process.pid] = opened.kv
     return opened
 

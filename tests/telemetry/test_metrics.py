@@ -61,7 +61,8 @@ def test_worker_figures() -> None:
     metrics.prompt_tokens(computed=10, prefix_hit=7)
     metrics.generated(4)
     metrics.migration("ok", "shm", 0.02, 4096)
-    metrics.step(8, 0.05)
+    metrics.step(8, 0.05, None)
+    metrics.step(8, 0.05, 0.25)
     metrics.handoffs_dropped("receiver", {"offer: stopped": 2})
     metrics.handoffs_dropped("receiver", {"offer: stopped": 3})
     metrics.transferred(made=0, verified=9, mismatched=1, scrapped_bytes=0)
@@ -84,7 +85,8 @@ def test_worker_figures() -> None:
     assert seen["headrace_forks_total", (("kind", "forked"),)] == 2
     assert seen["headrace_orphans_expired_total", ()] == 1
     assert seen["headrace_queue_depth", ()] == 3
-    assert seen["headrace_step_seconds_count", ()] == 1
+    assert seen["headrace_step_seconds_count", ()] == 2
+    assert seen["headrace_step_idle_seconds_total", ()] == 0.25
     stopped = (("side", "receiver"), ("what", "offer: stopped"))
     assert seen["headrace_handoff_dropped_total", stopped] == 3
     assert seen["headrace_handoff_digests_total", (("what", "verified"),)] == 11

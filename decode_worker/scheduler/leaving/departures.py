@@ -61,8 +61,11 @@ class Departures:
         return [d.request for d in self._departures.values() if d.token is None and d.shelved is None]
 
     def complete(self, request: Request, token: int, now: float) -> list[Command]:
-        """Serve the rest of `request`: the step has computed its last row, and `token` follows."""
-        departure = self._departures[request.record.request]
+        """Serve the rest of `request`, if anybody still wants it: the step has computed its last row, and `token`
+        follows."""
+        departure = self._departures.get(request.record.request)
+        if departure is None or departure.request is not request:
+            return []
         departure.token = token
         return [c for handoff in departure.serving for c in self._serve(departure, handoff, now)]
 

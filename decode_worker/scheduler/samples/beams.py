@@ -89,6 +89,9 @@ class Beams:
             )
         return rows
 
+    def leases(self, request: Request) -> list[Lease]:
+        return [one.lease for one in self._live[request].hypotheses]
+
     def copies(self, request: Request) -> list[tuple[BlockId, BlockId]]:
         return [pair for one in self._live[request].hypotheses for pair in one.lease.copies]
 

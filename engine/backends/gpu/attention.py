@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.backends.attention import LayerInput
 from engine.backends.gpu.sampling import draw_tokens
-from engine.batch import ROW_MULTIPLE, ForwardBatch
+from engine.batch import ROW_MULTIPLE, ForwardBatch, upload
 from engine.kv.layout import KVLayout
 from engine.model.config import ModelConfig
 from engine.sampling import sample
@@ -182,16 +182,16 @@ class TritonAttention:
     def gate(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up, self._configs["silu_mul"])
 
-    def sample(self, logits: Tensor, draws: list[Row]) -> Sequence[Drawn]:
+    def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | Sequence[Drawn]:
         if any(draw.candidates for draw in draws):
             # A beam search is among them: the kernel draws tokens only.
             self._plan_ahead()
             return sample(logits.cpu(), draws)
-        tokens = draw_tokens(logits, draws, self._configs["sample"]) if draws else None
+        if not draws:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        tokens = draw_tokens(logits, draws, self._configs["sample"])
         self._plan_ahead()
-        if tokens is None and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return [] if tokens is None else list(tokens.tolist())
+        return tokens
 
     def _plan_ahead(self) -> None:
         """The device is at work; the CPU is not."""
@@ -227,7 +227,7 @@ class TritonAttention:
         return self._launches[kind, size]
 
     def _int32(self, numbers: Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(self.device)
+        return upload(torch.tensor(numbers, dtype=torch.int32), self.device)
 
 
 def arch_of(device: torch.device) -> int:

@@ -1,10 +1,11 @@
 """Decode steps that are recorded once per batch size and then replayed: one launch instead of hundreds.
 
 A recording holds addresses and sizes, never values: whatever varies from step to step is brought into the same memory
-before each replay. Tokens, positions and slots lie in one tensor here, work list and block tables in the attention's
-buffers; logits of every size are left in one tensor, which no recording owns. A step of n rows runs in the smallest
-recorded size that holds it; the rows beyond have no context, write no KV, and their logits are not looked at. Mixed
-steps, and larger ones than were recorded, run as they are. Every size and kind is recorded before the first step.
+before each replay. Tokens, positions, slots, and which tokens the step before draws, lie in one tensor here, work list
+and block tables in the attention's buffers; logits of every size are left in one tensor, which no recording owns. A
+step of n rows runs in the smallest recorded size that holds it; the rows beyond have no context, write no KV, and their
+logits are not looked at. Mixed steps, and larger ones than were recorded, run as they are. Every size and kind is
+recorded before the first step.
 
 What is recorded is left to a `Recorder`: CUDA graphs on a device, a fake one in tests.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention import AttentionBackend
-from engine.batch import ForwardBatch
+from engine.batch import Followed, ForwardBatch, take, upload
 from engine.model.llama import Llama
 from engine.step import Row
 from engine.storage.paged import KVTensors
@@ -93,12 +94,12 @@ class DecodeGraphs:
         self._recordings: dict[tuple[str, int], Recording] = {}
         # Rows of an even number of 64-bit words begin at multiples of 16 bytes, as what is computed unrecorded does:
         # kernels are not compiled again for them.
-        shape = (3, self._sizes[-1] + self._sizes[-1] % 2)
+        shape = (4, self._sizes[-1] + self._sizes[-1] % 2)
         on_device = model.device.type == "cuda"
         # Two, in turns: the copy of the step before may still be reading the other one.
         self._hosts = [torch.zeros(shape, dtype=torch.int64, pin_memory=on_device) for _ in range(2)]
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=model.device)
-        self._inputs[2] = -1
+        self._inputs[2:] = -1
         # One for all recordings: each would keep as many rows as it has, together several times the largest.
         self._logits = torch.empty(self._sizes[-1], model.config.vocab, device=model.device)
         self._every_row = torch.arange(self._sizes[-1], device=model.device)
@@ -113,18 +114,22 @@ class DecodeGraphs:
         """True for a pure decode step of a size that is recorded."""
         return len(rows) <= self._sizes[-1] and all(row.end - row.start == 1 for row in rows)
 
-    def run(self, rows: Sequence[Row]) -> Tensor:
-        """Logits float32 `[>= wanted rows, vocab]`, those of rows that draw, in order; valid until the next step."""
+    def run(self, rows: Sequence[Row], followed: Followed | None = None) -> Tensor:
+        """Logits float32 `[>= wanted rows, vocab]`, those of rows that draw, in order; valid until the next step. Waits
+        for nothing that the device does; the step before the latest one must have ended."""
         block_size = self._kv.layout.block_size
         size = next(size for size in self._sizes if size >= len(rows))
         host = self._hosts[0]
         self._hosts.reverse()
         host[:2, :size] = 0
-        host[2, :size] = -1
-        tokens = [row.tokens[row.start] for row in rows]
+        host[2:, :size] = -1
+        tokens = [0 if row.follows else row.tokens[row.start] for row in rows]
         slots = [row.blocks[row.start // block_size] * block_size + row.start % block_size for row in rows]
-        host[:, : len(rows)] = torch.tensor([tokens, [row.start for row in rows], slots])
+        places = [-1] * len(rows) if followed is None else followed.places
+        host[:, : len(rows)] = torch.tensor([tokens, [row.start for row in rows], slots, places])
         self._inputs.copy_(host, non_blocking=True)
+        if followed is not None:
+            self._inputs[0, :size] = take(self._inputs[0, :size], followed.tokens, self._inputs[3, :size])
         tables = [row.blocks[: self._kv.layout.blocks_for(row.end)] for row in rows]
         kind = self._attention.load([row.end for row in rows], tables)
         recording = self._recordings[kind, size]
@@ -132,10 +137,11 @@ class DecodeGraphs:
         self.replays[kind, size] += 1
         if all(row.draw for row in rows):
             return recording.result
-        return recording.result[[at for at, row in enumerate(rows) if row.draw]]
+        wanted = torch.tensor([at for at, row in enumerate(rows) if row.draw])
+        return recording.result[upload(wanted, recording.result.device)]
 
     def _record(self, kind: str, size: int) -> None:
-        tokens, positions, slots = self._inputs[:, :size]
+        tokens, positions, slots = self._inputs[:3, :size]
         # All of it stays here: a recording keeps addresses alive no more than values.
         rows = self._every_row[:size]
         batch = ForwardBatch(tokens, positions, rows, slots, [], [], [], size, size)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from engine.batch import upload
 from engine.kv.layout import KVLayout
 from engine.storage.paged import KVTensors, PoolFile
 from engine.types import BlockId
@@ -46,7 +47,7 @@ class DeviceKV(KVTensors):
         return [[digest % 2**64 for digest in block] for block in found.tolist()]
 
     def _ids(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(self.memory.device)
+        return upload(torch.tensor(numbers, dtype=torch.int32), self.memory.device)
 
 
 def _independent(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:

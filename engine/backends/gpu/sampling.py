@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.batch import upload
 from engine.sampling import adjusted, is_adjusted
 from engine.step import Row
 from kernels.configs import KernelConfig
@@ -26,8 +27,8 @@ def _rows(draws: Sequence[Row], device: torch.device) -> SamplingRows:
     seeds, indexes, positions = zip(*(want.draw_key for want in draws), strict=True)
     filters = [p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]
     counts = [p.top_k for p in params], [_signed(seed) for seed in seeds], indexes, positions
-    floats = torch.tensor(filters, dtype=torch.float64).to(device)
-    longs = torch.tensor(counts, dtype=torch.int64).to(device)
+    floats = upload(torch.tensor(filters, dtype=torch.float64), device)
+    longs = upload(torch.tensor(counts, dtype=torch.int64), device)
     return SamplingRows(
         temperature=floats[0],
         top_k=longs[0].clamp(max=2**31 - 1).int(),

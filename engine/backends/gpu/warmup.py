@@ -72,5 +72,5 @@ def warm_up(runner: Runner, reach: Reach, steps: Sequence[Callable[[Reach], Step
         plan = make(reach)
         if plan is not None:
             began_s = time.monotonic()
-            runner.run(plan)
+            runner.launch(plan).wait()
             log.debug("%s: %.1f s", make.__name__, time.monotonic() - began_s)

@@ -5,6 +5,7 @@ import pytest
 
 from engine.identity import chain
 from engine.kv.block_pool import BlockState
+from engine.kv.ledger import BlockLedger
 from engine.kv.manager import KVCacheManager, Lease
 
 
@@ -306,3 +307,57 @@ def test_what_comes_into_the_cache_is_told_once_below_what_was_there() -> None:
     assert kv.take_cached() == [], "told again"
     kv.release(_run(kv, [50, 51, 52, 53]))
     assert kv.take_cached() == [(b"", chain(kv.cache.root_identity(b""), [50, 51, 52, 53], 4))]
+
+
+def test_a_lease_whose_step_is_under_way_keeps_its_blocks() -> None:
+    """Guards a block that is handed out while a device still writes it for a request that has ended."""
+    kv = KVCacheManager(4, 4, "m")
+    tokens = list(range(10))
+    lease = kv.acquire(b"", tokens, match_limit=0, room_tokens=10, grow_tokens=16)
+    assert lease is not None
+    kv.launched([lease])
+    kv.commit(lease, tokens, tail=True)
+    kv.release(lease)
+    with pytest.raises(ValueError, match="released once"):
+        kv.release(lease)
+    assert kv.available == 1, "what it was promised is given back at once"
+    assert kv.matched_tokens(b"", tokens, 10) == 8, "its tail may still be written"
+    assert list(kv.leases()) == [lease]
+    BlockLedger(kv).check()
+    kv.ended([lease])
+    assert kv.available == 4 and kv.matched_tokens(b"", tokens, 10) == 10
+    assert not list(kv.leases())
+    BlockLedger(kv).check()
+    kv.check()
+
+
+def test_blocks_are_held_until_the_last_of_two_steps_has_ended() -> None:
+    kv = KVCacheManager(4, 4, "m")
+    lease = kv.acquire(b"", [1, 2], match_limit=0, room_tokens=2)
+    assert lease is not None
+    kv.launched([lease])
+    kv.launched([lease])
+    kv.release(lease)
+    kv.ended([lease])
+    assert kv.available == 3
+    kv.ended([lease])
+    assert kv.available == 4
+
+
+def test_a_block_that_gives_way_is_held_while_a_step_reads_it() -> None:
+    """Guards a device that reads, by the table it was given, a block which another of the same content has replaced."""
+    kv = KVCacheManager(8, 4, "m")
+    tokens = [1, 2, 3, 4, 5]
+    first, second = (kv.acquire(b"", tokens, match_limit=0, room_tokens=5) for _ in range(2))
+    assert first is not None and second is not None
+    own = second.blocks[0]
+    kv.commit(first, tokens)
+    kv.launched([second])
+    kv.commit(second, tokens)
+    assert second.blocks[0] == first.blocks[0] != own
+    assert kv.pool.state(own) is BlockState.ACTIVE and kv.available == 8 - 4
+    BlockLedger(kv).check()
+    kv.ended([second])
+    assert kv.pool.state(own) is BlockState.FREE
+    BlockLedger(kv).check()
+    kv.check()
