@@ -54,10 +54,9 @@ def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> l
                 "ITL p99 ms": gap_ms(outcome, 0.99),
                 "busy": outcome.busy_s / outcome.span_s / case.shape.prefill,
                 "failed": outcome.failed,
-                "ended": "diverged" if outcome.diverged else "",
-                "reports lost": outcome.reports_lost,
-                "before restart": before,
-                "after": after,
+                **({"diverged": int(outcome.diverged)} if any(other.diverged for _, other in done) else {}),
+                **({"reports lost": outcome.reports_lost} if case.faults.reports_lost else {}),
+                **({"before restart": before, "after": after} if case.faults.restart_at else {}),
             }
         )
     return told

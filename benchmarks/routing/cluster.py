@@ -46,6 +46,9 @@ class RoutingFaults:
     """Workers tell the new router what they hold."""
 
 
+NO_FAULTS = RoutingFaults()
+
+
 def stand_in(name: str, role: str, incarnation: int, block_size: int, blocks: int) -> WorkerInfo:
     """Return what a worker of no process says of itself; all are of one model."""
     return WorkerInfo(
@@ -72,7 +75,7 @@ class SimulatedCluster:
         self,
         shape: ClusterShape,
         make_policy: Callable[[], RoutingPolicy],
-        faults: RoutingFaults = RoutingFaults(),
+        faults: RoutingFaults = NO_FAULTS,
         seed: int = 0,
     ) -> None:
         """`make_policy` is called for every router that begins; `seed` draws the reports that are lost."""

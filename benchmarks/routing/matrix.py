@@ -1,8 +1,8 @@
 """Holds `least-cost` to its goals against every policy, workload, load and seed: `python -m benchmarks.routing.matrix`.
 
 Every run is a line of `--out`, and none is made twice: what was stopped goes on where it was, and `--seconds` ends a
-part of it after a run. Runs go seed by seed, so that what there is can be compared at any time. The table has a line for
-each workload and load, over the seeds for which every policy has been run:
+part of it after a run. Runs go seed by seed, so that what there is can be compared at any time. The table has a line
+for each workload and load, over the seeds for which every policy has been run:
 
     hits    hits over those of one least-recently-used cache as large as all prefill workers' together: at least 0.97,
             at 0.9 and more of load 0.94; asked only where that cache finds 5 to 95 % of what an infinite one finds
@@ -10,8 +10,10 @@ each workload and load, over the seeds for which every policy has been run:
     p99     the same of its 99th percentile: at most 1.05
     ITL     p99 of the milliseconds between tokens: no more than the policy's that has the best mean
 
-A policy whose queue diverges (`benchmarks.routing.cluster.PATIENCE_S`) is the best at nothing. Beside the generated
-workloads, `slow` is `chat` where the first prefill worker is three times slower.
+`busy` is the share of the time for which prefill has worked: below the load where sessions think for long beside the
+time over which they begin, or where hits are better than the bound. A policy whose queue diverges
+(`benchmarks.routing.cluster.PATIENCE_S`) is the best at nothing. Beside the generated workloads, `slow` is `chat` where
+the first prefill worker is three times slower.
 
     python -m benchmarks.routing.matrix --trace mooncake.jsonl.xz --out matrix.jsonl --seeds 21,22,23,24,25
 """
@@ -185,6 +187,7 @@ def _goal(
         "of": best,
         "p99": tail,
         "of ": best_tail,
+        "busy": fmean(made.busy for made in mine),
         "ITL ms": gaps[ours],
         "best's": gaps[fastest],
         "diverged": len(policies) - 1 - len(steady),

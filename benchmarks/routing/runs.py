@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import traces
 from benchmarks.routing import bounds
-from benchmarks.routing.cluster import RoutingFaults, SimulatedCluster
+from benchmarks.routing.cluster import NO_FAULTS, RoutingFaults, SimulatedCluster
 from benchmarks.routing.formulas import FORMULAS, formula
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome
 from benchmarks.routing.workloads import GENERATED, Workload, in_order, of_trace, stretched
@@ -30,7 +30,7 @@ class RoutingCase:
     load: float
     policy: str
     shape: ClusterShape
-    faults: RoutingFaults = RoutingFaults()
+    faults: RoutingFaults = NO_FAULTS
 
 
 def workload(source: str, requests: int, seed: int) -> Workload:
