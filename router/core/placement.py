@@ -5,7 +5,7 @@ that is predicted to be the cheaper: the choice then names `LOCAL` as its prefil
 offered the request over `router/dispatch.py`, where the way goes on.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -15,7 +15,7 @@ from router.config import LocalPrefill
 from router.core.call import Call
 from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.core.prefix_index import PrefixIndex
-from router.core.registry import Life, ModelKey, Registry, WorkerEntry
+from router.core.registry import Life, ModelKey, Registry, Room, WorkerEntry
 from router.core.reuse import Shares, delaying_tokens
 
 FALLBACK = "fallback"
@@ -27,10 +27,14 @@ LOCAL = PeerAddress("", "")
 
 def demand(record: RequestRecord, info: WorkerInfo) -> Demand:
     """Return what `record` needs on such a worker."""
-    prompt, size = len(record.tokens), info.block_size
+    return _demand(record, (info.block_size, info.growth_tokens))
+
+
+def _demand(record: RequestRecord, room: Room) -> Demand:
+    prompt, (size, growth_tokens) = len(record.tokens), room
     end = record.prompt_tokens + record.max_tokens
-    room = end if info.growth_tokens is None else min(end, prompt + info.growth_tokens)
-    return Demand(prompt, -(-prompt // size), -(-room // size), -(-end // size))
+    wanted = end if growth_tokens is None else min(end, prompt + growth_tokens)
+    return Demand(prompt, -(-prompt // size), -(-wanted // size), -(-end // size))
 
 
 class Placer:
@@ -74,8 +78,10 @@ class Placer:
         if reader is None or call.source is not None:
             return  # nobody's work grows: its KV is where it was yielded
         chain, size, tokens = call.chain(reader.key), reader.info.block_size, len(call.record.tokens)
-        alike = [held.blocks(w) for w in self._registry.takers(reader.info.role, now) if w.key == reader.key]
-        self._shares.came(chain, max(1, tokens - max(alike) * size), tokens, size, len(alike))
+        found = held.depths(reader.key)
+        alike = [w.name for w in self._registry.takers(reader.info.role, now) if w.key == reader.key]
+        most = max([found.get(name, 0) for name in alike])
+        self._shares.came(chain, max(1, tokens - most * size), tokens, size, len(alike))
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
         record = call.record
@@ -85,8 +91,8 @@ class Placer:
         # Decode workers with the same model and block size are compared at once, then the best of each kind.
         for key in sorted({w.key for w in decodes}):
             alike = [w for w in decodes if w.key == key]
-            wanted = demand(record, alike[0].info)
-            roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, held))]
+            wanted, found = demand(record, alike[0].info), held.depths(key)
+            roomy = self._roomy(record, alike, found)
             if not roomy:
                 continue  # as for most of those that wait while the cluster is full
             # Its prompt is read by, in this order: 1. the decode worker that yielded it and has the KV of all of it;
@@ -105,6 +111,17 @@ class Placer:
             if choice is not None and (best is None or self._rank(choice) < self._rank(best)):
                 best = choice
         return best
+
+    def _roomy(self, record: RequestRecord, alike: Sequence[WorkerEntry], found: Mapping[str, int]) -> list[DecodeView]:
+        """The views of the decode workers of one kind that may have room. `found`: what each holds of the prompt."""
+        roomy, demands = [], _Demands(record)
+        for worker in alike:
+            cached, view = found.get(worker.name, 0), worker.decode_view
+            if view is None or view.cached_blocks != cached:
+                view = _decode_view(worker, cached)
+            if _fits(demands[worker.room], view):
+                roomy.append(view)
+        return roomy
 
     def _by_itself(self, choice: Choice, *, has_readers: bool) -> Choice:
         """The same choice in the words of the rest of the router: the decode worker has no prefill worker."""
@@ -125,7 +142,7 @@ class Placer:
             return None
         wanted = demand(record, home.info)
         shared = min(record.prompt_tokens, len(record.tokens) - 1) // home.info.block_size
-        view = msgspec.structs.replace(self._decode_view(home, _Held(self._index, call)), cached_blocks=shared)
+        view = _decode_view(home, shared)
         if not _fits(wanted, view):
             return None
         prefill = self._registry.get(host.prefill)
@@ -137,7 +154,7 @@ class Placer:
         blocks."""
         held = _Held(self._index, call)
         return any(
-            _fits(demand(call.record, worker.info), self._decode_view(worker, held), promised)
+            _fits(demand(call.record, worker.info), _decode_view(worker, held.blocks(worker)), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
         )
@@ -150,17 +167,20 @@ class Placer:
         held = _Held(self._index, call)
         readers = self._readers(call.record, decode.info.fingerprint, call.failed_prefills, now)
         views = self._prefill_views(call, held, readers, wanted)
-        choice = self._policy.choose(wanted, views, [self._decode_view(decode, held)])
+        choice = self._policy.choose(wanted, views, [_decode_view(decode, held.blocks(decode))])
         return None if choice is None else choice.prefill
 
     def _readers(
-        self, record: RequestRecord, fingerprint: str, failed: Container[Life], now: float
+        self, record: RequestRecord, fingerprint: str, failed: Collection[Life], now: float
     ) -> list[WorkerEntry]:
         """The prefill workers of a model that could read the prompt of `record`, without those that `failed`."""
+        demands = _Demands(record)
         return [
             w
             for w in self._registry.takers("prefill", now)
-            if w.info.fingerprint == fingerprint and w.life not in failed and _holds(w, record)
+            if w.key[0] == fingerprint
+            and demands[w.room].prompt_blocks <= w.info.blocks
+            and not (failed and w.life in failed)
         ]
 
     def _prefill_views(
@@ -171,7 +191,8 @@ class Placer:
         for key in {w.key for w in readers}:
             delaying |= self._delaying(call, held, [w for w in readers if w.key == key])
         return [
-            _reader_view(w, held, wanted, w.load.s_per_token if w.load else 0.0, delaying[w.name]) for w in readers
+            _reader_view(w, held.blocks(w), wanted, w.load.s_per_token if w.load else 0.0, delaying[w.name])
+            for w in readers
         ]
 
     def _local_views(
@@ -184,35 +205,39 @@ class Placer:
     ) -> dict[str, PrefillView]:
         """The decode workers of one kind as those that read the prompt themselves, beside prefill workers if any."""
         key = decodes[0].key
+        found = held.depths(key)
         delaying = self._delaying(call, held, [*decodes, *(w for w in readers if w.key == key)])
         speeds = [w.load.s_per_token for w in readers if w.load and w.load.s_per_token]
         # Until it has computed a prompt, it is taken to be as quick as a prefill worker.
         assumed_s = sum(speeds) / len(speeds) if speeds else 0.0
         return {
             w.name: _reader_view(
-                w, held, wanted, w.load.s_per_prompt_token or assumed_s if w.load else assumed_s, delaying[w.name]
+                w,
+                found.get(w.name, 0),
+                wanted,
+                w.load.s_per_prompt_token or assumed_s if w.load else assumed_s,
+                delaying[w.name],
             )
             for w in decodes
         }
 
     def _delaying(self, call: Call, held: "_Held", alike: Sequence[WorkerEntry]) -> dict[str, float]:
         """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
-        found = {w.name: held.blocks(w) for w in alike}
-        waiting = sum(w.queued_requests for w in alike) / len(alike)
+        depths = held.depths(alike[0].key)
+        found = {w.name: depths.get(w.name, 0) for w in alike}
+        waiting = sum([w.queued_requests for w in alike]) / len(alike)
         return delaying_tokens(self._shares, call.chain(alike[0].key), found, alike[0].key[1], waiting)
 
-    def _decode_view(self, worker: WorkerEntry, held: "_Held") -> DecodeView:
-        load = worker.load
-        return DecodeView(
-            worker.name,
-            held.blocks(worker),
-            worker.used_blocks,
-            worker.info.blocks,
-            load.s_per_token if load else 0.0,
-            load.s_per_block if load else {},
-            len(worker.own),
-            worker.least_s_per_block,
-        )
+
+class _Demands(dict[Room, Demand]):
+    """What one request needs, by what it depends on: the same for most workers."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+
+    def __missing__(self, room: Room) -> Demand:
+        self[room] = needs = _demand(self._record, room)
+        return needs
 
 
 class _Held:
@@ -223,18 +248,38 @@ class _Held:
         self._call = call
         self._depths: dict[ModelKey, dict[str, int]] = {}
 
+    def depths(self, key: ModelKey) -> Mapping[str, int]:
+        """Return how many leading blocks the workers of one kind hold; those that hold none are left out."""
+        depths = self._depths.get(key)
+        if depths is None:
+            depths = self._depths[key] = self._index.depths(self._call.chain(key))
+        return depths
+
     def blocks(self, worker: WorkerEntry) -> int:
         """Return how many leading blocks, of the worker's size, it holds."""
-        depths = self._depths.get(worker.key)
-        if depths is None:
-            depths = self._depths[worker.key] = self._index.depths(self._call.chain(worker.key))
-        return depths.get(worker.name, 0)
+        return self.depths(worker.key).get(worker.name, 0)
+
+
+def _decode_view(worker: WorkerEntry, cached_blocks: int) -> DecodeView:
+    """A view, which the worker keeps for the next request that it holds as much of."""
+    load = worker.load
+    view = worker.decode_view = DecodeView(
+        worker.name,
+        cached_blocks,
+        worker.used_blocks,
+        worker.info.blocks,
+        load.s_per_token if load else 0.0,
+        load.s_per_block if load else {},
+        len(worker.own),
+        worker.least_s_per_block,
+    )
+    return view
 
 
 def _reader_view(
-    worker: WorkerEntry, held: _Held, wanted: Demand, s_per_token: float, delaying: float
+    worker: WorkerEntry, blocks: int, wanted: Demand, s_per_token: float, delaying: float
 ) -> PrefillView:
-    cached_tokens = min(held.blocks(worker) * worker.info.block_size, wanted.prompt_tokens - 1)
+    cached_tokens = min(blocks * worker.room[0], wanted.prompt_tokens - 1)
     return PrefillView(worker.name, cached_tokens, worker.queue_tokens, s_per_token, len(worker.own), delaying)
 
 
@@ -244,8 +289,8 @@ def _whole_view(name: str, wanted: Demand) -> PrefillView:
 
 
 def _fits(wanted: Demand, view: DecodeView, promised: int = 0) -> bool:
-    missing = wanted.blocks + promised - view.cached_blocks
-    return missing <= view.blocks - view.used_blocks and wanted.most_blocks <= view.blocks
+    size = view.blocks
+    return wanted.blocks + promised - view.cached_blocks <= size - view.used_blocks and wanted.most_blocks <= size
 
 
 def _holds(worker: WorkerEntry, record: RequestRecord) -> bool:

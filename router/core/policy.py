@@ -157,12 +157,12 @@ class LeastCost:
     def choose(
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
     ) -> Choice | None:
-        found = _Cheapest()
+        found = _Cheapest(len(decodes))
         for at, decode in enumerate(decodes):
             if decode.local is not None:
                 reader_s = sum(_prefill_terms(demand, decode.local)) + _others_s(decode.local)
-                found.add(reader_s + _pressure_s(decode), 2 * decode.outstanding, (-1, at))
-        readers = [(sum(_prefill_terms(demand, view)) + _others_s(view), at) for at, view in enumerate(prefills)]
+                found.add(reader_s + _pressure_s(decode), 2 * decode.outstanding, at)
+        readers = [(_reader_s(demand, view), at) for at, view in enumerate(prefills)]
         sides = [(_likely_s(demand, view), at) for at, view in enumerate(decodes)]
         if len(readers) * len(sides) > MANY_PAIRS:
             # Who is left out of those that tie, is drawn by lot.
@@ -175,46 +175,79 @@ class LeastCost:
             decode = decodes[at]
             pressure_s, missing_blocks = _pressure_s(decode), _missing_blocks(demand, decode)
             least_s = pressure_s + missing_blocks * min(decode.least_s_per_block, ASSUMED_S_PER_BLOCK)
-            for reader_s, reader in readers:
-                if found.is_below(reader_s + least_s):
-                    break
-                prefill = prefills[reader]
-                move_s = missing_blocks * _s_per_block(prefill, decode)
-                work = prefill.outstanding + decode.outstanding
-                found.add(reader_s + move_s + pressure_s, work, (reader, at))
+            found.add_row(prefills, readers, decode, (missing_blocks, pressure_s, least_s), at)
         if not found.ties:
             return None
         ties = sorted(found.ties)
-        reader, at = ties[0] if len(ties) == 1 else self._random.choice(ties)
+        reader, at = divmod(ties[0] if len(ties) == 1 else self._random.choice(ties), len(decodes))
         decode = decodes[at]
-        chosen = decode.local if reader < 0 else prefills[reader]
+        chosen = prefills[reader - 1] if reader else decode.local
         assert chosen is not None
         return Choice(chosen, decode, cost(demand, chosen, decode), reason(chosen, decode))
 
 
 class _Cheapest:
-    """The cheapest pairs so far: `ties`, the places of both workers in their lists, -1 for the decode worker itself."""
+    """The cheapest pairs so far: `ties`, the place of the reader, counted from 1, times the number of decode workers,
+    plus the decode worker's place; a decode worker that reads itself has reader 0."""
 
-    def __init__(self) -> None:
-        self.ties: list[tuple[int, int]] = []
+    def __init__(self, places: int) -> None:
+        self.ties: list[int] = []
+        self._places = places
         self._total_s, self._work = float("inf"), 0
+        self._as_given_s = float("inf")
 
     def is_below(self, total_s: float) -> bool:
         """Return True if no pair that costs `total_s` or more is among the cheapest."""
-        return round(total_s, _RESOLUTION_DIGITS) > self._total_s
+        return total_s > self._as_given_s and round(total_s, _RESOLUTION_DIGITS) > self._total_s
 
-    def add(self, total_s: float, work: int, pair: tuple[int, int]) -> None:
-        total_s = round(total_s, _RESOLUTION_DIGITS)
-        if total_s > self._total_s:
-            return
-        if total_s < self._total_s or work < self._work:
-            self.ties, self._total_s, self._work = [], total_s, work
+    def add(self, total_s: float, work: int, pair: int) -> None:
+        # Idle workers cost the same to the last bit: then nothing is rounded twice.
+        if total_s != self._as_given_s:
+            rounded_s = round(total_s, _RESOLUTION_DIGITS)
+            if rounded_s > self._total_s:
+                return
+            if rounded_s < self._total_s:
+                self.ties, self._total_s, self._work = [], rounded_s, work
+            self._as_given_s = total_s
+        if work < self._work:
+            self.ties, self._work = [], work
         if work == self._work:
             self.ties.append(pair)
+
+    def add_row(
+        self,
+        prefills: Sequence[PrefillView],
+        readers: Sequence[tuple[float, int]],
+        decode: DecodeView,
+        costs: tuple[int, float, float],
+        at: int,
+    ) -> None:
+        """Add the pairs of a decode worker with `readers`, the cheapest first: their costs and their places."""
+        missing_blocks, pressure_s, least_s = costs
+        name, ways, others, places = decode.name, decode.s_per_block, decode.outstanding, self._places
+        for reader_s, reader in readers:
+            if reader_s + least_s > self._as_given_s and self.is_below(reader_s + least_s):
+                break
+            prefill = prefills[reader]
+            way_s = ASSUMED_S_PER_BLOCK if not ways and prefill.name != name else _s_per_block(prefill, decode)
+            total_s, work = reader_s + missing_blocks * way_s + pressure_s, prefill.outstanding + others
+            if total_s == self._as_given_s and work == self._work:
+                self.ties.append((reader + 1) * places + at)  # as most do where there is no work
+            else:
+                self.add(total_s, work, (reader + 1) * places + at)
 
 
 def _first(side: tuple[float, ...]) -> float:
     return side[0]
+
+
+def _reader_s(demand: Demand, prefill: PrefillView) -> float:
+    """Return what a pair with this prefill worker costs for its part: the sum of `_prefill_terms` and `_others_s`, to
+    the last bit, at a third of the time."""
+    s_per_token = prefill.s_per_token or ASSUMED_S_PER_TOKEN
+    uncached_tokens = demand.prompt_tokens - prefill.cached_tokens
+    own_s = prefill.queue_tokens * s_per_token + (uncached_tokens if uncached_tokens > 1 else 1) * s_per_token
+    return own_s + prefill.delaying_tokens * s_per_token
 
 
 def _likely_s(demand: Demand, decode: DecodeView) -> float:
