@@ -241,7 +241,7 @@ def test_views_are_those_that_would_be_made_anew(seed: int) -> None:
         assert (choice is None) == (not expected)
         seen += bool(choice and choice.prefill.name != LOCAL.name)
         kept += sum(view is before[view.name] for _, homes in given for view in homes)
-    assert seen > 100 and kept > 100, "nothing was compared"
+    assert seen > 50 and kept > 50, "nothing was compared"
 
 
 def test_a_dispatch_that_is_placed_again_counts_once() -> None:
