@@ -29,7 +29,7 @@ from router.core.events import Connected, Event, Fail, Submit, TellWorker, Worke
 from router.core.policy import RoutingPolicy
 
 HEARTBEAT_S = 0.25
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
 """A run is ended once a prompt has waited so long for its first token: its queue would only grow."""
 TOLD_BLOCKS = 4096
 
@@ -120,8 +120,10 @@ class SimulatedCluster:
         self._theirs.clear()
         self._begin()
         if self._faults.is_told:
-            for name, worker in [*self.prefills.items(), *self.decodes.items()]:
-                for told in _holding(worker.kv):
+            holders = {name: worker.kv for name, worker in self.prefills.items()}
+            holders |= {name: worker.kv for name, worker in self.decodes.items()}
+            for name, kv in holders.items():
+                for told in _holding(kv):
                     self._tell(WorkerSaid(name, told))
         for record in list(self._unplaced.values()):
             self._tell(Submit(record))
