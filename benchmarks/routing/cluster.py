@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from random import Random
 
+from benchmarks.routers.policy import PeerPolicy
 from benchmarks.routing.workers import (
     FINGERPRINT,
     Clockwork,
@@ -156,6 +157,8 @@ class SimulatedCluster:
         """Hear that a request has had its first token, after so many seconds."""
         del self._hopeful[request]
         self.outcome.ttft_s.append(ttft_s)
+        if isinstance(self.policy, PeerPolicy):
+            self.policy.computed(request)
 
     def ended(self, request: RequestId) -> None:
         """Hear that a request has had its last token: the session goes on."""
@@ -179,6 +182,8 @@ class SimulatedCluster:
         self._then[request] = lambda: self._go_on(turns, at + 1)
         self._hopeful[request], self._unplaced[request] = self.time.now, record
         self._come_in += 1
+        if isinstance(self.policy, PeerPolicy):
+            self.policy.comes(request, tokens, turn.tenant)
         self._tell(Submit(record))
         if self._come_in == int(self._all * self._faults.restart_at):
             self._restart()

@@ -1,6 +1,6 @@
 """One run of the routing benchmark: a workload at a load, a policy, a cluster's shape and its faults."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,8 +56,13 @@ def at_load(sessions: Workload, load: float, shape: ClusterShape) -> Workload:
 
 def run(case: RoutingCase) -> RoutingOutcome:
     """Serve a case's sessions; deterministic."""
+    return run_with(case, lambda: named(case.policy, case.seed))
+
+
+def run_with(case: RoutingCase, make_policy: Callable[[], RoutingPolicy]) -> RoutingOutcome:
+    """Serve a case's sessions with a policy of another kind than those that have a name."""
     sessions = at_load(workload(case.source, case.requests, case.seed), case.load, case.shape)
-    return SimulatedCluster(case.shape, lambda: named(case.policy, case.seed), case.faults, case.seed).run(sessions)
+    return SimulatedCluster(case.shape, make_policy, case.faults, case.seed).run(sessions)
 
 
 def named(policy: str, seed: int) -> RoutingPolicy:
