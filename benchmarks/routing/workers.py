@@ -23,6 +23,7 @@ from engine.messages import (
     RequestStats,
     Tokens,
 )
+from engine.plan import TokenSpeed
 from engine.types import FinishReason, Incarnation, RequestRecord
 from prefill_worker.scheduler.line import Line
 from prefill_worker.scheduler.order import Job
@@ -119,7 +120,7 @@ class SimulatedPrefill:
         self._finished: dict[Job, Callable[[Job], None]] = {}
         self._steps = 0
         self._stepping = False
-        self._s_per_token = 0.0
+        self._speed = TokenSpeed()
         self._reported_s = -1.0
 
     def start(self, record: RequestRecord, finished: Callable[[Job], None]) -> None:
@@ -153,7 +154,7 @@ class SimulatedPrefill:
                 waiting_requests=len(self.line.waiting),
                 waiting_tokens=self.line.backlog_tokens,
                 running_requests=len(self.line.running),
-                s_per_token=self._s_per_token,
+                s_per_token=self._speed.s_per_token,
                 evicted=self.kv.take_evicted(),
             )
         )
@@ -174,8 +175,7 @@ class SimulatedPrefill:
     def _stepped(self, shares: list[tuple[Job, int]], tokens: int, seconds: float) -> None:
         self.busy_s += seconds
         self.line.order.ran(tokens, seconds)
-        per_token = seconds / tokens
-        self._s_per_token += (per_token - self._s_per_token) * (0.1 if self._s_per_token else 1.0)
+        self._speed.measured(seconds, tokens)
         done = []
         for job, _ in shares:
             assert job.lease is not None
