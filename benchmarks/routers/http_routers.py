@@ -34,7 +34,8 @@ def version(package: str, python: Path) -> str:
 
 def text(tokens: Sequence[int], tenant: bytes) -> str:
     """Return a prompt whose common beginning with another one is as long as that of the tokens, in blocks' shares."""
-    blocks = [f"{tokens[at] // BLOCK:0{BLOCK_CHARS - 1}x} " for at in range(0, len(tokens), BLOCK)]
+    # The digits in which blocks differ come first, so that part of a block differs too.
+    blocks = [f" {tokens[at] // BLOCK:0{BLOCK_CHARS - 1}x}"[::-1] for at in range(0, len(tokens), BLOCK)]
     whole, rest = divmod(len(tokens), BLOCK)
     if rest:
         blocks[whole] = blocks[whole][: -(-rest * BLOCK_CHARS // BLOCK)]
