@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from benchmarks.routing.workloads import BLOCK, TOKEN_SCALE, PromptTurn
 from engine.kv.manager import KVCacheManager, Lease
@@ -24,13 +24,10 @@ from engine.messages import (
     Tokens,
 )
 from engine.plan import TokenSpeed
-from engine.types import FinishReason, Incarnation, RequestRecord
+from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from prefill_worker.scheduler.line import Line
 from prefill_worker.scheduler.order import Job
 from worker.config import PrefillConfig
-
-if TYPE_CHECKING:
-    from benchmarks.routing.cluster import SimulatedCluster
 
 REPORT_S = 0.05
 FINGERPRINT = "f"
@@ -76,7 +73,7 @@ class RoutingOutcome:
     span_s: float = 0.0
     failed: int = 0
     found: list[tuple[float, int, int]] = field(default_factory=list)
-    """Of each prompt: when it had been computed, how many of its tokens were cached, and all of them."""
+    """When each prompt had been computed, how many of its tokens were cached, and how many it has."""
     diverged: bool = False
     """The run was ended, since a prompt had waited for longer than anybody would (`PATIENCE_S`)."""
     reports_lost: int = 0
@@ -204,12 +201,32 @@ class DecodingRow:
     prefill_cached: int = 0
 
 
+class ServedCluster(Protocol):
+    """What a decode worker needs of the cluster around it."""
+
+    shape: ClusterShape
+    time: Clockwork
+    outcome: RoutingOutcome
+    turns: dict[RequestId, tuple[PromptTurn, float]]
+    prefills: dict[str, SimulatedPrefill]
+    s_per_block: dict[str, float]
+
+    def say(self, worker: str, record: DecodeRecord) -> None:
+        """Send a worker's record to the router."""
+
+    def has_begun(self, request: RequestId, ttft_s: float) -> None:
+        """Hear that a request has had its first token, after so many seconds."""
+
+    def ended(self, request: RequestId) -> None:
+        """Hear that a request has had its last token."""
+
+
 class SimulatedDecode:
     """One decode worker. `say` takes its records, `ended` hears of a request's last token."""
 
     # Mutable state: its cache, the rows that decode, how many requests it holds, and its reports.
 
-    def __init__(self, name: str, cluster: "SimulatedCluster") -> None:
+    def __init__(self, name: str, cluster: ServedCluster) -> None:
         self.name = name
         self._cluster = cluster
         self._shape = cluster.shape
