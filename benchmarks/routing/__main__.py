@@ -12,73 +12,15 @@ the time. Hits are counted where prompts are computed, and compared with that ca
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks import output, traces
+from benchmarks import output
 from benchmarks.routing import bounds
-from benchmarks.routing.cluster import ClusterShape, RoutingOutcome, SimulatedCluster
-from benchmarks.routing.workloads import GENERATED, Workload, in_order, of_trace, stretched
-from cluster.bench.traces import read
-from router.core.policies import POLICIES, make_policy
-
-MADE = "made"
-"""The workload that `benchmarks.traces` makes."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingCase:
-    """One run. `source` is a workload's name or a trace's path."""
-
-    source: str
-    requests: int
-    seed: int
-    load: float
-    policy: str
-    shape: ClusterShape
-
-
-def workload(source: str, requests: int, seed: int) -> Workload:
-    """Return the sessions of a case. Raises OSError for a trace that cannot be read."""
-    if source in GENERATED:
-        return GENERATED[source](requests, seed)
-    if source == MADE:
-        return of_trace(traces.make(traces.TraceShape(rows=requests), seed))
-    return of_trace(read(Path(source))[:requests])
-
-
-def bound(sessions: Workload, shape: ClusterShape) -> float:
-    """Return the share of prompt tokens that one cache as large as all prefill workers' together finds."""
-    return bounds.lru(in_order(sessions), shape.prefill * shape.prefill_blocks)
-
-
-def at_load(sessions: Workload, load: float, shape: ClusterShape) -> Workload:
-    """Return the sessions so far apart that prefill would be busy for `load` of the time with the hits of `bound`."""
-    tokens = sum(turn.prompt_tokens for session in sessions for turn in session.turns)
-    work_s = tokens * (1 - bound(sessions, shape)) * shape.speeds.prefill_token_s
-    return stretched(sessions, work_s / load / (shape.prefill - 1 + 1 / shape.slow))
-
-
-def run(case: RoutingCase) -> RoutingOutcome:
-    """Serve a case's sessions; deterministic."""
-    sessions = at_load(workload(case.source, case.requests, case.seed), case.load, case.shape)
-    return SimulatedCluster(case.shape, make_policy(case.policy, case.seed)).run(sessions)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
-
-
-def gap_ms(outcome: RoutingOutcome, share: float) -> int:
-    """Return the milliseconds between tokens that `share` of them do not exceed."""
-    left = share * sum(outcome.gaps.values())
-    for gap in sorted(outcome.gaps):
-        left -= outcome.gaps[gap]
-        if left <= 0:
-            return gap
-    return 0
+from benchmarks.routing.cluster import RoutingFaults
+from benchmarks.routing.runs import MADE, NAMES, RoutingCase, around_restart, bound, gap_ms, percentile, run, workload
+from benchmarks.routing.workers import ClusterShape, RoutingOutcome
+from benchmarks.routing.workloads import GENERATED, in_order
 
 
 def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> list[output.Line]:
@@ -88,13 +30,15 @@ def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> l
     bound_of: dict[tuple[str, int], float] = {}
     for case, outcome in done:
         place = (case.source, case.seed, case.load)
-        best[place] = min(best.get(place, float("inf")), fmean(outcome.ttft_s))
+        if not outcome.diverged:
+            best[place] = min(best.get(place, float("inf")), fmean(outcome.ttft_s))
         if (case.source, case.seed) not in bound_of:
             bound_of[case.source, case.seed] = bound(workload(case.source, case.requests, case.seed), case.shape)
     told: list[output.Line] = []
     for case, outcome in done:
         hits, most = outcome.hit_tokens / outcome.prompt_tokens, bound_of[case.source, case.seed]
         mean_s = fmean(outcome.ttft_s)
+        before, after = around_restart(outcome)
         told.append(
             {
                 "workload": Path(case.source).name.partition(".")[0],
@@ -104,12 +48,15 @@ def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> l
                 "hits": hits,
                 "of LRU": hits / most if most else 1.0,
                 "TTFT mean s": mean_s,
-                "of best": mean_s / best[case.source, case.seed, case.load],
+                "of best": mean_s / best.get((case.source, case.seed, case.load), mean_s),
                 "p50 s": percentile(outcome.ttft_s, 0.5),
                 "p99 s": percentile(outcome.ttft_s, 0.99),
                 "ITL p99 ms": gap_ms(outcome, 0.99),
                 "busy": outcome.busy_s / outcome.span_s / case.shape.prefill,
                 "failed": outcome.failed,
+                **({"diverged": int(outcome.diverged)} if any(other.diverged for _, other in done) else {}),
+                **({"reports lost": outcome.reports_lost} if case.faults.reports_lost else {}),
+                **({"before restart": before, "after": after} if case.faults.restart_at else {}),
             }
         )
     return told
@@ -143,12 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=4000, help="of each workload, and at most of each trace")
     parser.add_argument("--seeds", type=_numbers(int), default=[1], metavar="N,...")
     parser.add_argument("--load", type=_numbers(float), default=[0.5, 0.8, 0.95], metavar="SHARE,...")
-    parser.add_argument("--policies", type=_names, default=list(POLICIES), metavar="NAME,...")
+    parser.add_argument("--policies", type=_names, default=list(NAMES), metavar="NAME,...")
     parser.add_argument("--prefill", type=int, default=usual.prefill, help="prefill workers")
     parser.add_argument("--decode", type=int, default=usual.decode, help="decode workers")
     parser.add_argument("--capacity-blocks", type=int, default=usual.prefill_blocks, help="of one prefill worker")
     parser.add_argument("--decode-blocks", type=int, default=usual.decode_blocks, help="of one decode worker")
     parser.add_argument("--slow", type=float, default=1.0, help="how much slower the first prefill worker is")
+    parser.add_argument("--reports-lost", type=float, default=0.0, help="share of workers' reports that never arrive")
+    parser.add_argument("--restart-at", type=float, default=0.0, help="restart the router after this share of prompts")
+    parser.add_argument("--untold", action="store_true", help="workers do not tell a new router what they hold")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args(arguments)
     sources = [*map(str, options.trace), *options.workload] or list(GENERATED)
@@ -159,8 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decode_blocks=options.decode_blocks,
         slow=options.slow,
     )
+    faults = RoutingFaults(options.reports_lost, options.restart_at, not options.untold)
     cases = [
-        RoutingCase(source, options.requests, seed, load, policy, shape)
+        RoutingCase(source, options.requests, seed, load, policy, shape, faults)
         for source in sources
         for seed in options.seeds
         for load in options.load
@@ -183,8 +134,8 @@ def _numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
 def _names(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(POLICIES)}")
+        if name not in NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(NAMES)}")
     return names
 
 

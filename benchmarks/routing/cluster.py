@@ -1,42 +1,53 @@
 """A cluster in simulated time: the real router core before workers that take as long as they are told to.
 
-Prefill workers are the real line of prompts (`prefill_worker.scheduler.line`) over the real cache, decode workers the
-real cache and batches that share their steps. Steps take measured or given times; messages take `latency_s`; nothing
-reads a clock. What a router believes is never asked: hits are counted at the workers.
+Steps take measured or given times (`benchmarks.routing.workers`); messages take `latency_s`; nothing reads a clock.
+What a router believes is never asked: hits are counted at the workers.
 """
 
-import heapq
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from random import Random
 
-from benchmarks.routing.workloads import BLOCK, TOKEN_SCALE, PromptTurn, Workload
-from engine.kv.manager import KVCacheManager, Lease
-from engine.messages import (
-    Accepted,
-    DecodeRecord,
-    Ended,
-    Handoff,
-    Load,
-    PeerAddress,
-    Place,
-    Refused,
-    RequestStats,
-    Tokens,
-    WorkerInfo,
+from benchmarks.routers.policy import PeerPolicy
+from benchmarks.routing.workers import (
+    FINGERPRINT,
+    Clockwork,
+    ClusterShape,
+    RoutingOutcome,
+    SimulatedDecode,
+    SimulatedPrefill,
 )
-from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
-from prefill_worker.scheduler.line import Line
-from prefill_worker.scheduler.order import Job
+from benchmarks.routing.workloads import BLOCK, TOKEN_SCALE, PromptTurn, Workload
+from engine.kv.holding import Holding
+from engine.kv.manager import KVCacheManager
+from engine.messages import DecodeRecord, HeldRun, HoldingTold, Load, PeerAddress, Place, WorkerInfo
+from engine.types import Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
 from router.core.events import Connected, Event, Fail, Submit, TellWorker, WorkerSaid
 from router.core.policy import RoutingPolicy
-from worker.config import PrefillConfig
 
 HEARTBEAT_S = 0.25
-REPORT_S = 0.05
+PATIENCE_S = 60.0
+"""A run is ended once a prompt has waited so long for its first token: its queue would only grow."""
+TOLD_BLOCKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingFaults:
+    """What goes wrong between workers and router."""
+
+    reports_lost: float = 0.0
+    """The share of the workers' reports, evictions included, that never arrive."""
+    restart_at: float = 0.0
+    """The share of the prompts after which the router is restarted; 0: it is not."""
+    is_told: bool = True
+    """Workers tell the new router what they hold."""
+
+
+NO_FAULTS = RoutingFaults()
 
 
 def stand_in(name: str, role: str, incarnation: int, block_size: int, blocks: int) -> WorkerInfo:
@@ -47,7 +58,7 @@ def stand_in(name: str, role: str, incarnation: int, block_size: int, blocks: in
         incarnation=Incarnation(incarnation),
         address="",
         model="m",
-        fingerprint="f",
+        fingerprint=FINGERPRINT,
         block_size=block_size,
         blocks=blocks,
         context_tokens=1 << 20,
@@ -56,374 +67,126 @@ def stand_in(name: str, role: str, incarnation: int, block_size: int, blocks: in
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """An 8B model on a card of 80 GB, about: seconds, per token of here (TOKEN_SCALE of the model) or per block."""
-
-    prefill_step_s: float = 0.004
-    prefill_token_s: float = TOKEN_SCALE / 14_000
-    move_block_s: float = 0.0008
-    decode_step_s: float = 0.008
-    decode_row_s: float = 0.00004
-    decode_block_s: float = 0.000_001
-    """Per block of context that a step reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterShape:
-    prefill: int = 4
-    decode: int = 4
-    prefill_blocks: int = 2000
-    decode_blocks: int = 8000
-    chunk_tokens: int = 8192 // TOKEN_SCALE
-    max_batch: int = 256
-    speeds: Speeds = Speeds()
-    slow: float = 1.0
-    """How many times slower the first prefill worker is."""
-    latency_s: float = 0.000_5
-
-
-@dataclass(slots=True)
-class RoutingOutcome:
-    """What became of a run. Seconds, and tokens of here; `gaps` counts tokens by the milliseconds before them."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    gaps: dict[int, int] = field(default_factory=dict)
-    hit_tokens: int = 0
-    prompt_tokens: int = 0
-    busy_s: float = 0.0
-    span_s: float = 0.0
-    failed: int = 0
-
-
-class Clockwork:
-    """What happens when."""
-
-    # Mutable state: the time, and what is still to happen.
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._turn = count()
-
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (self.now + seconds, next(self._turn), what))
-
-    def run(self, until: Callable[[], bool]) -> None:
-        while self._due and not until():
-            self.now, _, what = heapq.heappop(self._due)
-            what()
-
-
-class SimulatedPrefill:
-    """One prefill worker. `tell` takes its reports."""
-
-    # Mutable state: its cache, its line, who waits for which job, the step under way, and what it has measured.
-
-    def __init__(
-        self, name: str, shape: ClusterShape, slow: float, time: Clockwork, tell: Callable[[Load], None]
-    ) -> None:
-        self.name = name
-        self.kv = KVCacheManager(shape.prefill_blocks, BLOCK, "routing")
-        self.line = Line(PrefillConfig(chunk_tokens=shape.chunk_tokens), self.kv, None, shape.prefill_blocks * BLOCK)
-        self.busy_s = 0.0
-        self._speeds, self._slow = shape.speeds, slow
-        self._time, self._tell = time, tell
-        self._finished: dict[Job, Callable[[Job], None]] = {}
-        self._steps = 0
-        self._stepping = False
-        self._s_per_token = 0.0
-        self._reported_s = -1.0
-
-    def start(self, record: RequestRecord, finished: Callable[[Job], None]) -> None:
-        """Prefill a prompt; `finished` is called with the job, which holds its blocks until `release`."""
-        handoff = Handoff(record.request, 1, 1, Incarnation(1), Incarnation(2))
-        job = Job(handoff, record, arrived=self._time.now, deadline=float("inf"))
-        self.line.enter(job)
-        self._finished[job] = finished
-        if not self._stepping:
-            self._step()
-
-    def release(self, job: Job) -> None:
-        """Let its blocks go: they have been read."""
-        assert job.lease is not None
-        self.kv.release(job.lease)
-        if not self._stepping:
-            self._step()
-
-    def report(self) -> None:
-        counts = self.kv.pool.counts()
-        self._reported_s = self._time.now
-        self._steps += 1
-        self._tell(
-            Load(
-                step=self._steps,
-                free_blocks=counts["free"],
-                cached_blocks=counts["cached"],
-                active_blocks=counts["active"],
-                reserved_blocks=counts["reserved"],
-                quarantined_blocks=counts["quarantined"],
-                waiting_requests=len(self.line.waiting),
-                waiting_tokens=self.line.backlog_tokens,
-                running_requests=len(self.line.running),
-                s_per_token=self._s_per_token,
-                evicted=self.kv.take_evicted(),
-            )
-        )
-
-    def _step(self) -> None:
-        self.line.admit(self._time.now)
-        shares = [(job, share) for job, share in self.line.shares(self._time.now) if share]
-        self._stepping = bool(shares)
-        if not shares:
-            return
-        tokens = sum(share for _, share in shares)
-        seconds = (self._speeds.prefill_step_s + tokens * self._speeds.prefill_token_s) * self._slow
-        for job, share in shares:
-            job.started = self._time.now if job.started is None else job.started
-            job.computed += share
-        self._time.after(seconds, lambda: self._stepped(shares, tokens, seconds))
-
-    def _stepped(self, shares: list[tuple[Job, int]], tokens: int, seconds: float) -> None:
-        self.busy_s += seconds
-        self.line.order.ran(tokens, seconds)
-        per_token = seconds / tokens
-        self._s_per_token += (per_token - self._s_per_token) * (0.1 if self._s_per_token else 1.0)
-        done = []
-        for job, _ in shares:
-            assert job.lease is not None
-            self.kv.copied(job.lease)
-            self.kv.commit(job.lease, job.record.tokens[: job.computed], tail=not job.remaining)
-            if not job.remaining:
-                self.line.retire(job)
-                done.append(job)
-        if self._time.now - self._reported_s >= REPORT_S:
-            self.report()
-        self._step()
-        for job in done:
-            self._finished.pop(job)(job)
-
-
-@dataclass(slots=True, eq=False)
-class DecodingRow:
-    """A request on a decode worker."""
-
-    place: Place
-    lease: Lease
-    turn: PromptTurn
-    arrived_s: float
-    steps_left: int
-    last_s: float = 0.0
-    prefill_cached: int = 0
-    stages: dict[str, float] = field(default_factory=dict)
-
-
-class SimulatedDecode:
-    """One decode worker. `say` takes its records, `ended` hears of a request's last token."""
-
-    # Mutable state: its cache, the rows that decode, how many requests it holds, and its reports.
-
-    def __init__(self, name: str, cluster: "SimulatedCluster") -> None:
-        self.name = name
-        self._cluster = cluster
-        self._shape = cluster.shape
-        self._time = cluster.time
-        self.kv = KVCacheManager(self._shape.decode_blocks, BLOCK, "routing")
-        self._rows: list[DecodingRow] = []
-        self._held = 0
-        self._steps = 0
-        self._stepping = False
-        self._step_s = 0.0
-        self._reported_s = -1.0
-
-    def place(self, place: Place) -> None:
-        record = place.record
-        prompt = len(record.tokens)
-        lease = None
-        if self._held < self._shape.max_batch:
-            lease = self.kv.acquire(
-                b"",
-                record.tokens,
-                match_limit=prompt - 1,
-                room_tokens=prompt,
-                grow_tokens=prompt + record.max_tokens,
-                migrating=True,
-            )
-        if lease is None:
-            self._say(Refused(record.request, place.placement, 1))
-            return
-        self._held += 1
-        self._say(Accepted(record.request, place.placement, lease.cached_tokens))
-        turn, arrived_s = self._cluster.turns[record.request]
-        row = DecodingRow(place, lease, turn, arrived_s, turn.output_tokens)
-        began_s = self._time.now
-        source = self._cluster.prefills[place.prefill.name]
-
-        def finished(job: Job) -> None:
-            # Chunks travel while the next ones are computed: what is left is what the wire is slower by.
-            missing = len(lease.blocks) - lease.cached_tokens // BLOCK
-            wire_s = missing * self._shape.speeds.move_block_s
-            computed_s = self._time.now - (job.started or began_s)
-            left_s = max(wire_s - computed_s, self._shape.speeds.move_block_s) + self._shape.latency_s
-            row.prefill_cached = job.cached_tokens
-            queued_s = self._time.now - began_s - computed_s
-            row.stages = {"prefill_queue": queued_s, "prefill_run": computed_s, "migrate": left_s}
-            self._cluster.outcome.hit_tokens += job.cached_tokens
-            self._cluster.outcome.prompt_tokens += prompt
-            self._time.after(left_s, lambda: self._landed(row, source, job))
-
-        self._time.after(self._shape.latency_s, lambda: source.start(record, finished))
-
-    def _landed(self, row: DecodingRow, source: SimulatedPrefill, job: Job) -> None:
-        source.release(job)
-        self.kv.landed(row.lease)
-        now = row.last_s = self._time.now
-        self._cluster.outcome.ttft_s.append(now - row.arrived_s)
-        request, placement = row.place.record.request, row.place.placement
-        self._say(Tokens(request, placement, 0, [1]))
-        row.steps_left -= 1
-        if row.steps_left > 0:
-            self._rows.append(row)
-            if not self._stepping:
-                self._step()
-        else:
-            self._end(row)
-
-    def _step(self) -> None:
-        self._stepping = bool(self._rows)
-        if not self._rows:
-            return
-        speeds = self._shape.speeds
-        context = sum(len(row.lease.blocks) for row in self._rows)
-        seconds = speeds.decode_step_s + len(self._rows) * speeds.decode_row_s + context * speeds.decode_block_s
-        self._time.after(seconds, lambda: self._stepped(list(self._rows), seconds))
-
-    def _stepped(self, rows: list[DecodingRow], seconds: float) -> None:
-        self._step_s += (seconds - self._step_s) * (0.1 if self._step_s else 1.0)
-        gaps, now = self._cluster.outcome.gaps, self._time.now
-        ended = []
-        for row in rows:
-            gap = int((now - row.last_s) * 1000)
-            gaps[gap] = gaps.get(gap, 0) + 1
-            row.last_s = now
-            row.steps_left -= 1
-            if row.steps_left <= 0:
-                ended.append(row)
-        if ended:
-            self._rows = [row for row in self._rows if row.steps_left > 0]
-            for row in ended:
-                self._end(row)
-        if now - self._reported_s >= REPORT_S:
-            self.report()
-        self._step()
-
-    def _end(self, row: DecodingRow) -> None:
-        record, placement = row.place.record, row.place.placement
-        answer = [(hash((record.request, n)) & 0x7FFFFFFF) for n in range(record.max_tokens)]
-        tokens = record.tokens + answer
-        self.kv.extend(row.lease, len(tokens))
-        self.kv.commit(row.lease, tokens[:-1])
-        self.kv.release(row.lease)
-        self._held -= 1
-        if len(answer) > 1:
-            self._say(Tokens(record.request, placement, 1, answer[1:]))
-        stats = RequestStats(
-            stages=row.stages,
-            prompt_tokens=len(record.tokens),
-            output_tokens=len(answer),
-            prefill_cached_tokens=row.prefill_cached,
-            prefill_worker=row.place.prefill.name,
-            decode_worker=self.name,
-        )
-        self._say(Ended(record.request, placement, reason=FinishReason.LENGTH, stats=stats))
-        self._cluster.ended(record.request)
-
-    def report(self) -> None:
-        counts = self.kv.pool.counts()
-        self._reported_s = self._time.now
-        self._steps += 1
-        load = Load(
-            step=self._steps,
-            free_blocks=counts["free"],
-            cached_blocks=counts["cached"],
-            active_blocks=counts["active"],
-            reserved_blocks=counts["reserved"],
-            quarantined_blocks=counts["quarantined"],
-            running_requests=len(self._rows),
-            s_per_token=self._step_s,
-            s_per_block=self._cluster.s_per_block,
-            evicted=self.kv.take_evicted(),
-        )
-        self._say(load)
-
-    def _say(self, record: DecodeRecord) -> None:
-        self._cluster.say(self.name, record)
-
-
 class SimulatedCluster:
     """A router and its workers, and the sessions that come to them."""
 
     # Mutable state: everything.
 
-    def __init__(self, shape: ClusterShape, policy: RoutingPolicy, config: RouterConfig | None = None) -> None:
+    def __init__(
+        self,
+        shape: ClusterShape,
+        make_policy: Callable[[], RoutingPolicy],
+        faults: RoutingFaults = NO_FAULTS,
+        seed: int = 0,
+    ) -> None:
+        """`make_policy` is called for every router that begins; `seed` draws the reports that are lost."""
         self.shape = shape
         self.time = Clockwork()
         self.outcome = RoutingOutcome()
-        self.router = Router(config or RouterConfig(max_waiting=1_000_000), policy)
         self.turns: dict[RequestId, tuple[PromptTurn, float]] = {}
         self.prefills: dict[str, SimulatedPrefill] = {}
         self.decodes: dict[str, SimulatedDecode] = {}
+        self._make_policy, self._faults, self._random = make_policy, faults, Random(seed)
         self._then: dict[RequestId, Callable[[], None]] = {}
-        self._open = 0
+        # Those that wait for their first token, in the order in which they came, and since when.
+        self._hopeful: dict[RequestId, float] = {}
+        # Those that no worker has been offered by the router that there is now.
+        self._unplaced: dict[RequestId, RequestRecord] = {}
+        self._theirs: set[RequestId] = set()
+        self._open = self._come_in = self._all = 0
         self._names = count(1)
         for number in range(shape.prefill):
-            self._join("prefill", number, shape.prefill_blocks)
+            name = f"prefill-{number}"
+            slow = shape.slow if number == 0 else 1.0
+            self.prefills[name] = SimulatedPrefill(name, shape, slow, self.time, partial(self.say, name))
         for number in range(shape.decode):
-            self._join("decode", number, shape.decode_blocks)
+            self.decodes[f"decode-{number}"] = SimulatedDecode(f"decode-{number}", self)
         self.s_per_block = dict.fromkeys(self.prefills, shape.speeds.move_block_s)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start a router, which knows nobody's requests and nothing of what workers hold."""
+        self.policy = self._make_policy()
+        self.router = Router(RouterConfig(max_waiting=1_000_000), self.policy)
+        for number, name in enumerate([*self.prefills, *self.decodes], 1):
+            role, blocks = "prefill", self.shape.prefill_blocks
+            if name in self.decodes:
+                role, blocks = "decode", self.shape.decode_blocks
+            self._tell(Connected(PeerAddress(name, ""), stand_in(name, role, number, BLOCK, blocks)))
+
+    def _restart(self) -> None:
+        """Put another router in the place of the one that there is. What runs goes on where it is, unknown to the new
+        one but for the workers' reports; what waited is submitted again."""
+        self.outcome.restarted_s = self.time.now
+        self._theirs.clear()
+        self._begin()
+        if self._faults.is_told:
+            holders = {name: worker.kv for name, worker in self.prefills.items()}
+            holders |= {name: worker.kv for name, worker in self.decodes.items()}
+            for name, kv in holders.items():
+                for told in _holding(kv):
+                    self._tell(WorkerSaid(name, told))
+        for record in list(self._unplaced.values()):
+            self._tell(Submit(record))
 
     def run(self, workload: Workload) -> RoutingOutcome:
-        """Let all sessions come and end; return what became of them."""
+        """Let all sessions come and end, or the queue grow past all patience; return what became of them."""
+        self._all = sum(len(session.turns) for session in workload)
         for session in workload:
             self._open += 1
             self.time.after(session.begins_s, partial(self._come, session.turns, 0))
         self._beat()
-        self.time.run(lambda: self._open == 0)
+        self.time.run(lambda: self._open == 0 or self.outcome.diverged)
         self.outcome.busy_s = sum(worker.busy_s for worker in self.prefills.values())
         self.outcome.span_s = self.time.now
         return self.outcome
 
     def say(self, worker: str, record: DecodeRecord) -> None:
         """Send a worker's record to the router."""
-        self.time.after(self.shape.latency_s, lambda: self._tell(WorkerSaid(worker, record)))
+        if isinstance(record, Load) and self._random.random() < self._faults.reports_lost:
+            self.outcome.reports_lost += 1
+            return
+        self.time.after(self.shape.latency_s, lambda: self._hear(worker, record))
+
+    def _hear(self, worker: str, record: DecodeRecord) -> None:
+        # A router hears of no request that another one has placed.
+        if isinstance(record, Load) or getattr(record, "request", None) in self._theirs:
+            self._tell(WorkerSaid(worker, record))
+
+    def has_begun(self, request: RequestId, ttft_s: float) -> None:
+        """Hear that a request has had its first token, after so many seconds."""
+        del self._hopeful[request]
+        self.outcome.ttft_s.append(ttft_s)
+        if isinstance(self.policy, PeerPolicy):
+            self.policy.computed(request)
 
     def ended(self, request: RequestId) -> None:
         """Hear that a request has had its last token: the session goes on."""
         del self.turns[request]
         self._then.pop(request)()
 
-    def _join(self, role: str, number: int, blocks: int) -> None:
-        name = f"{role}-{number}"
-        number_of_all = len(self.prefills) + len(self.decodes) + 1
-        info = stand_in(name, role, number_of_all, BLOCK, blocks)
-        if role == "prefill":
-            slow = self.shape.slow if number == 0 else 1.0
-            self.prefills[name] = SimulatedPrefill(
-                name, self.shape, slow, self.time, lambda load: self.say(name, load)
-            )
-        else:
-            self.decodes[name] = SimulatedDecode(name, self)
-        self._tell(Connected(PeerAddress(name, ""), info))
-
     def _come(self, turns: tuple[PromptTurn, ...], at: int) -> None:
         turn = turns[at]
         request = RequestId(f"r{next(self._names)}")
         answer = max(1, -(-turn.output_tokens // TOKEN_SCALE))
         tokens = turn.tokens()
-        record = RequestRecord(request=request, tokens=tokens, prompt_tokens=len(tokens), max_tokens=answer, seed=0)
+        record = RequestRecord(
+            request=request,
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            max_tokens=answer,
+            seed=0,
+            namespace=turn.tenant,
+        )
         self.turns[request] = (turn, self.time.now)
         self._then[request] = lambda: self._go_on(turns, at + 1)
+        self._hopeful[request], self._unplaced[request] = self.time.now, record
+        self._come_in += 1
+        if isinstance(self.policy, PeerPolicy):
+            self.policy.comes(request, tokens, turn.tenant)
         self._tell(Submit(record))
+        if self._come_in == int(self._all * self._faults.restart_at):
+            self._restart()
 
     def _go_on(self, turns: tuple[PromptTurn, ...], at: int) -> None:
         if at < len(turns):
@@ -432,19 +195,33 @@ class SimulatedCluster:
             self._open -= 1
 
     def _beat(self) -> None:
-        """Report for workers without work."""
+        """Report for workers without work; lose patience."""
         for prefill in self.prefills.values():
             prefill.report()
         for decode in self.decodes.values():
             decode.report()
+        first = next(iter(self._hopeful.values()), self.time.now)
+        self.outcome.diverged = self.time.now - first > PATIENCE_S
         self.time.after(HEARTBEAT_S, self._beat)
 
     def _tell(self, event: Event) -> None:
         for command in self.router.handle(event, self.time.now):
             match command:
                 case TellWorker(worker, Place() as place):
+                    request = place.record.request
+                    self._theirs.add(request)
+                    self._unplaced.pop(request, None)
                     self.time.after(self.shape.latency_s, partial(self.decodes[worker].place, place))
                 case Fail(request):
                     self.outcome.failed += 1
+                    self._hopeful.pop(request, None)
+                    self._unplaced.pop(request, None)
                     if request in self.turns:
                         self.ended(request)
+
+
+def _holding(kv: KVCacheManager) -> Iterator[HoldingTold]:
+    """Return what a worker tells a router that has attached."""
+    holding = Holding(kv)
+    while holding:
+        yield HoldingTold([HeldRun(parent, blocks) for parent, blocks in holding.take(TOLD_BLOCKS)])

@@ -16,6 +16,10 @@ BLOCK = 16
 TOKEN_SCALE = BLOCK_TOKENS // BLOCK
 
 
+BlockKey = int | tuple[bytes, int]
+"""What a cache knows a block by: its id, and whose it is where there are tenants."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptTurn:
     """One prompt: the ids of its blocks, of which the last may be partly filled, and its length in tokens of here.
@@ -25,6 +29,13 @@ class PromptTurn:
     prompt_tokens: int
     output_tokens: int
     think_s: float = 0.0
+    tenant: bytes = b""
+    """Whose prompt it is: nobody else finds its blocks, though they have the same ids."""
+
+    @property
+    def keys(self) -> tuple[BlockKey, ...]:
+        """What a cache knows its blocks by."""
+        return tuple((self.tenant, block) for block in self.blocks) if self.tenant else self.blocks
 
     def tokens(self) -> list[int]:
         """Return the prompt: equal blocks are equal tokens, others differ in all."""
@@ -157,6 +168,19 @@ def cold(requests: int, seed: int) -> Workload:
     return _sessions(make, requests, lambda at: make.session(at, (), 1, 12.0, 0.0))
 
 
+def tenants(requests: int, seed: int) -> Workload:
+    """Twelve tenants of different size who all use the same four system prompts, and may not share a block."""
+    make = _Maker(seed)
+    systems = [make.fresh(make.length(16.0)) for _ in range(4)]
+
+    def talk(at_s: float) -> Visit:
+        tenant = b"tenant-%d" % make.popular(12)
+        visit = make.session(at_s, systems[make.popular(4)], 1 + make.popular(5), 2.0, 4.0)
+        return Visit(at_s, tuple(replace(turn, tenant=tenant) for turn in visit.turns))
+
+    return _sessions(make, requests, talk)
+
+
 GENERATED: dict[str, Callable[[int, int], Workload]] = {
     "chat": chat,
     "agents": agents,
@@ -164,6 +188,7 @@ GENERATED: dict[str, Callable[[int, int], Workload]] = {
     "bursts": bursts,
     "drift": drift,
     "cold": cold,
+    "tenants": tenants,
 }
 
 

@@ -122,6 +122,7 @@ class ClusterView:
                 decode = self.registry.get(call.decode)
                 assert decode is not None and request in decode.own, f"{request} is nowhere"
         for worker in self.registry:
+            worker.check()
             for request in worker.own:
                 assert worker.name in (calls[request].prefill, calls[request].decode), f"{request} is misfiled"
 

@@ -5,7 +5,7 @@ that is predicted to be the cheaper: the choice then names `LOCAL` as its prefil
 offered the request over `router/dispatch.py`, where the way goes on.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -23,7 +23,7 @@ from router.core.policy import (
     prefill_terms,
 )
 from router.core.prefix_index import PrefixIndex
-from router.core.registry import Life, ModelKey, Registry, WorkerEntry
+from router.core.registry import Life, ModelKey, Registry, Room, WorkerEntry
 from router.core.reuse import Shares, delaying_tokens
 from router.core.sessions import Pin
 
@@ -39,11 +39,15 @@ LOCAL = PeerAddress("", "")
 
 def demand(record: RequestRecord, info: WorkerInfo, answer_tokens: float = 0.0) -> Demand:
     """Return what `record` needs on such a worker, if answers are so long on average."""
-    prompt, size = len(record.tokens), info.block_size
+    return _demand(record, (info.block_size, info.growth_tokens), answer_tokens)
+
+
+def _demand(record: RequestRecord, room: Room, answer_tokens: float = 0.0) -> Demand:
+    prompt, (size, growth_tokens) = len(record.tokens), room
     end = record.prompt_tokens + record.max_tokens
-    room = end if info.growth_tokens is None else min(end, prompt + info.growth_tokens)
+    wanted = end if growth_tokens is None else min(end, prompt + growth_tokens)
     likely = min(answer_tokens, max(end - prompt, 0))
-    return Demand(prompt, -(-prompt // size), -(-room // size), -(-end // size), likely)
+    return Demand(prompt, -(-prompt // size), -(-wanted // size), -(-end // size), likely)
 
 
 class Placer:
@@ -88,8 +92,10 @@ class Placer:
         if reader is None or call.source is not None:
             return  # nobody's work grows: its KV is where it was yielded
         chain, size, tokens = call.chain(reader.key), reader.info.block_size, len(call.record.tokens)
-        alike = [held.blocks(w) for w in self._registry.takers(reader.info.role, now) if w.key == reader.key]
-        self._shares.came(chain, max(1, tokens - max(alike) * size), tokens, size, len(alike))
+        found = held.depths(reader.key)
+        alike = [w.name for w in self._registry.takers(reader.info.role, now) if w.key == reader.key]
+        most = max([found.get(name, 0) for name in alike])
+        self._shares.came(chain, max(1, tokens - most * size), tokens, size, len(alike))
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
         decodes = [w for w in self._registry.takers("decode", now) if not w.refused]
@@ -110,8 +116,8 @@ class Placer:
         # Decode workers with the same model and block size are compared at once, then the best of each kind.
         for key in sorted({w.key for w in decodes}):
             alike = [w for w in decodes if w.key == key]
-            wanted = demand(record, alike[0].info, self._fitted.answer_tokens)
-            roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, held))]
+            wanted, found = demand(record, alike[0].info, self._fitted.answer_tokens), held.depths(key)
+            roomy = self._roomy(record, alike, found)
             if not roomy:
                 continue  # as for most of those that wait while the cluster is full
             # Its prompt is read by, in this order: 1. the decode worker that yielded it and has the KV of all of it;
@@ -133,6 +139,17 @@ class Placer:
             if choice is not None and (best is None or self._rank(choice) < self._rank(best)):
                 best = choice
         return best
+
+    def _roomy(self, record: RequestRecord, alike: Sequence[WorkerEntry], found: Mapping[str, int]) -> list[DecodeView]:
+        """The views of the decode workers of one kind that may have room. `found`: what each holds of the prompt."""
+        roomy, demands = [], _Demands(record)
+        for worker in alike:
+            cached, view = found.get(worker.name, 0), worker.decode_view
+            if view is None or view.cached_blocks != cached:
+                view = self._decode_view(worker, cached)
+            if _fits(demands[worker.room], view):
+                roomy.append(view)
+        return roomy
 
     def _by_itself(self, choice: Choice, *, has_readers: bool) -> Choice:
         """The same choice in the words of the rest of the router: the decode worker has no prefill worker."""
@@ -164,7 +181,7 @@ class Placer:
             readers = self._readers(call.record, key[0], (), now)
             read_s = [self._read_s(w, held, wanted) for w in readers]
             for worker in alike:
-                view = self._decode_view(worker, held)
+                view = self._decode_view(worker, held.blocks(worker))
                 step_s = view.s_per_step * view.used_blocks / view.blocks if view.blocks else 0.0
                 if read_s:
                     move_s = missing_blocks(wanted, view) * worker.least_s_per_block
@@ -182,7 +199,7 @@ class Placer:
             return None
         wanted = demand(record, home.info, self._fitted.answer_tokens)
         shared = min(record.prompt_tokens, len(record.tokens) - 1) // home.info.block_size
-        view = msgspec.structs.replace(self._decode_view(home, _Held(self._index, call)), cached_blocks=shared)
+        view = self._decode_view(home, shared)
         if not _fits(wanted, view):
             return None
         prefill = self._registry.get(host.prefill)
@@ -194,7 +211,7 @@ class Placer:
         blocks."""
         held = _Held(self._index, call)
         return any(
-            _fits(demand(call.record, worker.info), self._decode_view(worker, held), promised)
+            _fits(demand(call.record, worker.info), self._decode_view(worker, held.blocks(worker)), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
         )
@@ -207,17 +224,20 @@ class Placer:
         held = _Held(self._index, call)
         readers = self._readers(call.record, decode.info.fingerprint, call.failed_prefills, now)
         views = self._prefill_views(call, held, readers, wanted)
-        choice = self._policy.choose(wanted, views, [self._decode_view(decode, held)])
+        choice = self._policy.choose(wanted, views, [self._decode_view(decode, held.blocks(decode))])
         return None if choice is None else choice.prefill
 
     def _readers(
-        self, record: RequestRecord, fingerprint: str, failed: Container[Life], now: float
+        self, record: RequestRecord, fingerprint: str, failed: Collection[Life], now: float
     ) -> list[WorkerEntry]:
         """The prefill workers of a model that could read the prompt of `record`, without those that `failed`."""
+        demands = _Demands(record)
         return [
             w
             for w in self._registry.takers("prefill", now)
-            if w.info.fingerprint == fingerprint and w.life not in failed and _holds(w, record)
+            if w.key[0] == fingerprint
+            and demands[w.room].prompt_blocks <= w.info.blocks
+            and not (failed and w.life in failed)
         ]
 
     def _prefill_views(
@@ -227,7 +247,7 @@ class Placer:
         # Workers whose blocks are of one size hold the same beginnings.
         for key in {w.key for w in readers}:
             delaying |= self._delaying(call, held, [w for w in readers if w.key == key])
-        return [self._reader_view(w, held, wanted, delaying[w.name]) for w in readers]
+        return [self._reader_view(w, held.blocks(w), wanted, delaying[w.name]) for w in readers]
 
     def _local_views(
         self,
@@ -240,20 +260,22 @@ class Placer:
         """The decode workers of one kind as those that read the prompt themselves, beside prefill workers if any. Until
         one has computed a prompt, it is taken to be as quick as a prefill worker."""
         key = decodes[0].key
+        found = held.depths(key)
         delaying = self._delaying(call, held, [*decodes, *(w for w in readers if w.key == key)])
-        return {w.name: self._reader_view(w, held, wanted, delaying[w.name]) for w in decodes}
+        return {w.name: self._reader_view(w, found.get(w.name, 0), wanted, delaying[w.name]) for w in decodes}
 
     def _delaying(self, call: Call, held: "_Held", alike: Sequence[WorkerEntry]) -> dict[str, float]:
         """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
-        found = {w.name: held.blocks(w) for w in alike}
-        waiting = sum(w.queued_requests for w in alike) / len(alike)
+        depths = held.depths(alike[0].key)
+        found = {w.name: depths.get(w.name, 0) for w in alike}
+        waiting = sum([w.queued_requests for w in alike]) / len(alike)
         return delaying_tokens(self._shares, call.chain(alike[0].key), found, alike[0].key[1], waiting)
 
-    def _reader_view(self, worker: WorkerEntry, held: "_Held", wanted: Demand, delaying: float) -> PrefillView:
+    def _reader_view(self, worker: WorkerEntry, blocks: int, wanted: Demand, delaying: float) -> PrefillView:
         fitted, name = self._fitted, worker.name
         return PrefillView(
             name,
-            min(held.blocks(worker) * worker.info.block_size, wanted.prompt_tokens - 1),
+            min(blocks * worker.room[0], wanted.prompt_tokens - 1),
             worker.queue_tokens,
             fitted.s_per_token(name),
             len(worker.own),
@@ -264,16 +286,18 @@ class Placer:
 
     def _read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
         """How long a prompt takes to be read on a worker, by what was measured."""
-        view = self._reader_view(worker, held, wanted, 0.0)
+        view = self._reader_view(worker, held.blocks(worker), wanted, 0.0)
         return sum(prefill_terms(wanted, view)) if view.s_per_token else 0.0
 
-    def _decode_view(self, worker: WorkerEntry, held: "_Held") -> DecodeView:
+    def _decode_view(self, worker: WorkerEntry, cached_blocks: int) -> DecodeView:
+        """A view, which the worker keeps for the next request that it holds as much of: coefficients too are those of
+        its last report, dispatch or end."""
         load, fitted, name = worker.load, self._fitted, worker.name
         step_s = load.s_per_token if load else 0.0
         alone_s, s_per_row = fitted.step(name, step_s)
-        return DecodeView(
+        view = worker.decode_view = DecodeView(
             name,
-            held.blocks(worker),
+            cached_blocks,
             worker.used_blocks,
             worker.info.blocks,
             step_s,
@@ -287,6 +311,18 @@ class Placer:
             unmeasured_s_per_block=fitted.s_per_block(name),
             exposure=fitted.exposure(name),
         )
+        return view
+
+
+class _Demands(dict[Room, Demand]):
+    """What one request needs, by what it depends on: the same for most workers."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+
+    def __missing__(self, room: Room) -> Demand:
+        self[room] = needs = _demand(self._record, room)
+        return needs
 
 
 class Soonest(msgspec.Struct, frozen=True):
@@ -304,12 +340,16 @@ class _Held:
         self._call = call
         self._depths: dict[ModelKey, dict[str, int]] = {}
 
+    def depths(self, key: ModelKey) -> Mapping[str, int]:
+        """Return how many leading blocks the workers of one kind hold; those that hold none are left out."""
+        depths = self._depths.get(key)
+        if depths is None:
+            depths = self._depths[key] = self._index.depths(self._call.chain(key))
+        return depths
+
     def blocks(self, worker: WorkerEntry) -> int:
         """Return how many leading blocks, of the worker's size, it holds."""
-        depths = self._depths.get(worker.key)
-        if depths is None:
-            depths = self._depths[worker.key] = self._index.depths(self._call.chain(worker.key))
-        return depths.get(worker.name, 0)
+        return self.depths(worker.key).get(worker.name, 0)
 
 
 def _whole_view(name: str, wanted: Demand) -> PrefillView:
@@ -318,8 +358,8 @@ def _whole_view(name: str, wanted: Demand) -> PrefillView:
 
 
 def _fits(wanted: Demand, view: DecodeView, promised: int = 0) -> bool:
-    missing = wanted.blocks + promised - view.cached_blocks
-    return missing <= view.blocks - view.used_blocks and wanted.most_blocks <= view.blocks
+    size = view.blocks
+    return wanted.blocks + promised - view.cached_blocks <= size - view.used_blocks and wanted.most_blocks <= size
 
 
 def _holds(worker: WorkerEntry, record: RequestRecord) -> bool:

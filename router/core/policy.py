@@ -194,14 +194,12 @@ class LeastCost:
     def choose(
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
     ) -> Choice | None:
-        found = _Cheapest()
+        found = _Cheapest(len(decodes))
         for at, decode in enumerate(decodes):
             if decode.local is not None:
                 reader_s = sum(prefill_terms(demand, decode.local)) + _others_s(demand, decode.local, decode)
-                found.add(reader_s + pressure_s(demand, decode), 2 * decode.outstanding, (-1, at))
-        readers = [
-            (sum(prefill_terms(demand, view)) + _others_s(demand, view), at) for at, view in enumerate(prefills)
-        ]
+                found.add(reader_s + pressure_s(demand, decode), 2 * decode.outstanding, at)
+        readers = [(_reader_s(demand, view), at) for at, view in enumerate(prefills)]
         sides = [(_likely_s(demand, view), at) for at, view in enumerate(decodes)]
         if len(readers) * len(sides) > MANY_PAIRS:
             # Who is left out of those that tie, is drawn by lot.
@@ -214,46 +212,84 @@ class LeastCost:
             decode = decodes[at]
             waits_s, missing = pressure_s(demand, decode), missing_blocks(demand, decode)
             least_s = waits_s + missing * _least_s_per_block(decode)
-            for reader_s, reader in readers:
-                if found.is_below(reader_s + least_s):
-                    break
-                prefill = prefills[reader]
-                move_s = missing * _s_per_block(prefill, decode)
-                work = prefill.outstanding + decode.outstanding
-                found.add(reader_s + move_s + waits_s, work, (reader, at))
+            found.add_row(prefills, readers, decode, (missing, waits_s, least_s), at)
         if not found.ties:
             return None
         ties = sorted(found.ties)
-        reader, at = ties[0] if len(ties) == 1 else self._random.choice(ties)
+        reader, at = divmod(ties[0] if len(ties) == 1 else self._random.choice(ties), len(decodes))
         decode = decodes[at]
-        chosen = decode.local if reader < 0 else prefills[reader]
+        chosen = prefills[reader - 1] if reader else decode.local
         assert chosen is not None
         return Choice(chosen, decode, cost(demand, chosen, decode), reason(chosen, decode))
 
 
 class _Cheapest:
-    """The cheapest pairs so far: `ties`, the places of both workers in their lists, -1 for the decode worker itself."""
+    """The cheapest pairs so far: `ties`, the place of the reader, counted from 1, times the number of decode workers,
+    plus the decode worker's place; a decode worker that reads itself has reader 0."""
 
-    def __init__(self) -> None:
-        self.ties: list[tuple[int, int]] = []
+    def __init__(self, places: int) -> None:
+        self.ties: list[int] = []
+        self._places = places
         self._total_s, self._work = float("inf"), 0
+        self._as_given_s = float("inf")
 
     def is_below(self, total_s: float) -> bool:
         """Return True if no pair that costs `total_s` or more is among the cheapest."""
-        return round(total_s, _RESOLUTION_DIGITS) > self._total_s
+        return total_s > self._as_given_s and round(total_s, _RESOLUTION_DIGITS) > self._total_s
 
-    def add(self, total_s: float, work: int, pair: tuple[int, int]) -> None:
-        total_s = round(total_s, _RESOLUTION_DIGITS)
-        if total_s > self._total_s:
-            return
-        if total_s < self._total_s or work < self._work:
-            self.ties, self._total_s, self._work = [], total_s, work
+    def add(self, total_s: float, work: int, pair: int) -> None:
+        # Idle workers cost the same to the last bit: then nothing is rounded twice.
+        if total_s != self._as_given_s:
+            rounded_s = round(total_s, _RESOLUTION_DIGITS)
+            if rounded_s > self._total_s:
+                return
+            if rounded_s < self._total_s:
+                self.ties, self._total_s, self._work = [], rounded_s, work
+            self._as_given_s = total_s
+        if work < self._work:
+            self.ties, self._work = [], work
         if work == self._work:
             self.ties.append(pair)
+
+    def add_row(
+        self,
+        prefills: Sequence[PrefillView],
+        readers: Sequence[tuple[float, int]],
+        decode: DecodeView,
+        costs: tuple[int, float, float],
+        at: int,
+    ) -> None:
+        """Add the pairs of a decode worker with `readers`, the cheapest first: their costs and their places."""
+        missing, waits_s, least_s = costs
+        name, ways, others, places = decode.name, decode.s_per_block, decode.outstanding, self._places
+        pairs = zip(decode.unmeasured_s_per_block, decode.exposure, strict=True)
+        near_s, far_s = ((way_s or ASSUMED_S_PER_BLOCK) * exposure for way_s, exposure in pairs)
+        for reader_s, reader in readers:
+            if reader_s + least_s > self._as_given_s and self.is_below(reader_s + least_s):
+                break
+            prefill = prefills[reader]
+            if ways or prefill.name == name:
+                way_s = _s_per_block(prefill, decode)
+            else:
+                way_s = near_s if prefill.host == decode.host else far_s
+            total_s, work = reader_s + missing * way_s + waits_s, prefill.outstanding + others
+            if total_s == self._as_given_s and work == self._work:
+                self.ties.append((reader + 1) * places + at)  # as most do where there is no work
+            else:
+                self.add(total_s, work, (reader + 1) * places + at)
 
 
 def _first(side: tuple[float, ...]) -> float:
     return side[0]
+
+
+def _reader_s(demand: Demand, prefill: PrefillView) -> float:
+    """Return what a pair with this prefill worker costs for its part: the sum of `prefill_terms` and `_others_s`, to
+    the last bit, at a third of the time."""
+    token_s = (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
+    uncached_tokens = demand.prompt_tokens - prefill.cached_tokens
+    own_s = prefill.queue_tokens * token_s + (uncached_tokens if uncached_tokens > 1 else 1) * token_s
+    return own_s + prefill.delaying_tokens * token_s
 
 
 def _likely_s(demand: Demand, decode: DecodeView) -> float:

@@ -11,12 +11,15 @@ from engine.messages import Load, PeerAddress, WorkerInfo
 from engine.types import Incarnation, RequestId
 from router.core.ejection import Ejections
 from router.core.fitting import Coefficients
+from router.core.policy import DecodeView
 
 Life = tuple[str, Incarnation]
 """One life of a worker: a name that comes back as another process is another life."""
 ModelKey = tuple[str, int]
 """Fingerprint and block size: what the identities of a worker's blocks depend on. Workers of one fingerprint can hand
 blocks over to each other, whatever their size."""
+Room = tuple[int, int | None]
+"""Block size and promised growth: what the demand of a request depends on."""
 
 
 @dataclass(slots=True)
@@ -31,46 +34,67 @@ class InFlight:
 
 @dataclass(slots=True)
 class WorkerEntry:
+    """A worker and what is known of its load. What every placement asks all workers for is kept ready, and changed
+    where a report, a dispatch or an end changes it: only the registry does that."""
+
     peer: PeerAddress
     info: WorkerInfo
     seen_s: float
     load: Load | None = None
     least_s_per_block: float = 0.0  # the time for a block over the quickest way to it, of those that it reports
     refused: bool = False  # said no since its last report: not asked again before the next one
+    leaving: bool = False  # it drains
     own: dict[RequestId, InFlight] = field(default_factory=dict)
     name: str = field(init=False)
     life: Life = field(init=False)
     key: ModelKey = field(init=False)
+    room: Room = field(init=False)
+    queue_tokens: int = 0
+    queued_requests: int = 0
+    """Requests whose prompts it had not computed when it last reported."""
+    used_blocks: int = 0
+    """Blocks that no eviction can free."""
+    decode_view: DecodeView | None = None
+    """How a placement saw it last, as long as nothing but what it holds of a prompt has changed since."""
 
     def __post_init__(self) -> None:
         # Every placement asks every worker for these, and a life never changes them.
         self.name, self.life = self.peer.name, (self.peer.name, self.info.incarnation)
         self.key = (self.info.fingerprint, self.info.block_size)
+        self.room = (self.info.block_size, self.info.growth_tokens)
 
-    @property
-    def leaving(self) -> bool:
-        """True while the worker drains."""
-        return self.load is not None and self.load.leaving
+    def adds(self, tokens: int, blocks: int) -> None:
+        """Count so much more, or less, beyond its last report."""
+        self.queue_tokens += tokens
+        self.used_blocks += blocks
+        self.decode_view = None
 
-    @property
-    def queue_tokens(self) -> int:
-        reported = self.load.waiting_tokens if self.load else 0
-        return reported + sum(d.tokens for d in self.own.values() if not d.counted)
+    def reported(self, load: Load) -> None:
+        """Take a report, which counts all that had been accepted when it was made."""
+        self.load, self.refused, self.leaving = load, False, load.leaving
+        self.least_s_per_block = min(load.s_per_block.values(), default=0.0)
+        # A decode worker's running requests are past the computing of their prompts.
+        running = load.running_requests if self.info.role == "prefill" else 0
+        self.queued_requests = load.waiting_requests + running
+        for dispatch in self.own.values():
+            dispatch.counted = dispatch.accepted
+        self.queue_tokens, self.used_blocks = self._beyond(load)
+        self.decode_view = None
 
-    @property
-    def queued_requests(self) -> int:
-        """Requests whose prompts it had not computed when it last reported."""
-        if self.load is None:
-            return 0
-        # A decode worker's running requests are past that.
-        return self.load.waiting_requests + (self.load.running_requests if self.info.role == "prefill" else 0)
+    def _beyond(self, load: Load | None) -> tuple[int, int]:
+        """A report, and what it did not count: queued tokens, used blocks."""
+        tokens = load.waiting_tokens if load else 0
+        blocks = load.active_blocks + load.reserved_blocks + load.quarantined_blocks if load else 0
+        uncounted = [d for d in self.own.values() if not d.counted]
+        return tokens + sum(d.tokens for d in uncounted), blocks + sum(d.blocks for d in uncounted)
 
-    @property
-    def used_blocks(self) -> int:
-        """Blocks that no eviction can free."""
-        load = self.load
-        held = load.active_blocks + load.reserved_blocks + load.quarantined_blocks if load else 0
-        return held + sum(d.blocks for d in self.own.values() if not d.counted)
+    def check(self) -> None:
+        """Raise AssertionError if what is kept ready is not what the report and the dispatches say."""
+        assert (self.queue_tokens, self.used_blocks) == self._beyond(self.load), f"{self.name} is miscounted"
+        view = self.decode_view
+        if view is not None:
+            assert (view.used_blocks, view.outstanding) == (self.used_blocks, len(self.own)), f"{self.name} is stale"
+            assert self.load is None or view.s_per_step == self.load.s_per_token, f"{self.name} is stale"
 
 
 class Registry:
@@ -82,6 +106,7 @@ class Registry:
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
         self._workers: dict[str, WorkerEntry] = {}
+        self._roles: dict[str, dict[str, WorkerEntry]] = {}
         self._named: dict[str, Incarnation] = {}
         self._lives: dict[str, Incarnation] = {}
         self._left: dict[str, Incarnation] = {}
@@ -120,12 +145,12 @@ class Registry:
         return worker is not None and worker.life == life
 
     def role(self, role: str) -> list[WorkerEntry]:
-        return [w for w in self._workers.values() if w.info.role == role]
+        return list(self._roles.get(role, {}).values())
 
     def live(self, role: str, now: float) -> list[WorkerEntry]:
         """Workers of a role that reported within `silent_s`."""
         since_s = now - self._silent_s
-        return [w for w in self._workers.values() if w.info.role == role and w.seen_s >= since_s]
+        return [w for w in self._roles.get(role, {}).values() if w.seen_s >= since_s]
 
     def takers(self, role: str, now: float) -> list[WorkerEntry]:
         """Live workers of a role that take new requests: of each model those that are not ejected, or, where they all
@@ -157,7 +182,11 @@ class Registry:
 
     def join(self, peer: PeerAddress, info: WorkerInfo, now: float) -> bool:
         """Note that a worker is connected; True if this is a new life of it, with an empty cache."""
-        self._workers[peer.name] = WorkerEntry(peer, info, now)
+        worker, known = WorkerEntry(peer, info, now), self._workers.get(peer.name)
+        self._workers[peer.name] = worker
+        if known is not None and known.info.role != info.role:
+            del self._roles[known.info.role][peer.name]
+        self._roles.setdefault(info.role, {})[peer.name] = worker
         self._met_roles.add(info.role)
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
@@ -168,7 +197,9 @@ class Registry:
 
     def leave(self, name: str) -> None:
         """Note that a worker is not connected any more; it may come back with its cache."""
-        self._workers.pop(name, None)
+        worker = self._workers.pop(name, None)
+        if worker is not None:
+            del self._roles[worker.info.role][name]
 
     def forget(self, name: str) -> None:
         """Drop what is known of a worker that was taken away, and is not connected any more."""
@@ -182,13 +213,11 @@ class Registry:
         worker = self._workers.get(name)
         if worker is None:
             return
-        worker.load, worker.seen_s, worker.refused = load, now, False
-        worker.least_s_per_block = min(load.s_per_block.values(), default=0.0)
+        worker.seen_s = now
+        worker.reported(load)
         self.fitted.reported(name, load)
         if load.leaving:
             self._left[name] = worker.info.incarnation
-        for dispatch in worker.own.values():
-            dispatch.counted = dispatch.accepted
 
     def forgive(self, now: float) -> None:
         """Count all silence from now: nobody could have been heard until here."""
@@ -197,7 +226,12 @@ class Registry:
 
     def dispatched(self, name: str, request: RequestId, tokens: int, blocks: int) -> None:
         """Note a request that is sent to a worker, and what it adds there: uncached tokens, new blocks."""
-        self._workers[name].own[request] = InFlight(tokens, blocks)
+        worker = self._workers[name]
+        before = worker.own.get(request)
+        if before is not None and not before.counted:
+            worker.adds(-before.tokens, -before.blocks)
+        worker.own[request] = InFlight(tokens, blocks)
+        worker.adds(tokens, blocks)
 
     def accepted(self, name: str, request: RequestId) -> None:
         """Note that the worker has said yes: its next report counts the request."""
@@ -207,5 +241,7 @@ class Registry:
 
     def released(self, name: str, request: RequestId) -> None:
         worker = self._workers.get(name)
-        if worker is not None:
-            worker.own.pop(request, None)
+        dispatch = None if worker is None else worker.own.pop(request, None)
+        if worker is not None and dispatch is not None:
+            more = (0, 0) if dispatch.counted else (-dispatch.tokens, -dispatch.blocks)
+            worker.adds(*more)

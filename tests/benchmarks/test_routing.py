@@ -9,10 +9,12 @@ import pytest
 
 from benchmarks import traces
 from benchmarks.routing import bounds
-from benchmarks.routing.__main__ import RoutingCase, at_load, gap_ms, lines, main, run, workload
-from benchmarks.routing.cluster import ClusterShape, RoutingOutcome, SimulatedCluster, Speeds
+from benchmarks.routing.__main__ import lines, main
+from benchmarks.routing.cluster import SimulatedCluster
+from benchmarks.routing.runs import NAMES, RoutingCase, at_load, gap_ms, run, workload
+from benchmarks.routing.workers import ClusterShape, RoutingOutcome, Speeds
 from benchmarks.routing.workloads import BLOCK, GENERATED, PromptTurn, Visit, in_order
-from router.core.policies import POLICIES, make_policy
+from router.core.policies import make_policy
 
 SMALL = ClusterShape(prefill=2, decode=2, prefill_blocks=400, decode_blocks=2000)
 
@@ -47,7 +49,7 @@ def test_workloads_are_the_same_for_the_same_seed_and_grow_along_sessions(name: 
     assert bounds.lru(turns, 100) <= bounds.belady(turns, 100) + 1e-9 <= bounds.infinite(turns) + 2e-9
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 def test_everybody_is_served_and_every_token_is_computed_or_found(policy: str) -> None:
     """Guards the count of hits: what was not found was computed, and took its time."""
     case = RoutingCase("chat", 300, 1, 0.6, policy, SMALL)
@@ -72,7 +74,7 @@ def test_one_prompt_takes_what_the_speeds_say() -> None:
     """Guards the clock of the simulation: prefill in two chunks, then the wire, then a token a step."""
     speeds = Speeds(0.1, 0.01, 0.001, 0.5, 0.0, 0.0)
     shape = ClusterShape(prefill=1, decode=1, chunk_tokens=20, speeds=speeds, latency_s=0.0)
-    outcome = SimulatedCluster(shape, make_policy("least-cost", 0)).run([Visit(1.0, (turn(1, 2, tokens=30),))])
+    outcome = SimulatedCluster(shape, lambda: make_policy("least-cost", 0)).run([Visit(1.0, (turn(1, 2, tokens=30),))])
     assert outcome.ttft_s == [pytest.approx(2 * 0.1 + 30 * 0.01 + 0.001)]
     assert outcome.gaps == {500: 3} and gap_ms(outcome, 0.99) == 500
 
@@ -87,7 +89,7 @@ def test_a_load_is_that_of_a_perfect_cache() -> None:
 def test_the_slow_worker_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards prices per worker: one that is three times slower is not sent a third of the work."""
     shape = ClusterShape(prefill=3, decode=2, slow=3.0)
-    cluster = SimulatedCluster(shape, make_policy("least-cost", 0))
+    cluster = SimulatedCluster(shape, lambda: make_policy("least-cost", 0))
     cluster.run(at_load(GENERATED["cold"](400, 1), 0.7, shape))
     tokens = {name: worker.busy_s / (3.0 if name == "prefill-0" else 1.0) for name, worker in cluster.prefills.items()}
     assert tokens["prefill-0"] < 0.6 * min(tokens["prefill-1"], tokens["prefill-2"])

@@ -10,7 +10,7 @@ import pytest
 from engine.messages import PeerAddress
 from engine.types import Incarnation, RequestId
 from tests.router.core.parts import Parts
-from tests.router.fake_cluster import worker_info
+from tests.router.fake_cluster import load, worker_info
 
 A, B = RequestId("a"), RequestId("b")
 
@@ -35,9 +35,8 @@ def test_a_dispatch_counts_until_a_report_that_saw_it() -> None:
 def test_what_no_eviction_frees_is_used() -> None:
     parts = Parts()
     worker = parts.join("d0")
-    parts.report("d0", active=1)
-    assert worker.load is not None
-    worker.load = msgspec.structs.replace(worker.load, reserved_blocks=2, quarantined_blocks=4, cached_blocks=8)
+    report = msgspec.structs.replace(load(active=1), reserved_blocks=2, quarantined_blocks=4, cached_blocks=8)
+    parts.registry.report("d0", report, 0.0)
     assert worker.used_blocks == 7
 
 

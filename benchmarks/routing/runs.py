@@ -1,0 +1,99 @@
+"""One run of the routing benchmark: a workload at a load, a policy, a cluster's shape and its faults."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import traces
+from benchmarks.routing import bounds
+from benchmarks.routing.cluster import NO_FAULTS, RoutingFaults, SimulatedCluster
+from benchmarks.routing.formulas import FORMULAS, formula
+from benchmarks.routing.workers import ClusterShape, RoutingOutcome
+from benchmarks.routing.workloads import GENERATED, Workload, in_order, of_trace, stretched
+from cluster.bench.traces import read
+from router.core.policies import POLICIES, make_policy
+from router.core.policy import RoutingPolicy
+
+MADE = "made"
+"""The workload that `benchmarks.traces` makes."""
+NAMES = (*POLICIES, *FORMULAS)
+"""The policies that may be named: the router's, and peers' by formula."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingCase:
+    """One run. `source` is a workload's name or a trace's path."""
+
+    source: str
+    requests: int
+    seed: int
+    load: float
+    policy: str
+    shape: ClusterShape
+    faults: RoutingFaults = NO_FAULTS
+
+
+def workload(source: str, requests: int, seed: int) -> Workload:
+    """Return the sessions of a case. Raises OSError for a trace that cannot be read."""
+    if source in GENERATED:
+        return GENERATED[source](requests, seed)
+    if source == MADE:
+        return of_trace(traces.make(traces.TraceShape(rows=requests), seed))
+    return of_trace(read(Path(source))[:requests])
+
+
+def bound(sessions: Workload, shape: ClusterShape) -> float:
+    """Return the share of prompt tokens that one cache as large as all prefill workers' together finds."""
+    return bounds.lru(in_order(sessions), shape.prefill * shape.prefill_blocks)
+
+
+def at_load(sessions: Workload, load: float, shape: ClusterShape) -> Workload:
+    """Return the sessions so far apart that prefill would be busy for `load` of the time with the hits of `bound`."""
+    tokens = sum(turn.prompt_tokens for session in sessions for turn in session.turns)
+    work_s = tokens * (1 - bound(sessions, shape)) * shape.speeds.prefill_token_s
+    return stretched(sessions, work_s / load / (shape.prefill - 1 + 1 / shape.slow))
+
+
+def run(case: RoutingCase) -> RoutingOutcome:
+    """Serve a case's sessions; deterministic."""
+    return run_with(case, lambda: named(case.policy, case.seed))
+
+
+def run_with(case: RoutingCase, make_policy: Callable[[], RoutingPolicy]) -> RoutingOutcome:
+    """Serve a case's sessions with a policy of another kind than those that have a name."""
+    sessions = at_load(workload(case.source, case.requests, case.seed), case.load, case.shape)
+    return SimulatedCluster(case.shape, make_policy, case.faults, case.seed).run(sessions)
+
+
+def named(policy: str, seed: int) -> RoutingPolicy:
+    """Return the policy of this name. Raises ValueError for an unknown one."""
+    return formula(policy, seed) if policy in FORMULAS else make_policy(policy, seed)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def gap_ms(outcome: RoutingOutcome, share: float) -> int:
+    """Return the milliseconds between tokens that `share` of them do not exceed."""
+    left = share * sum(outcome.gaps.values())
+    for gap in sorted(outcome.gaps):
+        left -= outcome.gaps[gap]
+        if left <= 0:
+            return gap
+    return 0
+
+
+def around_restart(outcome: RoutingOutcome) -> tuple[float, float]:
+    """Return the share of cached tokens of the prompts computed before the router was restarted, and of as many after
+    it, a tenth of all each; 0.0 and 0.0 where it was not."""
+    if outcome.restarted_s is None:
+        return 0.0, 0.0
+    some = max(1, len(outcome.found) // 10)
+    before = [found for found in outcome.found if found[0] <= outcome.restarted_s][-some:]
+    after = [found for found in outcome.found if found[0] > outcome.restarted_s][:some]
+    early, late = (
+        sum(cached for _, cached, _ in part) / max(1, sum(tokens for _, _, tokens in part)) for part in (before, after)
+    )
+    return early, late
