@@ -48,7 +48,7 @@ class TimedStep:
         return self.began_s - before.ended_s
 
 
-class TimedDevice:
+class DeviceTimeline:
     """Fulfils `engine.runner.Runner`; computes nothing, for as long as it is told to."""
 
     def __init__(self, step_s: float) -> None:
@@ -75,7 +75,7 @@ class Kept(NamedTuple):
 
 def measure(rows: int, context: int, step_s: float, steps: int, ahead: bool) -> Kept:
     """Decode `rows` requests of `context` prompt tokens for so many steps."""
-    device = TimedDevice(0.0)
+    device = DeviceTimeline(0.0)
     answer = steps + WARM + 64
     blocks = rows * (-(-(context + answer) // BLOCK) + 1)
     scheduler = DecodeScheduler(
