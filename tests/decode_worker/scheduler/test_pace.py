@@ -27,7 +27,10 @@ def test_prompts_go_on_where_the_rows_alone_take_as_long() -> None:
     """Guards a prompt against waiting until every stream has ended."""
     pace = paced(0.005)
     assert pace.tokens(8) == 16
-    assert Pace(8, 16, 0.005).tokens(8) == 8, "a step's memory was counted for so many"
+    short = Pace(8, 16, 0.005)
+    assert short.tokens(8) == 8, "a step's memory was counted for so many"
+    short.measured(8, 8, 1.0)
+    assert short.tokens(8) == 8
 
 
 def test_nothing_is_bounded_by_what_was_not_measured() -> None:

@@ -361,3 +361,23 @@ def test_a_block_that_gives_way_is_held_while_a_step_reads_it() -> None:
     assert kv.pool.state(own) is BlockState.FREE
     BlockLedger(kv).check()
     kv.check()
+
+
+def test_what_another_has_computed_is_adopted_behind_what_is_committed() -> None:
+    """Guards blocks that are held once too often, or not at all, where a prompt takes over what it shares."""
+    kv = KVCacheManager(16, 4, "m")
+    tokens = list(range(14))
+    first, second = (kv.acquire(b"", tokens, match_limit=0, room_tokens=14) for _ in range(2))
+    assert first is not None and second is not None
+    kv.commit(first, tokens[:12])
+    kv.commit(second, tokens[:4])
+    own = list(second.blocks)
+    assert kv.adopt(second, tokens[:9]) == 8, "whole blocks of what it may share"
+    assert second.blocks == [*first.blocks[:2], *own[2:]] and len(second.path) == 2
+    assert [kv.pool.refs(block) for block in second.blocks] == [2, 2, 1, 1]
+    assert kv.pool.state(own[1]) is BlockState.FREE
+    BlockLedger(kv).check()
+    kv.release(first)
+    kv.release(second)
+    assert kv.available == 16
+    kv.check()

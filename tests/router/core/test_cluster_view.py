@@ -94,6 +94,8 @@ def test_a_request_without_a_prefill_worker() -> None:
     assert choice is not None
     assert parts.view.offered(call, choice) == LOCAL
     assert (call.prefill, call.prefill_life) == ("", None)
+    decode = parts.registry.get("d0")
+    assert decode is not None and decode.queue_tokens == len(call.record.tokens), "it has the prompt to read"
 
 
 @pytest.mark.parametrize(("prefill", "size"), [("p0", 16), ("p1", 20)])

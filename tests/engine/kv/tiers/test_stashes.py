@@ -45,3 +45,21 @@ def test_less_than_a_block_is_no_stash() -> None:
     kv = KVCacheManager(8, SIZE, "m", tiers)
     stashes = Stashes(kv, tiers)
     assert stashes.put(_computed(kv, [1, 2, 3, 4, 5]), SIZE - 1) is None and not stashes.kept
+
+
+def test_a_stash_that_was_dropped_is_nobodys_failure() -> None:
+    """Guards a request that has ended against being told that its copies have failed."""
+    tiers = Tiers(4, 1000)
+    kv = KVCacheManager(8, SIZE, "m", tiers)
+    stashes = Stashes(kv, tiers)
+    kept, dropped = (stashes.put(_computed(kv, [n] * 4), SIZE) for n in (1, 2))
+    assert kept is not None and dropped is not None
+    stores = [store for store in tiers.take_commands() if isinstance(store, Store)]
+    stashes.drop(dropped)
+    failed = []
+    for store in stores:
+        stored = Stored(store.number, 0, 0.1, "no memory")
+        tiers.handle(stored)
+        failed += stashes.stored(stored)
+    assert len(stores) == 2 and failed == [kept]
+    assert not stashes.kept

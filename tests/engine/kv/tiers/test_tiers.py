@@ -78,6 +78,13 @@ def test_what_was_written_ahead_gives_way_without_loss() -> None:
     assert len([one for one in told if isinstance(one, Spill)]) <= 1, "one at a time"
 
 
+def test_nothing_is_written_ahead_while_enough_slots_are_free() -> None:
+    """Guards a disk that is written one block earlier than it must be: two of four slots are kept free, or on disk."""
+    tiers = _tiers(segments=4)
+    assert not [told for told in _demote(tiers, IDENTS[:2]) if isinstance(told, Spill)] and tiers.host.free == 2
+    assert [told for told in _demote(tiers, IDENTS[2:3]) if isinstance(told, Spill)]
+
+
 def test_a_block_is_on_disk_only_when_it_was_written() -> None:
     """Guards a segment that is being written: nobody may read it yet, and its slots may not be given away."""
     tiers = _tiers(segments=4)
@@ -178,8 +185,8 @@ def test_a_load_reads_each_block_where_it_is_nearest() -> None:
     tiers.handle(Loaded(load.number, 2, 0.5, 2.0))
     assert (tiers.cost.host_s, tiers.cost.disk_s) == (0.5, 2.0)
     assert tiers.counts.loaded_blocks == {"host": 1, "disk": 1}
-    assert tiers.worthwhile(IDENTS[:2], block_size=4, tokens_per_s=4.0) == 0
-    assert tiers.worthwhile(IDENTS[1:2], block_size=4, tokens_per_s=4.0) == 1
+    assert tiers.worthwhile(IDENTS[:2], block_size=4, tokens_per_s=4.0) == 0 and tiers.counts.refused == 1
+    assert tiers.worthwhile(IDENTS[1:2], block_size=4, tokens_per_s=4.0) == 1 and tiers.counts.refused == 1
     tiers.check()
 
 
