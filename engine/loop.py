@@ -139,6 +139,12 @@ class Engine(Generic[E, C]):
             return None
         return self._end(ending)
 
+    def drain(self) -> None:
+        """Wait for the step under way, whose result nobody wants any more."""
+        if self._under_way is not None:
+            self._under_way.launched.wait()
+            self._under_way = None
+
     def _end(self, step: _Step) -> Ran:
         drawn = step.launched.wait()
         ended = self._clock()

@@ -7,7 +7,6 @@ follows takes its token from what the step before has drawn, there. The CPU comp
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -45,26 +44,11 @@ class Runner(Protocol):
         on with what its request's row of the latest one draws. The plan is read before this returns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A step that has ended as it was launched, at times of `time.perf_counter`."""
-
-    drawn: Sequence[Drawn]
-    began_s: float
-    ended_s: float
-
-    def wait(self) -> Sequence[Drawn]:
-        return self.drawn
-
-    def idle_s(self, before: "Done") -> float:
-        return max(0.0, self.began_s - before.ended_s)
-
-
 class HostMark:
     """Stands for `torch.cuda.Event` where the device is the CPU, which has done what it was told."""
 
     def __init__(self) -> None:
-        self._at_s = 0.0
+        self._at_s = time.perf_counter()
 
     def record(self) -> None:
         self._at_s = time.perf_counter()
@@ -78,33 +62,51 @@ class HostMark:
 
 def _mark(device: torch.device) -> Any:
     """Return a point in the device's work, recorded now."""
-    mark: Any = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostMark()
+    if device.type != "cuda":
+        return HostMark()
+    mark: Any = torch.cuda.Event(enable_timing=True)
     mark.record()
     return mark
 
 
-class Queued:
+class _Marked:
+    """A step between two points of its device's work."""
+
+    def __init__(self, began: Any, ended: Any) -> None:
+        self._began = began
+        self._ended = ended
+
+    def idle_s(self, before: "_Marked") -> float:
+        return max(0.0, float(before._ended.elapsed_time(self._began)) * 1e-3)
+
+
+class Done(_Marked):
+    """A step that has ended as it was launched."""
+
+    def __init__(self, drawn: Sequence[Drawn], began: Any, ended: Any) -> None:
+        super().__init__(began, ended)
+        self._drawn = drawn
+
+    def wait(self) -> Sequence[Drawn]:
+        self._ended.synchronize()
+        return self._drawn
+
+
+class Queued(_Marked):
     """A step that is queued on a device. `tokens` int64 `[draws]` will be there; `places`: where that of each row with
     `draw` is, in the order of the plan."""
 
     def __init__(self, tokens: Tensor, places: list[int], began: Any) -> None:
         self.tokens = tokens
         self.places = places
-        self._began = began
         self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=tokens.is_cuda)
         self._host.copy_(tokens, non_blocking=True)
-        self._ended = _mark(tokens.device)
+        super().__init__(began, _mark(tokens.device))
 
     def wait(self) -> Sequence[Drawn]:
         self._ended.synchronize()
         drawn = self._host.tolist()
         return [drawn[at] for at in self.places]
-
-    def idle_s(self, before: "Queued | Done") -> float:
-        """After a step that was waited for, which only a search is, nothing was queued: that is not counted."""
-        if isinstance(before, Done):
-            return 0.0
-        return max(0.0, float(before._ended.elapsed_time(self._began)) * 1e-3)
 
 
 class ModelRunner:
@@ -142,10 +144,11 @@ class ModelRunner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Queued | Done:
-        began_s, began = time.perf_counter(), _mark(self._model.device)
+        device = self._model.device
+        began = _mark(device)
         self.kv.copy(list(plan.copies))
         if not plan.rows:
-            return Done([], began_s, time.perf_counter())
+            return Done([], began, _mark(device))
         order = sorted(range(len(plan.rows)), key=lambda at: plan.rows[at].end - plan.rows[at].start > 1)
         drawing = [at for at in order if plan.rows[at].draw]
         rows = [plan.rows[at] for at in order]
@@ -153,9 +156,13 @@ class ModelRunner:
         if followed is None:
             rows = [self._latest.resolved(row) for row in rows]
         if self._graphs is not None and self._graphs.takes(rows):
-            logits = self._graphs.run(rows, followed)
+            loaded = self._graphs.load(rows, followed)
+            self._begins(began)
+            logits = self._graphs.replay(loaded)
         else:
-            logits = self._forward(rows, followed)
+            batch = self._batch(rows, followed)
+            self._begins(began)
+            logits = self._model.forward(batch, self.kv, self._attention)
         # The device computes; what a penalty needs of the step before has been drawn, or is before that has ended.
         draws = [self._latest.resolved(row) if has_penalties(row) else row for row in rows if row.draw]
         drawn = self._attention.sample(logits, draws)
@@ -164,7 +171,7 @@ class ModelRunner:
             launched = Queued(drawn, sorted(range(len(drawing)), key=drawing.__getitem__), began)
         else:
             in_order = [token for _, token in sorted(zip(drawing, drawn, strict=True))]
-            launched = Done(in_order, began_s, time.perf_counter())
+            launched = Done(in_order, began, _mark(device))
         self._latest = LatestDraws(plan.rows, launched)
         return launched
 
@@ -177,11 +184,16 @@ class ModelRunner:
         places = [latest.places[self._latest.number(row)] if row.follows else -1 for row in ones]
         return Followed(latest.tokens, places)
 
-    def _forward(self, rows: list[Row], followed: Followed | None) -> Tensor:
+    def _batch(self, rows: list[Row], followed: Followed | None) -> ForwardBatch:
         multiple = self._attention.row_multiple
         batch = ForwardBatch.build(rows, self.kv.layout.block_size, self._model.device, multiple, followed)
         self._attention.begin(batch, self.kv)
-        return self._model.forward(batch, self.kv, self._attention)
+        return batch
+
+    def _begins(self, began: Any) -> None:
+        """What was prepared so far, the CPU has done: a GPU that had nothing else to do has waited for it."""
+        if self._model.device.type == "cuda":
+            began.record()
 
 
 class Opened(NamedTuple):

@@ -57,19 +57,20 @@ def is_adjusted(want: Row) -> bool:
 
 
 def adjusted(logits: Tensor, want: Row) -> Tensor:
-    """`logits` `[vocab]` with the row's penalties and without its banned tokens: a copy where any apply."""
+    """`logits` `[vocab]` with the row's penalties and without its banned tokens: a copy where any apply. Their device
+    is not waited for."""
     record, params = want.record, want.record.sampling
     if has_penalties(want):
-        seen = upload(torch.tensor(want.tokens, dtype=torch.int64), logits.device)
+        tokens = torch.tensor(want.tokens, dtype=torch.int64)
+        output, counts = tokens[record.prompt_tokens :].unique(return_counts=True)
         logits = penalize(
             logits,
-            seen,
-            seen[record.prompt_tokens :],
+            *(upload(ids, logits.device) for ids in (tokens.unique(), output, counts)),
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
         )
     if want.banned:
-        logits = logits.clone()
-        logits[list(want.banned)] = float("-inf")
+        banned = upload(torch.tensor(want.banned, dtype=torch.int64), logits.device)
+        logits = logits.index_fill(0, banned, float("-inf"))
     return logits

@@ -5,7 +5,6 @@ read back through the block table. A block that is misplaced, stale, cut short o
 `fake_next` computes the same from the tokens alone.
 """
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 import xxhash
 
 from engine.kv.layout import KVLayout
-from engine.runner import Done
+from engine.runner import Done, HostMark
 from engine.step import Candidates, Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import PagedKV
 from engine.types import BlockId
@@ -74,9 +73,9 @@ class FakeRunner:
         self._planes = [plane.view(torch.uint8).numpy() for plane in planes]
 
     def launch(self, plan: StepPlan) -> Done:
-        began_s = time.perf_counter()
+        began = HostMark()
         drawn = self._run(plan.copies, [self._latest.resolved(row) for row in plan.rows])
-        done = Done(drawn, began_s, time.perf_counter())
+        done = Done(drawn, began, HostMark())
         self._latest = LatestDraws(plan.rows, done)
         return done
 

@@ -35,21 +35,21 @@ def penalize(
     logits: Tensor,
     seen: Tensor,
     output: Tensor,
+    counts: Tensor,
     *,
     repetition: float,
     presence: float,
     frequency: float,
 ) -> Tensor:
-    """Return a penalized copy of `logits` `[vocab]`. `seen`: int64 ids of prompt and output; `output`: of the output
-    alone."""
+    """Return a penalized copy of `logits` `[vocab]`. `seen`: the distinct int64 ids of prompt and output; `output`:
+    those of the output alone, with `counts`. All lie on the logits' device, which is not waited for: how many ids
+    there are, is known without it."""
     logits = logits.clone()
     if repetition != 1.0 and seen.numel():
-        ids = seen.unique()
-        values = logits[ids]
-        logits[ids] = torch.where(values > 0, values / repetition, values * repetition)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
     if (presence or frequency) and output.numel():
-        ids, counts = output.unique(return_counts=True)
-        logits[ids] -= presence + frequency * counts.to(logits.dtype)
+        logits[output] -= presence + frequency * counts.to(logits.dtype)
     return logits
 
 

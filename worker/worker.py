@@ -150,6 +150,8 @@ class Worker(Generic[E]):
     def stop(self, grace_s: float = 5.0) -> None:
         """End everything. Requests under way are lost; who has them notices."""
         self._thread.stop(grace_s)
+        if self._thread.ended.is_set():
+            self._engine.drain()
         self.parts.rpc.stop(min(grace_s, 0.5))
         self._closing.close()
 
@@ -175,6 +177,9 @@ class Worker(Generic[E]):
         return heard
 
     def is_settling(self) -> bool:
+        """What lands while a step is under way is waited for by nobody: it may be in the next but one."""
+        if self._engine.is_busy:
+            return False
         return self._copying > 0 or bool(self._digesting)
 
     def step(self) -> bool:

@@ -131,7 +131,7 @@ class Batch:
 
     def fill(self, now: float) -> None:
         """Let requests that are ready run, as far as a step has rows for them."""
-        rows = sum(map(_rows, self.running))
+        rows = sum([_rows(request) for request in self.running if not self._ends(request)])
         while self.ready and (rows := rows + _rows(self.ready[0])) <= self._max_rows:
             request = self.ready.pop(0)
             request.move(RequestState.RUNNING)

@@ -147,8 +147,9 @@ class Line:
             return None
         shortest = min(in_time, key=lambda job: job.remaining - matched[job])
         uncached = shortest.remaining - matched[shortest]
-        first = max(self.running, key=lambda job: self.order.priority(job.cached_tokens, job, now))
-        return shortest if self.order.is_much_shorter(uncached, first, self.running) else None
+        incomplete = [job for job in self.running if job.remaining]
+        first = max(incomplete, key=lambda job: self.order.priority(job.cached_tokens, job, now))
+        return shortest if self.order.is_much_shorter(uncached, first, incomplete) else None
 
     def _matched(self, job: Job) -> int:
         record = job.record

@@ -197,6 +197,11 @@ class PrefillScheduler:
         step = self._under_way.popleft()
         self.line.order.ran(plan.computed_tokens, now - max(step.planned_at, self._ended_at))
         self._ended_at = now
+        for row, job in zip(plan.rows, step.jobs, strict=True):
+            if job.lease is not None and job.lease.released:
+                # Given up meanwhile: its blocks go into the cache with what they have got.
+                self.kv.copied(job.lease)
+                self.kv.commit(job.lease, job.record.tokens[: row.end])
         self.kv.ended(step.leases)
         tokens = iter(drawn)
         for row, job in zip(plan.rows, step.jobs, strict=True):

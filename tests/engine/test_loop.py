@@ -145,6 +145,15 @@ def test_a_time_without_work_is_not_counted_as_idle(ahead: bool) -> None:
     assert idle == [None, 0.5, 0.5][: 2 if ahead else 3]
 
 
+def test_a_step_that_nobody_wants_any_more_is_waited_for_and_not_completed() -> None:
+    """Guards the memory of an engine that ends: a device would go on writing to it."""
+    turns = Turns(StepPlan(()), ahead=True)
+    turns.engine.step()
+    turns.engine.drain()
+    turns.engine.drain()
+    assert turns.log[-1] == "wait" and turns.log.count("wait") == 1 and not turns.engine.is_busy
+
+
 def test_without_a_plan_nothing_runs() -> None:
     turns = Turns()
     assert turns.engine.step() is None and turns.engine.steps == 0

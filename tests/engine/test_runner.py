@@ -9,7 +9,7 @@ from engine.backends.attention import TorchAttention
 from engine.batch import ForwardBatch
 from engine.model.llama import Llama, load_model
 from engine.model.prepared.cache import prepare
-from engine.runner import ModelRunner
+from engine.runner import HostMark, ModelRunner
 from engine.step import Row, StepPlan
 from engine.storage.paged import KVTensors, PagedKV
 from engine.types import RequestId, RequestRecord, SamplingParams
@@ -113,6 +113,7 @@ def test_a_step_runs_on_the_device_of_its_model(model: Llama, monkeypatch: pytes
 
     seen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: HostMark())
     monkeypatch.setattr(ForwardBatch, "build", lambda *_: None)
     kv = _runner(model).kv
     runner = ModelRunner(Elsewhere(), kv, Attention(model.config.heads))

@@ -4,7 +4,7 @@ tests/kernels/test_sample.py, whole answers are in tests/parity/test_samples.py 
 import pytest
 import torch
 
-from engine.sampling import sample
+from engine.sampling import adjusted, sample
 from engine.step import Row
 from engine.types import RequestId, RequestRecord, SamplingParams
 from kernels import reference
@@ -124,3 +124,16 @@ def test_a_recovered_answer_draws_as_if_nothing_had_happened() -> None:
             drawn.add(sample(logits, [_row(record, tokens)])[0])
         probs = probabilities(logits[0], temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
         assert drawn == {draw(probs, philox_uniform(seed, 0, len(tokens)))}
+
+
+def test_penalties_and_bans_ask_the_device_nothing() -> None:
+    """Guards the step behind: a size or an index that depends on what lies on a GPU would wait for all that is queued
+    there. A meta tensor has no values that could be asked for."""
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2)
+    row = _row(_record(sampling=params), [1, 2, 3, 7, 7], banned=(4, 5))
+    assert adjusted(torch.empty(11, device="meta"), row).shape == (11,)
+    logits = torch.linspace(-2.0, 3.0, 11)
+    here = adjusted(logits, row)
+    assert (here[[4, 5]] == float("-inf")).all() and float(here[7]) == pytest.approx(1.5 / 1.3 - 0.5 - 0.2 * 2)
+    assert float(here[1]) == pytest.approx(-1.5 * 1.3)
+    assert here[10] == logits[10]

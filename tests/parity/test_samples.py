@@ -130,10 +130,12 @@ class _OurDraws(LogitsProcessor):  # type: ignore[misc]
         record: RequestRecord, seen: list[int], logits: torch.Tensor, token: int
     ) -> float:
         params, so_far = record.sampling, torch.tensor(seen)
+        output, counts = so_far[record.prompt_tokens :].unique(return_counts=True)
         penalized = penalize(
             logits,
-            so_far,
-            so_far[record.prompt_tokens :],
+            so_far.unique(),
+            output,
+            counts,
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,

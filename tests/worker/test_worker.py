@@ -17,6 +17,7 @@ from engine.config import TierConfig
 from engine.device import EngineDevice
 from engine.handshake import Party
 from engine.kv.layout import KVLayout
+from engine.loop import Ran
 from engine.messages import (
     Handoff,
     Hello,
@@ -187,8 +188,9 @@ def test_what_a_router_says_to_a_prefill_worker_harms_nobody(rpc: RpcLoop) -> No
     try:
         listener = attach(rpc, one.start().address, "prefill")
         listener.send(b"anything")
-        before = len(listener.heard)
-        until(lambda: len(listener.heard) > before + 2)
+        until(listener.ended.is_set)
+        other = attach(rpc, one.info.address, "prefill")
+        until(lambda: len(other.heard) > 2)
     finally:
         one.stop()
 
@@ -310,11 +312,23 @@ def test_a_reader_that_says_too_much_holds_up_nobody(reading: Reading) -> None:
     assert stream.unread_bytes <= 0 and not source.step()
 
 
+def test_nobody_waits_for_a_copy_while_a_step_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the device: whoever lingers then is late with the next step."""
+    made = OPEN["decode"]()
+    try:
+        made._copying = 1
+        assert made.is_settling()
+        monkeypatch.setattr(type(made._engine), "is_busy", True)
+        assert not made.is_settling()
+    finally:
+        made.stop()
+
+
 def test_the_auditor_looks_between_steps_that_never_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an auditor of idle workers only: under steady load a leaked block was never found."""
     made = OPEN["decode"]()
     try:
-        monkeypatch.setattr(made._engine, "step", lambda: StepPlan((), (), 1))
+        monkeypatch.setattr(made._engine, "step", lambda: Ran(StepPlan((), (), 1), 0.01, None))
         monkeypatch.setattr(made._role, "turned", lambda *_: None)
         made.parts.kv.pool.allocate(1)
         with pytest.raises(AuditError, match="the kv ledger does not add up: LedgerError: 1 leaked"):

@@ -45,6 +45,14 @@ class Recording(NamedTuple):
     result: Tensor
 
 
+class LoadedStep(NamedTuple):
+    """Which recording replays a step, and which rows of its logits are wanted, on the device; None: the first ones."""
+
+    kind: str
+    size: int
+    wanted: Tensor | None
+
+
 class Recorder(Protocol):
     def record(self, work: Callable[[], Tensor]) -> Recording:
         """Run `work` at least once and record it. It reads and writes device memory alone."""
@@ -114,9 +122,9 @@ class DecodeGraphs:
         """True for a pure decode step of a size that is recorded."""
         return len(rows) <= self._sizes[-1] and all(row.end - row.start == 1 for row in rows)
 
-    def run(self, rows: Sequence[Row], followed: Followed | None = None) -> Tensor:
-        """Logits float32 `[>= wanted rows, vocab]`, those of rows that draw, in order; valid until the next step. Waits
-        for nothing that the device does; the step before the latest one must have ended."""
+    def load(self, rows: Sequence[Row], followed: Followed | None = None) -> "LoadedStep":
+        """Bring a step that `takes` accepts to the device, to be replayed next. Waits for nothing that the device does;
+        the step before the latest one must have ended."""
         block_size = self._kv.layout.block_size
         size = next(size for size in self._sizes if size >= len(rows))
         host = self._hosts[0]
@@ -132,13 +140,19 @@ class DecodeGraphs:
             self._inputs[0, :size] = take(self._inputs[0, :size], followed.tokens, self._inputs[3, :size])
         tables = [row.blocks[: self._kv.layout.blocks_for(row.end)] for row in rows]
         kind = self._attention.load([row.end for row in rows], tables)
-        recording = self._recordings[kind, size]
+        wanted = None
+        if not all(row.draw for row in rows):
+            draws = torch.tensor([at for at, row in enumerate(rows) if row.draw], dtype=torch.int64)
+            wanted = upload(draws, self._inputs.device)
+        return LoadedStep(kind, size, wanted)
+
+    def replay(self, step: "LoadedStep") -> Tensor:
+        """Queue the step loaded last. Return logits float32 `[>= wanted rows, vocab]`, those of rows that draw, in
+        order; valid until the next step."""
+        recording = self._recordings[step.kind, step.size]
         recording.replay()
-        self.replays[kind, size] += 1
-        if all(row.draw for row in rows):
-            return recording.result
-        wanted = torch.tensor([at for at, row in enumerate(rows) if row.draw])
-        return recording.result[upload(wanted, recording.result.device)]
+        self.replays[step.kind, step.size] += 1
+        return recording.result if step.wanted is None else recording.result[step.wanted]
 
     def _record(self, kind: str, size: int) -> None:
         tokens, positions, slots = self._inputs[:3, :size]

@@ -501,3 +501,52 @@ def test_the_source_of_a_copy_is_let_go_when_it_is_made() -> None:
     plan = bench.step()
     assert plan is not None and len(plan.copies) == 1
     assert bench.scheduler.kv.pool.refs(plan.copies[0][0]) == 0
+
+
+class AheadBench(Bench):
+    """A bench that completes a step when the next one has been planned."""
+
+    plan: StepPlan | None = None
+
+    def step(self) -> StepPlan | None:
+        plan, commands = self.scheduler.plan(self.now)
+        self._do(commands)
+        ended, self.plan = self.plan, plan
+        if ended is not None:
+            self.now += ended.computed_tokens * S_PER_TOKEN
+            drawn = [5 for row in ended.rows if row.draw]
+            self._do(self.scheduler.complete(ended, drawn, self.now))
+        self.scheduler.check()
+        return plan
+
+
+def test_the_next_chunk_is_planned_behind_the_one_that_runs() -> None:
+    bench = AheadBench(chunk_tokens=64)
+    bench.start("a", list(range(160)))
+    spans = [[(row.start, row.end) for row in plan.rows] if (plan := bench.step()) else None for _ in range(5)]
+    assert spans == [[(0, 64)], [(64, 128)], [(128, 160)], None, None]
+    assert "a" in bench.first_at and sorted(bench.offered["a"]) == list(range(10))
+
+
+def test_a_short_prompt_slips_in_beside_the_last_chunk_of_another() -> None:
+    """Guards the rule that it waits for no more than one chunk of a long one: who is computed but for the step under
+    way is no longer the shortest of those that run."""
+    bench = AheadBench(chunk_tokens=64, fairness_tokens_per_s=0.0)
+    bench.start("a", list(range(60)))
+    bench.step()
+    bench.start("long", list(range(1000, 2200)))
+    bench.start("short", list(range(3000, 3010)))
+    plan = bench.step()
+    assert plan is not None and {row.request for row in plan.rows} == {"long", "short"}
+
+
+def test_what_a_prompt_that_was_given_up_has_computed_is_cached() -> None:
+    """Guards the chunk that was under way: another one with this beginning finds it; its blocks are held until then."""
+    bench = AheadBench(chunk_tokens=64)
+    handoff = bench.start("a", list(range(160)))
+    bench.step()
+    bench.tell(FromReader(PEER, Stop(handoff)))
+    kv = bench.scheduler.kv
+    assert kv.pool.counts()["active"] == 10 and not bench.scheduler.line.running
+    assert bench.step() is None
+    assert kv.matched_tokens(b"", list(range(160)), 160) == 64 and kv.available == kv.pool.total
