@@ -57,6 +57,31 @@ class HostMemory:
         return self.memory[slot.index].numpy().data
 
 
+class _Copies:
+    """Copies that are over when the block of `with` ends. A GPU makes them beside the steps that are queued there, on a
+    stream of their own: they need not wait for a step, since none under way writes what is copied, or reads what is
+    copied to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        return self._copy
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+
 class TierMover:
     """`save` and `submit` are the engine thread's; `on_event` is called in the mover's own. Without one: `run_once`."""
 
@@ -71,6 +96,8 @@ class TierMover:
         self._host = host
         self._folder = folder
         self._is_cpu = device.memory.device.type == "cpu"
+        self._save_copies, self._copies = (_Copies(device.memory.device) for _ in range(2))
+        """The engine thread's, and those of this mover's own."""
         self._staging = HostMemory(1, device.memory.shape[1], pinned=not self._is_cpu)
         self._on_event = on_event
         self._digests: dict[TierSlot, int] = {}
@@ -93,10 +120,11 @@ class TierMover:
 
     def save(self, commands: Iterable[TierCommand]) -> None:
         """Make the copies among the commands before anybody hears that their device blocks are handed out anew."""
-        for command in commands:
-            if isinstance(command, Save):
-                self._digests.pop(command.slot, None)
-                self._host.memory[command.slot.index].copy_(self._device.memory[command.block])
+        with self._save_copies as copy:
+            for command in commands:
+                if isinstance(command, Save):
+                    self._digests.pop(command.slot, None)
+                    copy(self._host.memory[command.slot.index], self._device.memory[command.block])
 
     def submit(self, commands: Iterable[TierCommand]) -> None:
         """Queue the rest; never blocks."""
@@ -195,7 +223,8 @@ class TierMover:
         started_s = time.perf_counter()
         try:
             for ident, block, slot in zip(store.identities, store.blocks, store.slots, strict=True):
-                self._host.memory[slot.index].copy_(self._device.memory[block])
+                with self._copies as copy:
+                    copy(self._host.memory[slot.index], self._device.memory[block])
                 self._digests[slot] = self._digest(block, slot, ident)
                 self._beats += 1
         except RuntimeError as error:  # torch's, of a device that would not be read
@@ -251,7 +280,8 @@ class TierMover:
            block to others.
         """
         if isinstance(place, TierSlot):  # 1.
-            self._device.memory[target].copy_(self._host.memory[place.index])
+            with self._copies as copy:
+                copy(self._device.memory[target], self._host.memory[place.index])
             return place not in self._digests or self._digest(target, place, ident) == self._digests[place]
         folder, staging = self._folder, self._staging  # 2.
         if folder is None or not folder.read(place.segment, place.at, ident, staging.block(TierSlot(0))):
@@ -259,5 +289,6 @@ class TierMover:
         with self._lock:
             if self._is_abandoned:
                 return False
-            self._device.memory[target].copy_(staging.memory[0])
+            with self._copies as copy:
+                copy(self._device.memory[target], staging.memory[0])
         return True
