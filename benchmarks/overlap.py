@@ -3,8 +3,10 @@
     python -m benchmarks.overlap --rows 64 --context 1500 --step-ms 10 --steps 200
 
 The device is a timeline: a step begins when it is launched or, if later, when the one before it ends, and lasts as long
-as it is told to. Scheduler, KV manager and the frames of tokens for the router are the real ones, with requests that
-decode for as long as is measured. What is idle between two steps is what the device waited for Python.
+as it is told to. Scheduler, KV manager, the frames of tokens for the router, and the work list and tables that a GPU's
+decode step is given (of 32 heads on 8, as on a card of 132 SMs) are the real ones, with requests that decode for as
+long as is measured. What is idle between two steps is what the device waited for Python. Left out: the calls that
+queue the step there, a worker's streams, and what its other threads take of the interpreter.
 """
 
 import argparse
@@ -22,6 +24,9 @@ from engine.loop import Engine
 from engine.messages import PeerAddress, Place, Record, encode
 from engine.step import Drawn, StepPlan
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
+from kernels.decode_buffers import DecodeBuffers
+from kernels.decode_plan import DecodePlan, SharedPrefix, geometry_for, plan_decode
+from kernels.shared_prefixes import shared_prefixes
 from transfer.handoff.receiver import KVReceiver
 from worker.config import DecodeConfig
 
@@ -49,18 +54,34 @@ class TimedStep:
 
 
 class DeviceTimeline:
-    """Fulfils `engine.runner.Runner`; computes nothing, for as long as it is told to."""
+    """Fulfils `engine.runner.Runner`; computes nothing, for as long as it is told to. Loads what a GPU's decode step of
+    so many rows and tokens reads, as `engine.backends.gpu.attention.TritonAttention` does."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, rows: int, tokens: int) -> None:
         self.step_s = step_s
         self.kv: Any = SimpleNamespace(advance=lambda blocks: None)
         self._free_at = 0.0
+        shape = geometry_for(batch=rows, kv_heads=8, group=4, programs=396, tile=64, packed_rows=16)
+        self._buffers = DecodeBuffers(shape, batch=rows, heads=32, head_dim=128, table_blocks=-(-tokens // BLOCK))
+        self._ahead: tuple[object, DecodePlan] | None = None
 
     def launch(self, plan: StepPlan) -> TimedStep:
-        for row in plan.rows:  # what a runner reads of each row
-            _ = row.draw_key, row.blocks[row.start // BLOCK], len(row.tokens)
+        rows = plan.rows
+        is_decode = all(row.end - row.start == 1 for row in rows)
+        lengths, shared = [row.end for row in rows], list[SharedPrefix]()
+        if is_decode:
+            tables = [row.blocks[: -(-row.end // BLOCK)] for row in rows]
+            shared = shared_prefixes(tables, lengths, BLOCK, 256)
+            known = self._ahead is not None and self._ahead[0] == (lengths, shared)
+            work = self._ahead[1] if self._ahead and known else plan_decode(lengths, self._buffers.geometry, shared)
+            self._buffers.load(work, lengths, tables)
+            for row in rows:  # what sampling reads of each row
+                _ = row.draw_key, row.record.sampling.temperature
         began_s = max(time.perf_counter(), self._free_at)
         self._free_at = began_s + self.step_s
+        if is_decode:
+            following = [length + 1 for length in lengths]
+            self._ahead = (following, shared), plan_decode(following, self._buffers.geometry, shared)
         return TimedStep(plan, began_s, self._free_at)
 
 
@@ -75,8 +96,8 @@ class Kept(NamedTuple):
 
 def measure(rows: int, context: int, step_s: float, steps: int, ahead: bool) -> Kept:
     """Decode `rows` requests of `context` prompt tokens for so many steps."""
-    device = DeviceTimeline(0.0)
     answer = steps + WARM + 64
+    device = DeviceTimeline(0.0, rows, context + answer)
     blocks = rows * (-(-(context + answer) // BLOCK) + 1)
     scheduler = DecodeScheduler(
         config=DecodeConfig(max_batch=rows, local_chunk_tokens=1 << 20, max_handoffs=rows, preemption="off"),
