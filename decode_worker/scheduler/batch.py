@@ -40,6 +40,7 @@ class _Planned:
     """All that it reads or writes blocks of."""
     running_rows: int = 0
     prompt_tokens: int = 0
+    number: int = 0
 
 
 class Batch:
@@ -150,6 +151,7 @@ class Batch:
 
     def plan(self, departing: Sequence[Request], now: float) -> StepPlan | None:
         """Return the next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
+        assert len(self._under_way) < 2, "a step is planned behind the one under way, and no further"
         rows: list[Row] = []
         step = _Planned()
         copying_now = self._under_way[-1].copying if self._under_way else []
@@ -188,6 +190,7 @@ class Batch:
         self._kv.launched(step.leases)
         self._under_way.append(step)
         self._steps += 1
+        step.number = self._steps
         return StepPlan(tuple(rows), tuple(copies), self._steps)
 
     def _row(self, step: _Planned, request: Request, end: int) -> Row:
@@ -217,6 +220,7 @@ class Batch:
         """Count what the oldest step under way has computed. Return what follows each row that draws, with its request,
         but for those that have ended meanwhile."""
         step = self._under_way.popleft()
+        assert step.number == plan.number, "steps end in their order"
         self.running_rows, self._prompt_tokens = step.running_rows, step.prompt_tokens
         for lease in step.copying:
             self._kv.copied(lease)

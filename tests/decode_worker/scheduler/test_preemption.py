@@ -179,7 +179,7 @@ def test_who_comes_back_finds_what_nobody_needed() -> None:
     bench.now = 5.0
     bench.scheduler.preemption.preempt([request], bench.now)
     bench.now = 8.0
-    bench.scheduler.plan(bench.now)
+    bench.scheduler.preemption.resume(bench.now)
     assert request.state is RequestState.LOCAL and request.known == tokens - 1
     assert request.preempted is not None
     assert (request.preempted.way, request.preempted.lost_tokens) == ("here", 0)
