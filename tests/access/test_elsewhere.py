@@ -146,6 +146,34 @@ def test_a_router_that_begins_believes_the_others_about_the_burst() -> None:
     assert routers.each[0]._usage["a"].bucket.level < 300
 
 
+@pytest.mark.parametrize("how", ["begins", "has heard nothing for a while"])
+def test_who_first_hears_a_part_of_what_is_used_charges_nobody_for_the_past(how: str) -> None:
+    """Guards against a router that charges a tenant for all that it ever used elsewhere: most reports name other
+    tenants only, and the first one that names this one told of its whole life."""
+    routers = Routers(2, a=Tenant(tokens_per_s=RATE, burst_tokens=BURST), b=Tenant(tokens_per_s=RATE))
+    assert used(routers, 10.0, 100, [0]) > 2 * BURST
+    while routers.now < 14.5:  # its bucket is full again, and no report of all is due
+        routers.tick()
+    if how == "begins":
+        routers.begin_again(1)
+    else:
+        routers.each[1].elsewhere.tick(routers.now + GONE_S)
+    assert repr(routers.each[1].elsewhere) == "UsageElsewhere(nobody)"
+    routers.each[0].admit("b", 1, routers.now).spend(1)
+    routers._on_its_way.clear()
+    routers.tick()
+    assert routers._on_its_way[0][-1].keys() == {"b"}, "the first report that it hears is a part"
+    for _ in range(40):
+        routers.tick()
+    assert routers.takes(1) is not None
+    assert routers.each[1]._usage["a"].bucket.level == BURST
+    # What is used from now on counts as ever.
+    routers.each[0].admit("a", 1, routers.now).spend(1500)
+    for _ in range(4):
+        routers.tick()
+    assert routers.each[1]._usage["a"].bucket.level == pytest.approx(BURST - 1500, abs=300)
+
+
 def test_a_report_that_comes_twice_or_late_counts_once() -> None:
     limits = TenantLimits(lambda name: Tenant(tokens_per_s=1.0, burst_tokens=100), 1.0)
     for number, tokens in ((1, 10), (1, 10), (3, 40), (2, 20), (3, 40)):
