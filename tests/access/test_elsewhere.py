@@ -5,7 +5,7 @@ import random
 import pytest
 
 from access.elsewhere import GONE_S
-from access.limits import LimitedError, TenantAdmission, TenantLimits
+from access.limits import TELL_AFTER_S, TELL_ALL_S, LimitedError, TenantAdmission, TenantLimits
 from access.tenants import Tenant
 
 RATE, BURST, LAG_S = 1000.0, 2000, 0.1
@@ -172,6 +172,38 @@ def test_who_first_hears_a_part_of_what_is_used_charges_nobody_for_the_past(how:
     for _ in range(4):
         routers.tick()
     assert routers.each[1]._usage["a"].bucket.level == pytest.approx(BURST - 1500, abs=300)
+
+
+def test_that_nothing_runs_any_more_is_told_of_one_that_used_nothing() -> None:
+    """Guards a tenant whose first request was told of and then failed before it used a token: it was forgotten at once,
+    and the other router refused the tenant for ever."""
+    routers = Routers(2, a=Tenant(concurrency=1))
+    admission = routers.takes(0)
+    assert admission is not None
+    for _ in range(2):
+        routers.tick()
+    assert routers.takes(1) is None, "it was told of"
+    admission.close()
+    for _ in range(3):
+        routers.tick()
+    assert routers.takes(1) is not None
+
+
+def test_who_uses_nothing_any_more_is_told_of_for_a_while_only() -> None:
+    """Guards reports that hold every tenant that there ever was; and the count of what it used, which goes on."""
+    routers = Routers(2, a=Tenant(tokens_per_s=RATE, burst_tokens=BURST))
+    used(routers, 1.0, 100, [0])
+    assert "a" in routers.each[0]._told
+    quiet_s = routers.now + BURST / RATE + TELL_AFTER_S + TELL_ALL_S
+    while routers.now < quiet_s:
+        routers.tick()
+    assert routers.each[0].news(routers.now + TELL_ALL_S) == {}
+    (admission,) = [routers.takes(0)]
+    assert admission is not None
+    admission.spend(500)
+    for _ in range(3):
+        routers.tick()
+    assert routers.each[1]._usage["a"].bucket.level == pytest.approx(BURST - 500, abs=150)
 
 
 def test_a_report_that_comes_twice_or_late_counts_once() -> None:
