@@ -1,9 +1,9 @@
 """What tenants use at the other routers of a cluster, as these tell it many times a second. Pure: time is an argument.
 
-Each tells, by tenant, the tokens used since it began, which only grow: a report that is lost, or comes twice, changes
-nothing. Most reports name some tenants only. Of one that had told before it was first heard here, the first word on
-each tenant is believed about what is left of its burst alone: the tokens are those of a whole life. One that is silent
-is gone, with all that ran there.
+Each tells, by tenant, the tokens used since it began, less those given back: a report that is lost, or comes twice,
+changes nothing. Most reports name some tenants only. Of one that had told before it was first heard here, the first
+word on each tenant is believed about what is left of its burst alone: the tokens are those of a whole life. One that is
+silent is gone, with all that ran there.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,8 @@ GONE_S = 3.0
 """A router that has told nothing for so long runs nothing; each tells all once a second."""
 
 Spent = Callable[[str, int, float, float], None]
-"""Takes a tenant, tokens that it has used elsewhere, the most that it has left, and the time."""
+"""Takes a tenant, tokens that it has used elsewhere or, below 0, was given back there, the most that it has left, and
+the time."""
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class UsageElsewhere:
             tokens, _, left = use
             if name not in known.uses and not known.is_known_from_its_beginning:
                 self._spent(name, 0, left, now)
-            elif tokens > (before := known.uses.get(name, NOTHING)[0]):
+            elif tokens != (before := known.uses.get(name, NOTHING)[0]):
                 self._spent(name, tokens - before, float("inf"), now)
             known.uses[name] = use
 

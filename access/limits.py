@@ -104,9 +104,22 @@ class TenantLimits:
             if usage.bucket.level <= 0:
                 wait_s = (1.0 - usage.bucket.level) / tenant.tokens_per_s
                 raise LimitedError(f"more than {tenant.tokens_per_s:g} tokens per second were used", wait_s)
+        return self._begin(name, usage, samples, now)
+
+    def take_over(self, name: str, paid_tokens: int, now: float) -> "TenantAdmission":
+        """Count a sample that another router let in, and that goes on here: it is refused nothing. Its next
+        `paid_tokens` were charged there."""
+        tenant = self._tenant(name)
+        if not (tenant.concurrency or tenant.tokens_per_s):
+            return TenantAdmission(None, 1)
+        return self._begin(name, self._of(name, tenant, now), 1, now, paid_tokens)
+
+    def _begin(
+        self, name: str, usage: _Usage, samples: int, now: float, paid_tokens: int = 0
+    ) -> "TenantAdmission":
         usage.running += samples
         self._used_s[name] = now
-        return TenantAdmission(usage, samples, partial(self._note_spent, name))
+        return TenantAdmission(usage, samples, partial(self._note_spent, name), paid_tokens)
 
     def _of(self, name: str, tenant: Tenant, now: float) -> _Usage:
         usage = self._usage.get(name)
@@ -166,14 +179,32 @@ class TenantAdmission:
     """One request that was let in: a part of what its tenant uses, until all of its samples have ended."""
 
     def __init__(
-        self, usage: _Usage | None, samples: int, note: Callable[[int], None] = lambda tokens: None
+        self,
+        usage: _Usage | None,
+        samples: int,
+        note: Callable[[int], None] = lambda tokens: None,
+        paid_tokens: int = 0,
     ) -> None:
-        """`usage` is None where there are no limits. `note` is told of tokens that are used."""
+        """`usage` is None where there are no limits. `note` is told of tokens that are used, and, below 0, given back;
+        the first `paid_tokens` are charged already."""
         self._usage = usage
         self._note = note
         self._left = samples
+        self._not_refused = samples
+        self._paid_tokens = paid_tokens
 
     def spend(self, tokens: int) -> None:
+        paid = min(tokens, self._paid_tokens)
+        self._paid_tokens -= paid
+        self._charge(tokens - paid)
+
+    def sample_refused(self, prompt_tokens: int) -> None:
+        """Note that no worker has seen a sample. The prompt, which all samples share, is given back with the last."""
+        self._not_refused -= 1
+        if not self._not_refused:
+            self._charge(-prompt_tokens)
+
+    def _charge(self, tokens: int) -> None:
         if self._usage is not None:
             self._usage.bucket.level -= tokens
             self._note(tokens)

@@ -213,3 +213,18 @@ def test_a_report_that_comes_twice_or_late_counts_once() -> None:
     assert limits._usage["a"].bucket.level == 60.0
     limits.elsewhere.heard("router-0", 8, 1, {"a": (5, 0, 55.0)}, 0.0)
     assert limits._usage["a"].bucket.level == 55.0, "another life counts anew"
+
+
+def test_what_is_given_back_is_given_back_at_all_routers() -> None:
+    """Guards a tenant whose requests are refused before any worker saw them: the other routers kept what they cost."""
+    routers = Routers(2, a=Tenant(tokens_per_s=1.0, burst_tokens=100))
+    admission = routers.takes(0)
+    assert admission is not None
+    admission.spend(80)
+    for _ in range(3):
+        routers.tick()
+    assert routers.each[1]._usage["a"].bucket.level == pytest.approx(20, abs=1)
+    admission.sample_refused(80)
+    for _ in range(3):
+        routers.tick()
+    assert routers.each[1]._left("a", routers.now) == pytest.approx(100, abs=1)
