@@ -28,11 +28,13 @@ from router.core.events import (
     Fail,
     Ignored,
     Lost,
+    Owned,
     StopFound,
     TellWorker,
     Tick,
     WorkersNamed,
 )
+from router.core.fair_share import OUTPUT_WEIGHT
 from router.core.leaving.adoption import MAX_KNOWN, Adoptions
 from router.core.placement import LOCAL
 from router.hub import Hub
@@ -59,6 +61,20 @@ def orphan(*tokens: int, placement: int = 3, history: int = 0, **more: object) -
 
 def cancel(worker: str, placement: int) -> TellWorker:
     return TellWorker(worker, Cancel(A, placement, FinishReason.CANCELLED))
+
+
+def test_its_tenant_pays_here_for_what_it_writes_from_now_on() -> None:
+    """Guards the shares of the line while a tenant's streams are resumed here: they were nobody's."""
+    bench = Bench()
+    bench.hear(orphan(5, 6))
+    assert bench.do(Owned(A, "a", 2.0)) == [] == bench.do(Owned(B, "a", 2.0)), "and B is not known here"
+    share = bench.router._table.share
+    assert list(share._entries) == [A] and share._accounts["a"].spent == 0
+    bench.hear(Tokens(A, 3, 2, [7, 8]))
+    assert share._accounts["a"].spent == OUTPUT_WEIGHT * 2 / 2.0
+    bench.hear(ended(placement=3, output_tokens=4))
+    assert not share._entries and share._accounts["a"].spent == OUTPUT_WEIGHT * 2 / 2.0
+    bench.router.check()
 
 
 def test_it_goes_on_behind_what_it_has() -> None:
