@@ -37,6 +37,7 @@ from router.core.events import (
 from router.core.fair_share import OUTPUT_WEIGHT
 from router.core.leaving.adoption import MAX_KNOWN, Adoptions
 from router.core.placement import LOCAL
+from router.front.samples import BeamSink
 from router.hub import Hub
 from router.status.observer import NullObserver
 from tests.router.bench import A, B, Bench, ended, is_told
@@ -252,6 +253,24 @@ def test_what_nobody_can_serve_is_cancelled() -> None:
     hub.connect(lambda worker, record: sent.append(record))
     hub.heard("d0", [orphan(5)])
     assert sent == [Cancel(A, 3, FinishReason.CANCELLED)]
+
+
+def test_whose_it_is_is_told_to_the_core() -> None:
+    """Guards the way on which an adopted request comes to its tenant's account: while its client's side is made."""
+    bench = Bench()
+    hub = Hub(bench.router, lambda: bench.now, NullObserver())
+    hub.connect(lambda worker, record: None)
+    sink = BeamSink([])
+    sink.tokens = lambda ids, now: None  # type: ignore[method-assign]
+
+    def revive(one: Orphan, now: float) -> BeamSink:
+        hub.charge(one.record.request, "a", 1.0)
+        return sink
+
+    hub.adopt_with(revive)
+    hub.heard("d0", [orphan(5), Tokens(A, 3, 1, [6])])
+    assert bench.router._table.share._accounts["a"].spent == OUTPUT_WEIGHT
+    hub.leave(A)
 
 
 def adoptions() -> Adoptions:
