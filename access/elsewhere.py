@@ -1,8 +1,9 @@
 """What tenants use at the other routers of a cluster, as these tell it many times a second. Pure: time is an argument.
 
-Each tells, by tenant, the tokens used since it began, which only grow: a report that is lost, or comes twice, changes
-nothing. Of one that has told before, and is heard of for the first time here, only what is left of a tenant's burst is
-believed. One that is silent is gone, with all that ran there.
+Each tells, by tenant, the tokens used since it began, less those given back: a report that is lost, or comes twice,
+changes nothing. Most reports name some tenants only. Of one that had told before it was first heard here, the first
+word on each tenant is believed about what is left of its burst alone: the tokens are those of a whole life. One that is
+silent is gone, with all that ran there.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ GONE_S = 3.0
 """A router that has told nothing for so long runs nothing; each tells all once a second."""
 
 Spent = Callable[[str, int, float, float], None]
-"""Takes a tenant, tokens that it has used elsewhere, the most that it has left, and the time."""
+"""Takes a tenant, tokens that it has used elsewhere or, below 0, was given back there, the most that it has left, and
+the time."""
 
 
 @dataclass(slots=True)
@@ -23,6 +25,7 @@ class _Sibling:
     life: int
     number: int
     heard_s: float
+    is_known_from_its_beginning: bool
     uses: dict[str, Use] = field(default_factory=dict)
 
 
@@ -39,18 +42,16 @@ class UsageElsewhere:
     def heard(self, router: str, life: int, number: int, uses: Mapping[str, Use], now: float) -> None:
         """Take in a report of a life of a router, by the number that it has there."""
         known = self._siblings.get(router)
-        is_new = known is None or known.life != life
-        if known is None or is_new:
-            known = self._siblings[router] = _Sibling(life, number, now)
+        if known is None or known.life != life:
+            known = self._siblings[router] = _Sibling(life, number, now, number == 1)
         elif number <= known.number:
             return
         known.number, known.heard_s = number, now
         for name, use in uses.items():
             tokens, _, left = use
-            before, _, _ = known.uses.get(name, NOTHING)
-            if is_new and number > 1:
+            if name not in known.uses and not known.is_known_from_its_beginning:
                 self._spent(name, 0, left, now)
-            elif tokens > before:
+            elif tokens != (before := known.uses.get(name, NOTHING)[0]):
                 self._spent(name, tokens - before, float("inf"), now)
             known.uses[name] = use
 

@@ -17,6 +17,9 @@ from access.tenants import Tenant
 
 TELL_ALL_S = 1.0
 """The least time between two reports to other routers of what has not changed."""
+TELL_AFTER_S = 3.0
+"""For so long what a tenant has used is told once a second after it owes nothing more and runs nothing: one report, or
+two, may be lost."""
 
 
 class LimitedError(Exception):
@@ -54,7 +57,8 @@ class TenantLimits:
     """Lets requests in, or not. The router's event loop owns it.
 
     Mutable state: the usage of every tenant that has a limit and has something running, or is not at its full burst;
-    the tokens that each has used since the beginning; what other routers have told, and what they were told, and when.
+    the tokens that each has used since the beginning, which are kept as they are counted from there; what other routers
+    have told, and what they were told, and when; and when each tenant was last seen with a usage.
     """
 
     def __init__(self, tenant: Callable[[str], Tenant], retry_after_s: float) -> None:
@@ -64,12 +68,18 @@ class TenantLimits:
         self._usage: dict[str, _Usage] = {}
         self._spent: dict[str, int] = {}
         self._told: dict[str, tuple[int, int]] = {}
+        self._used_s: dict[str, float] = {}
         self._told_all_s = float("-inf")
         self.elsewhere = UsageElsewhere(self._spent_elsewhere)
 
     def __repr__(self) -> str:
         used = ", ".join(f"{name}={usage.running}" for name, usage in self._usage.items())
         return f"TenantLimits({used or 'idle'})"
+
+    @property
+    def has_spent(self) -> bool:
+        """True once a tenant with a limit has used something here."""
+        return bool(self._spent)
 
     def tenant(self, name: str) -> Tenant:
         """Return the tenant's record as it is now."""
@@ -94,8 +104,22 @@ class TenantLimits:
             if usage.bucket.level <= 0:
                 wait_s = (1.0 - usage.bucket.level) / tenant.tokens_per_s
                 raise LimitedError(f"more than {tenant.tokens_per_s:g} tokens per second were used", wait_s)
+        return self._begin(name, usage, samples, now)
+
+    def take_over(self, name: str, paid_tokens: int, now: float) -> "TenantAdmission":
+        """Count a sample that another router let in, and that goes on here: it is refused nothing. Its next
+        `paid_tokens` were charged there."""
+        tenant = self._tenant(name)
+        if not (tenant.concurrency or tenant.tokens_per_s):
+            return TenantAdmission(None, 1)
+        return self._begin(name, self._of(name, tenant, now), 1, now, paid_tokens)
+
+    def _begin(
+        self, name: str, usage: _Usage, samples: int, now: float, paid_tokens: int = 0
+    ) -> "TenantAdmission":
         usage.running += samples
-        return TenantAdmission(usage, samples, partial(self._note_spent, name))
+        self._used_s[name] = now
+        return TenantAdmission(usage, samples, partial(self._note_spent, name), paid_tokens)
 
     def _of(self, name: str, tenant: Tenant, now: float) -> _Usage:
         usage = self._usage.get(name)
@@ -116,9 +140,11 @@ class TenantLimits:
 
     def news(self, now: float) -> dict[str, Use] | None:
         """Return what other routers are to be told: of tenants whose use has changed since the last call, and once a
-        second of all; None where there is nothing to tell."""
-        running = {name: usage.running for name, usage in self._usage.items()}
-        uses = {name: (self._spent.get(name, 0), running.get(name, 0)) for name in {*running, *self._spent}}
+        second of all that use something, or did lately; None where there is nothing to tell."""
+        # What has just been used may be forgotten here already, and is to be told: also that it runs no more.
+        self._used_s.update(dict.fromkeys(self._usage, now))
+        self._used_s = {name: at for name, at in self._used_s.items() if now - at <= TELL_AFTER_S}
+        uses = {name: (self._spent.get(name, 0), self._running(name)) for name in self._used_s}
         is_due = now - self._told_all_s >= TELL_ALL_S
         fresh = uses if is_due else {name: use for name, use in uses.items() if self._told.get(name) != use}
         if is_due:
@@ -127,6 +153,10 @@ class TenantLimits:
         if not fresh and not is_due:
             return None
         return {name: (*use, self._left(name, now)) for name, use in fresh.items()}
+
+    def _running(self, name: str) -> int:
+        usage = self._usage.get(name)
+        return usage.running if usage is not None else 0
 
     def _left(self, name: str, now: float) -> float:
         tenant, usage = self._tenant(name), self._usage.get(name)
@@ -149,14 +179,32 @@ class TenantAdmission:
     """One request that was let in: a part of what its tenant uses, until all of its samples have ended."""
 
     def __init__(
-        self, usage: _Usage | None, samples: int, note: Callable[[int], None] = lambda tokens: None
+        self,
+        usage: _Usage | None,
+        samples: int,
+        note: Callable[[int], None] = lambda tokens: None,
+        paid_tokens: int = 0,
     ) -> None:
-        """`usage` is None where there are no limits. `note` is told of tokens that are used."""
+        """`usage` is None where there are no limits. `note` is told of tokens that are used, and, below 0, given back;
+        the first `paid_tokens` are charged already."""
         self._usage = usage
         self._note = note
         self._left = samples
+        self._not_refused = samples
+        self._paid_tokens = paid_tokens
 
     def spend(self, tokens: int) -> None:
+        paid = min(tokens, self._paid_tokens)
+        self._paid_tokens -= paid
+        self._charge(tokens - paid)
+
+    def sample_refused(self, prompt_tokens: int) -> None:
+        """Note that no worker has seen a sample. The prompt, which all samples share, is given back with the last."""
+        self._not_refused -= 1
+        if not self._not_refused:
+            self._charge(-prompt_tokens)
+
+    def _charge(self, tokens: int) -> None:
         if self._usage is not None:
             self._usage.bucket.level -= tokens
             self._note(tokens)

@@ -6,6 +6,8 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -38,6 +40,8 @@ from router.status.traffic import Traffic, traffic
 from telemetry.tracing import unix_offset_s
 
 TICK_S = 0.05
+TENANTS_AT_ONCE = 1024
+"""Tenants of one report to other routers, at most: with names of any length it is well within a frame."""
 IDLE_CHECK_S = 10.0
 LISTEN_BACKLOG = 4096
 
@@ -196,9 +200,14 @@ class RouterApp:
 
     def _tell_siblings(self, now: float) -> None:
         uses = self._limits.news(now)
-        if uses is not None:
+        if uses is None:
+            return
+        if not self._told and self._limits.has_spent:
+            self._told = 1  # it was alone until now: its first report is none of a router that has just begun
+        left = iter(uses.items())
+        for _ in range(max(1, ceil(len(uses) / TENANTS_AT_ONCE))):
             self._told += 1
-            self._links.tell_siblings(TenantsTold(self._told, uses))
+            self._links.tell_siblings(TenantsTold(self._told, dict(islice(left, TENANTS_AT_ONCE))))
 
     def _hear_sibling(self, told: TenantsTold, now: float) -> None:
         self._limits.elsewhere.heard(told.router, told.incarnation, told.number, told.uses, now)

@@ -19,6 +19,7 @@ from contextlib import suppress
 import grpc
 import msgspec
 
+from access.tenants import MAX_NAME_CHARS
 from engine.handshake import NONCE_BYTES, Dialer, HandshakeError, Party, Secrets
 from engine.messages import (
     DecodeRecord,
@@ -48,7 +49,8 @@ RECORDS_AT_ONCE = 1024
 MAX_UNSENT_BYTES = 64 << 20
 """Bytes that wait for one worker, by an estimate from above; past it, it is given up as one that does not listen."""
 RECORD_BYTES = 1024
-"""The most that a record takes beside what a prompt, a list of processes or a caller's note adds to it."""
+"""The most that a record takes beside what a prompt, a list of processes or tenants, or a caller's note adds to it."""
+TENANT_BYTES = 4 * MAX_NAME_CHARS + 32
 TOKEN_BYTES = 5
 WAYS = 2
 PAUSE_S = (0.05, 1.0)
@@ -110,6 +112,8 @@ def _most_bytes(record: RouterRecord) -> int:
         size += TOKEN_BYTES * (len(one.tokens) + stops) + len(one.context)
     elif isinstance(record, ProcessesTold):
         size += RECORD_BYTES * len(record.processes)
+    elif isinstance(record, TenantsTold):
+        size += TENANT_BYTES * len(record.uses)
     return size
 
 

@@ -145,6 +145,10 @@ class Hub:
         self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
 
+    def charge(self, request: RequestId, tenant: str, weight: float) -> None:
+        """Tell the core whose an adopted request is."""
+        self._handle(events.Owned(request, tenant, weight))
+
     def leave(self, request: RequestId) -> None:
         """The client is gone; nothing more reaches its sink."""
         if self._sinks.pop(request, None) is not None:

@@ -60,6 +60,7 @@ from router.core.events import (
     Ignored,
     Lost,
     Moved,
+    Owned,
     Readmitted,
     StopFound,
     Submit,
@@ -142,6 +143,9 @@ class Router:
                 self._queue.advance(now, out)
             case ClaimWanted(key, namespace):
                 self._adoptions.claim(key, namespace, out)
+            case Owned(request, tenant, weight):
+                if request in self._calls:
+                    self._table.share.go_on(request, tenant, weight)
             case StopFound():
                 self._stop_found(event, out)
             case WorkersNamed(decode, lives):

@@ -71,6 +71,14 @@ class ClaimWanted(msgspec.Struct, frozen=True):
     namespace: bytes | None = None
 
 
+class Owned(msgspec.Struct, frozen=True):
+    """An adopted request is this tenant's, of this weight."""
+
+    request: RequestId
+    tenant: str
+    weight: float
+
+
 class StopFound(msgspec.Struct, frozen=True):
     """The text of the first `tokens_kept` output tokens contains a stop string."""
 
@@ -82,7 +90,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Submit | WorkersNamed | Connected | WorkerSaid | Lost | ClientLeft | ClaimWanted | StopFound | Tick
+Event = Submit | WorkersNamed | Connected | WorkerSaid | Lost | ClientLeft | ClaimWanted | Owned | StopFound | Tick
 
 
 class TellWorker(msgspec.Struct, frozen=True):

@@ -71,7 +71,7 @@ class _Entry:
 
 
 class FairShare:
-    """The router core owns it. It knows requests by name, and each from `enter` to `left`."""
+    """The router core owns it. It knows requests by name, and each from `enter`, or `go_on`, to `left`."""
 
     # Mutable state: the tenants' accounts, those of them that wait, the requests, where the tenant stood that was
     # served last, and how often all began anew.
@@ -109,6 +109,16 @@ class FairShare:
         self._tenants[request] = tenant
         account.requests += 1
         insort(account.line, entry, key=_key)
+
+    def go_on(self, request: RequestId, tenant: str, weight: float) -> None:
+        """A request that another router had goes on here. It pays for what it writes from now on; for its prompt it
+        has paid there."""
+        self._forget_tenants()
+        account = self._accounts.setdefault(tenant, _Account(weight, self._level))
+        account.requests += 1
+        # No charge of its prompt is ever of this epoch.
+        self._entries[request] = _Entry(request, account, (0, 0), weight, 0.0, -1, True)
+        self._tenants[request] = tenant
 
     def next(self, cached_tokens: Callable[[RequestId], int]) -> RequestId | None:
         """Return the request whose turn it is, None if none waits. `cached_tokens` tells how much of a prompt some

@@ -32,7 +32,7 @@ class InFlight:
     counted: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkerEntry:
     """A worker and what is known of its load. What every placement asks all workers for is kept ready, and changed
     where a report, a dispatch or an end changes it: only the registry does that."""
@@ -158,9 +158,9 @@ class Registry:
         found = [w for w in self.live(role, now) if not w.leaving]
         if not self.ejections:
             return found
-        sound = [w for w in found if self.ejections.takes(w.life, len(w.own), now)]
-        served = {w.info.fingerprint for w in sound}
-        return [w for w in found if w in sound or w.info.fingerprint not in served]
+        sound = {w.name for w in found if self.ejections.takes(w.life, len(w.own), now)}
+        served = {w.info.fingerprint for w in found if w.name in sound}
+        return [w for w in found if w.name in sound or w.info.fingerprint not in served]
 
     def failed(self, life: Life, now: float) -> float | None:
         """Note that a worker has failed a request; return for how many seconds it is ejected, if it is: never more than

@@ -328,7 +328,10 @@ class Frontend:
             samples = Samples(started, self._turns, remember, record.namespace)
             self._resumables.keep(context.token, samples)
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
-        stream = self._stream(samples, record, context.stop, timeline, is_adopted=True)
+        # It is let in there already, and its output so far is charged there: what comes from now on is charged here.
+        admission = self._limits.take_over(context.tenant, len(orphan.tokens), now)
+        stream = self._stream(samples, record, context.stop, timeline, is_adopted=True, admission=admission)
+        self._hub.charge(record.request, context.tenant, self._limits.weight(context.tenant))
         samples.put(record.sample_index, stream)
         self._give_up(self._resumables.detached(context.token, now))
         return stream

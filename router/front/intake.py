@@ -59,7 +59,15 @@ class Intake:
             chat = _chat(call)
             prompt = await self._tokenize(call, chat)
             token, name = secrets.token_urlsafe(16) if call.resumable else "", self._model.name
-            context = Context(token=token, model=name, stop=call.stop, chat=chat, form=call.form, samples=call.n)
+            context = Context(
+                token=token,
+                model=name,
+                stop=call.stop,
+                chat=chat,
+                form=call.form,
+                samples=call.n,
+                tenant=call.tenant,
+            )
             record = to_record(
                 call,
                 prompt.ids,

@@ -36,7 +36,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens.
 
     `chat` holds (role, content) of the messages, so that the finished answer is remembered for the next turn;
-    `form` is how the answer is written, where the call came over HTTP; `samples` how many of them there are."""
+    `form` is how the answer is written, where the call came over HTTP; `samples` how many of them there are. `tenant`
+    is whose it is: who goes on with it counts and charges it."""
 
     token: str
     model: str
@@ -44,6 +45,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chat: tuple[tuple[str, str], ...] = ()
     form: HttpForm | None = None
     samples: int = 1
+    tenant: str = ""
 
     def __repr__(self) -> str:
         """Leave out the caller's text, and what lets others read the answer."""

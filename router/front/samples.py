@@ -51,6 +51,9 @@ class Samples:
         return None not in self._streams
 
     def put(self, index: int, stream: SampleStream) -> None:
+        before = self._streams[index]
+        if before is not None:
+            before.replaced()
         self._streams[index] = stream
 
     def drop(self, index: int) -> None:

@@ -128,9 +128,15 @@ class SampleStream:
 
     def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None:
         self._count(outcome, now, {})
+        if outcome is FinishReason.REJECTED and not self.begun and self._admission is not None:
+            self._admission.sample_refused(self.started.prompt_tokens)
         self.end = ApiError(fault.code, fault.message, fault.field, retry_after_s)
         self._let_go()
         self.changed.set()
+
+    def replaced(self) -> None:
+        """Note that another stream is made for its sample: a worker has a later placement of it."""
+        self._let_go()
 
     def left(self, now: float, why: ApiError | None = None) -> None:
         """Note that its client is gone for good, whether or not it saw the end. A reader that still waits is told

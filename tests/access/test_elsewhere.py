@@ -5,7 +5,7 @@ import random
 import pytest
 
 from access.elsewhere import GONE_S
-from access.limits import LimitedError, TenantAdmission, TenantLimits
+from access.limits import TELL_AFTER_S, TELL_ALL_S, LimitedError, TenantAdmission, TenantLimits
 from access.tenants import Tenant
 
 RATE, BURST, LAG_S = 1000.0, 2000, 0.1
@@ -146,6 +146,66 @@ def test_a_router_that_begins_believes_the_others_about_the_burst() -> None:
     assert routers.each[0]._usage["a"].bucket.level < 300
 
 
+@pytest.mark.parametrize("how", ["begins", "has heard nothing for a while"])
+def test_who_first_hears_a_part_of_what_is_used_charges_nobody_for_the_past(how: str) -> None:
+    """Guards against a router that charges a tenant for all that it ever used elsewhere: most reports name other
+    tenants only, and the first one that names this one told of its whole life."""
+    routers = Routers(2, a=Tenant(tokens_per_s=RATE, burst_tokens=BURST), b=Tenant(tokens_per_s=RATE))
+    assert used(routers, 10.0, 100, [0]) > 2 * BURST
+    while routers.now < 14.5:  # its bucket is full again, and no report of all is due
+        routers.tick()
+    if how == "begins":
+        routers.begin_again(1)
+    else:
+        routers.each[1].elsewhere.tick(routers.now + GONE_S)
+    assert repr(routers.each[1].elsewhere) == "UsageElsewhere(nobody)"
+    routers.each[0].admit("b", 1, routers.now).spend(1)
+    routers._on_its_way.clear()
+    routers.tick()
+    assert routers._on_its_way[0][-1].keys() == {"b"}, "the first report that it hears is a part"
+    for _ in range(40):
+        routers.tick()
+    assert routers.takes(1) is not None
+    assert routers.each[1]._usage["a"].bucket.level == BURST
+    # What is used from now on counts as ever.
+    routers.each[0].admit("a", 1, routers.now).spend(1500)
+    for _ in range(4):
+        routers.tick()
+    assert routers.each[1]._usage["a"].bucket.level == pytest.approx(BURST - 1500, abs=300)
+
+
+def test_that_nothing_runs_any_more_is_told_of_one_that_used_nothing() -> None:
+    """Guards a tenant whose first request was told of and then failed before it used a token: it was forgotten at once,
+    and the other router refused the tenant for ever."""
+    routers = Routers(2, a=Tenant(concurrency=1))
+    admission = routers.takes(0)
+    assert admission is not None
+    for _ in range(2):
+        routers.tick()
+    assert routers.takes(1) is None, "it was told of"
+    admission.close()
+    for _ in range(3):
+        routers.tick()
+    assert routers.takes(1) is not None
+
+
+def test_who_uses_nothing_any_more_is_told_of_for_a_while_only() -> None:
+    """Guards reports that hold every tenant that there ever was; and the count of what it used, which goes on."""
+    routers = Routers(2, a=Tenant(tokens_per_s=RATE, burst_tokens=BURST))
+    used(routers, 1.0, 100, [0])
+    assert "a" in routers.each[0]._told
+    quiet_s = routers.now + BURST / RATE + TELL_AFTER_S + TELL_ALL_S
+    while routers.now < quiet_s:
+        routers.tick()
+    assert routers.each[0].news(routers.now + TELL_ALL_S) == {}
+    (admission,) = [routers.takes(0)]
+    assert admission is not None
+    admission.spend(500)
+    for _ in range(3):
+        routers.tick()
+    assert routers.each[1]._usage["a"].bucket.level == pytest.approx(BURST - 500, abs=150)
+
+
 def test_a_report_that_comes_twice_or_late_counts_once() -> None:
     limits = TenantLimits(lambda name: Tenant(tokens_per_s=1.0, burst_tokens=100), 1.0)
     for number, tokens in ((1, 10), (1, 10), (3, 40), (2, 20), (3, 40)):
@@ -153,3 +213,18 @@ def test_a_report_that_comes_twice_or_late_counts_once() -> None:
     assert limits._usage["a"].bucket.level == 60.0
     limits.elsewhere.heard("router-0", 8, 1, {"a": (5, 0, 55.0)}, 0.0)
     assert limits._usage["a"].bucket.level == 55.0, "another life counts anew"
+
+
+def test_what_is_given_back_is_given_back_at_all_routers() -> None:
+    """Guards a tenant whose requests are refused before any worker saw them: the other routers kept what they cost."""
+    routers = Routers(2, a=Tenant(tokens_per_s=1.0, burst_tokens=100))
+    admission = routers.takes(0)
+    assert admission is not None
+    admission.spend(80)
+    for _ in range(3):
+        routers.tick()
+    assert routers.each[1]._usage["a"].bucket.level == pytest.approx(20, abs=1)
+    admission.sample_refused(80)
+    for _ in range(3):
+        routers.tick()
+    assert routers.each[1]._left("a", routers.now) == pytest.approx(100, abs=1)

@@ -267,3 +267,46 @@ def test_a_tenants_rate_holds_over_both(demo_model: Path, tmp_path: Path) -> Non
         one = sum(used(urls[:1]).values())
         print(f"over one of the two {one} tokens")
         assert 0.8 * RATE * SECONDS <= one <= fair + 30
+
+
+def test_a_tenants_streams_count_where_they_are_resumed(demo_model: Path, tmp_path: Path) -> None:
+    """Guards a tenant's limit of running samples, which it passed by resuming each stream at another router: what was
+    taken over counted nowhere."""
+    config = ClusterConfig(
+        launcher="process",
+        routers=2,
+        stop_grace_s=1.0,
+        router=RouterConfig(grpc_port=0, http_port=0),
+        access=AccessConfig(keys_file=str(tmp_path / "keys.json")),
+    )
+    key, kept = make_key("acme", "tenant", "2026-01-01")
+    table = CredentialTable(tenants={"acme": Tenant(concurrency=1)}, keys=[kept])
+    keys_file = tmp_path / "keys.json"
+    keys_file.write_bytes(msgspec.json.encode(table))
+    keys_file.chmod(0o600)
+    headers = {"authorization": f"Bearer {key}"}
+    with Cluster(config, make_launcher("process"), model_dir=str(demo_model)) as cluster:
+        cluster.start()
+        zero, one = (f"http://{router.own}" for router in cluster.routers.values())
+        short = {"prompt": "a b", "max_tokens": 1, "ignore_eos": True}
+        body = {**STREAMED, "max_tokens": 1000, "ignore_eos": True}
+
+        def asked() -> list[int]:
+            """What a further request is told at each router, once both know what runs."""
+            told = []
+            for url in (zero, one):
+                time.sleep(5 * LAG_S)
+                told.append(httpx.post(f"{url}/v1/completions", json=short, headers=headers).status_code)
+            return told
+
+        with httpx.Client(headers=headers, timeout=60) as client:
+            with client.stream("POST", f"{zero}/v1/chat/completions", json=body) as reply:
+                assert reply.status_code == 200
+                token = reply.headers[RESUME_TOKEN_HEADER]
+                next(reply.iter_raw(64))
+            with client.stream("GET", f"{one}/v1/streams/{token}") as reply:
+                assert reply.status_code == 200
+                next(reply.iter_raw(64))
+                assert asked() == [429, 429]
+            assert client.delete(f"{one}/v1/streams/{token}").status_code == 204
+            assert asked() == [200, 200]

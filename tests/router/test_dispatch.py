@@ -9,12 +9,24 @@ import msgspec
 import pytest
 
 import router.dispatch
+from access.limits import TELL_ALL_S, TenantLimits
+from access.tenants import MAX_NAME_CHARS, Tenant
 from engine.handshake import Keyring
-from engine.messages import Cancel, LifeOfProcess, PeerAddress, Place, ProcessesTold, RouterRecord, frames
+from engine.messages import (
+    FRAME_BYTES,
+    Cancel,
+    LifeOfProcess,
+    PeerAddress,
+    Place,
+    ProcessesTold,
+    RouterRecord,
+    TenantsTold,
+    frames,
+)
 from engine.types import FinishReason, Incarnation, RequestId
-from router.app import RouterApp
+from router.app import TENANTS_AT_ONCE, RouterApp
 from router.config import RouterConfig
-from router.dispatch import RECORD_BYTES, Outbox, _end
+from router.dispatch import RECORD_BYTES, Outbox, _end, _most_bytes
 from router.status.observer import NullObserver
 from tests.router.core.parts import request_record
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
@@ -206,3 +218,34 @@ def test_a_frame_that_is_no_frame_ends_its_stream(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, "router.dispatch"):
         asyncio.run(body())
     assert "no stream to worker d0" in caplog.text
+
+
+def test_what_many_tenants_use_is_told_in_parts_and_counts_by_its_bytes() -> None:
+    """Guards frames, of which one holds any single record and none may pass 8 MiB, and the memory behind a worker that
+    takes nothing: a report of thousands of tenants was one record, counted as 1 KiB."""
+    told: list[TenantsTold] = []
+    app = _app()
+    names = [f"{at:06d}" + "\U0001f600" * (MAX_NAME_CHARS - 6) for at in range(2 * TENANTS_AT_ONCE + 1)]
+    app._limits = TenantLimits(lambda name: Tenant(concurrency=1), 1.0)
+    app._links.tell_siblings = told.append  # type: ignore[method-assign]
+    for name in names:
+        app._limits.admit(name, 1, 0.0)
+    app._tell_siblings(0.0)
+    assert [one.number for one in told] == [1, 2, 3]
+    assert sorted(name for one in told for name in one.uses) == sorted(names)
+    for one in told:
+        assert len(frames([one])[0]) < FRAME_BYTES
+        assert len(frames([one])[0]) <= _most_bytes(one)
+    app._tell_siblings(TELL_ALL_S / 2)
+    assert len(told) == 3, "nothing has changed"
+
+
+def test_the_first_report_of_a_router_that_was_alone_is_none_of_one_that_begins() -> None:
+    """Guards tenants of a router that has served alone for long: the next router to come would charge them for it."""
+    told: list[TenantsTold] = []
+    app = _app()
+    app._limits = TenantLimits(lambda name: Tenant(tokens_per_s=1.0), 1.0)
+    app._links.tell_siblings = told.append  # type: ignore[method-assign]
+    app._limits.admit("a", 1, 0.0).spend(100)
+    app._tell_siblings(0.0)
+    assert [one.number for one in told] == [2]

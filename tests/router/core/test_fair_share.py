@@ -60,6 +60,24 @@ def test_who_comes_late_does_not_wait_behind_a_flood() -> None:
     assert served(share, 2000).index("late") == 1
 
 
+def test_what_goes_on_from_another_router_pays_for_what_it_writes() -> None:
+    """Guards the line's shares: a tenant whose streams were taken over wrote for nothing, and one that comes anew may
+    not begin below those that wait."""
+    share = FairShare()
+    enter(share, "w1", "w2", "w3")
+    served(share, 5000, 2)
+    share.go_on(RequestId("a1"), "a", 2.0)
+    assert spent(share, "a") == 5000 == share._level
+    share.wrote(RequestId("a1"), 100)
+    share.began(RequestId("a1"), 700)
+    assert spent(share, "a") == 5000 + OUTPUT_WEIGHT * 100 / 2, "its prompt is paid for"
+    enter(share, "a2")
+    assert RequestId("a1") not in share and RequestId("a2") in share
+    before = spent(share, "a")
+    share.left(RequestId("a1"))
+    assert spent(share, "a") == before and share._accounts["a"].requests == 1
+
+
 def test_tokens_are_shared_by_weight() -> None:
     share = FairShare()
     enter(share, *(f"a{number}" for number in range(60)), weight=3.0)

@@ -12,13 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from access.limits import LimitedError, TenantLimits
+from access.tenants import Tenant
 from engine.messages import Fault, Orphan, RequestStats
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from router.config import RouterConfig
+from router.core.endings import RESUMED_ELSEWHERE
 from router.core.events import Complete, Submit
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.front.frontend import Frontend
-from router.front.resume import Context, pack
+from router.front.resume import Context, pack, unpack
 from router.hub import Sink
 from router.status.journal import RouterJournal
 from router.status.observer import NullObserver
@@ -38,6 +41,7 @@ class FakeHub:
         self.deadlines_s: list[float | None] = []
         self.sinks: dict[str, Sink] = {}
         self.left: list[str] = []
+        self.owned: list[tuple[str, str, float]] = []
         self.settled = True
 
     def adopt_with(
@@ -52,6 +56,9 @@ class FakeHub:
         self.records.append(event.record)
         self.deadlines_s.append(event.deadline_s)
         self.sinks[event.record.request] = sink
+
+    def charge(self, request: RequestId, tenant: str, weight: float) -> None:
+        self.owned.append((request, tenant, weight))
 
     def leave(self, request: RequestId) -> None:
         self.left.append(request)
@@ -84,11 +91,13 @@ class Outcomes(NullObserver):
 class Bench:
     """A frontend at time `now`, which had its first tick."""
 
-    def __init__(self, *, settled: bool = True) -> None:
+    def __init__(self, *, settled: bool = True, **tenants: Tenant) -> None:
         self.hub, self.outcomes, self.now = FakeHub(), Outcomes(), 100.0
         self.hub.settled = settled
         config = RouterConfig(default_timeout_s=50.0, resume_window_s=WINDOW_S)
-        self.front = Frontend(ByteText(), self.hub, config, lambda: self.now, self.outcomes)  # type: ignore[arg-type]
+        self.limits = TenantLimits(lambda name: tenants.get(name, Tenant()), 1.0)
+        parts = (ByteText(), self.hub, config, lambda: self.now, self.outcomes, self.limits)
+        self.front = Frontend(*parts)  # type: ignore[arg-type]
         self.front.tick()
 
     async def ask(
@@ -117,8 +126,10 @@ def run(body: Coroutine[object, object, None]) -> None:
     asyncio.run(limited())
 
 
-def orphan(sample: int = 0, token: str = "t", model: str = "bytes", samples: int = 2) -> Orphan:
-    context = pack(Context(token=token, model=model, samples=samples))
+def orphan(
+    sample: int = 0, token: str = "t", model: str = "bytes", samples: int = 2, tenant: str = ""
+) -> Orphan:
+    context = pack(Context(token=token, model=model, samples=samples, tenant=tenant))
     record = request_record(f"r.{sample}" if sample else "r", tokens=3, context=context, group="r", sample_index=sample)
     return Orphan(record=record, placement=1, prefill="p0", tokens=[], age_s=1.0)
 
@@ -361,5 +372,78 @@ def test_nobody_is_told_that_a_token_is_unknown_before_all_orphans_have_turned_u
         bench.hub.settled = True
         bench.front.tick()
         assert await first == Started("r", "bytes", 3, "t")
+
+    run(body())
+
+
+@pytest.mark.parametrize("how", ["it ends", "it fails", "its window is over", "it is given over", "it is cancelled"])
+def test_what_goes_on_here_counts_and_is_charged_here(how: str) -> None:
+    """Guards a tenant's limits, which it got around by resuming each stream at another router: nobody counted it."""
+
+    async def body() -> None:
+        bench = Bench(a=Tenant(concurrency=1, tokens_per_s=1.0, burst_tokens=100, weight=2.0))
+        one = msgspec.structs.replace(orphan(samples=1, tenant="a"), tokens=[65, 66])
+        stream = bench.front.revive(one, bench.now)
+        assert stream is not None and bench.hub.owned == [("r", "a", 2.0)]
+        with pytest.raises(LimitedError, match="1 of 1 samples run already"):
+            bench.limits.admit("a", 1, bench.now)
+        for ids in ([65], [66]):
+            stream.tokens(ids, bench.now)
+        assert bench.limits._usage["a"].bucket.level == 100, "charged where it began"
+        stream.tokens([67, 68, 69], bench.now)
+        assert bench.limits._usage["a"].bucket.level == 97
+        # It is refused nothing, whatever its tenant may have.
+        again = msgspec.structs.replace(one, placement=2)
+        stream = bench.front.revive(again, bench.now)
+        assert stream is not None and bench.limits._usage["a"].running == 1, "in the place of a lower placement"
+        if how == "it ends":
+            stream.completed(Complete(RequestId("r"), FinishReason.LENGTH, RequestStats(), 0), bench.now)
+        elif how == "it fails":
+            stream.failed(Fault("INTERNAL", "x"), FinishReason.ERROR, None, bench.now)
+        elif how == "its window is over":
+            bench.now += WINDOW_S
+            bench.front.tick()
+        elif how == "it is given over":
+            bench.front.give_over(one.record)
+            stream.failed(RESUMED_ELSEWHERE, FinishReason.CANCELLED, None, bench.now)
+        else:
+            assert await bench.front.cancel("t")
+        assert bench.limits._usage["a"].running == 0
+        bench.limits.admit("a", 1, bench.now)
+
+    run(body())
+
+
+def test_whose_it_is_is_told_to_who_goes_on_with_it() -> None:
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="abc", tenant="a", resumable=True))
+        context = unpack(bench.hub.records[0].context)
+        assert context is not None and context.tenant == "a"
+        bench.hub.answer(bench.hub.names[0], [65])
+        await first
+        await events.aclose()
+
+    run(body())
+
+
+@pytest.mark.parametrize("worker", ["none has seen it", "one has had it"])
+def test_what_no_worker_has_seen_is_not_charged(worker: str) -> None:
+    """Guards the rate of a tenant whose requests are refused at the line or for their deadline: each paid for its
+    prompt, and the tenant was then refused for a rate that it had not used."""
+
+    async def body() -> None:
+        bench = Bench(a=Tenant(tokens_per_s=1.0, burst_tokens=100))
+        events, first = await bench.ask(GenerateCall(prompt="abc", tenant="a", n=2))
+        assert bench.limits._usage["a"].bucket.level == 97
+        for name in bench.hub.names:
+            assert bench.limits._usage["a"].bucket.level == 97, "one of its samples may run yet"
+            if worker != "none has seen it":
+                bench.hub.sinks[name].accepted(bench.now)
+            bench.hub.sinks[name].failed(Fault("RESOURCE_EXHAUSTED", "x"), FinishReason.REJECTED, 1.0, bench.now)
+        assert bench.limits._usage["a"].bucket.level == (100 if worker == "none has seen it" else 97)
+        await asyncio.wait([first])
+        await events.aclose()
+        assert (first.exception() is not None) == (worker == "none has seen it")
 
     run(body())

@@ -28,13 +28,16 @@ from router.core.events import (
     Fail,
     Ignored,
     Lost,
+    Owned,
     StopFound,
     TellWorker,
     Tick,
     WorkersNamed,
 )
+from router.core.fair_share import OUTPUT_WEIGHT
 from router.core.leaving.adoption import MAX_KNOWN, Adoptions
 from router.core.placement import LOCAL
+from router.front.samples import BeamSink
 from router.hub import Hub
 from router.status.observer import NullObserver
 from tests.router.bench import A, B, Bench, ended, is_told
@@ -59,6 +62,20 @@ def orphan(*tokens: int, placement: int = 3, history: int = 0, **more: object) -
 
 def cancel(worker: str, placement: int) -> TellWorker:
     return TellWorker(worker, Cancel(A, placement, FinishReason.CANCELLED))
+
+
+def test_its_tenant_pays_here_for_what_it_writes_from_now_on() -> None:
+    """Guards the shares of the line while a tenant's streams are resumed here: they were nobody's."""
+    bench = Bench()
+    bench.hear(orphan(5, 6))
+    assert bench.do(Owned(A, "a", 2.0)) == [] == bench.do(Owned(B, "a", 2.0)), "and B is not known here"
+    share = bench.router._table.share
+    assert list(share._entries) == [A] and share._accounts["a"].spent == 0
+    bench.hear(Tokens(A, 3, 2, [7, 8]))
+    assert share._accounts["a"].spent == OUTPUT_WEIGHT * 2 / 2.0
+    bench.hear(ended(placement=3, output_tokens=4))
+    assert not share._entries and share._accounts["a"].spent == OUTPUT_WEIGHT * 2 / 2.0
+    bench.router.check()
 
 
 def test_it_goes_on_behind_what_it_has() -> None:
@@ -236,6 +253,24 @@ def test_what_nobody_can_serve_is_cancelled() -> None:
     hub.connect(lambda worker, record: sent.append(record))
     hub.heard("d0", [orphan(5)])
     assert sent == [Cancel(A, 3, FinishReason.CANCELLED)]
+
+
+def test_whose_it_is_is_told_to_the_core() -> None:
+    """Guards the way on which an adopted request comes to its tenant's account: while its client's side is made."""
+    bench = Bench()
+    hub = Hub(bench.router, lambda: bench.now, NullObserver())
+    hub.connect(lambda worker, record: None)
+    sink = BeamSink([])
+    sink.tokens = lambda ids, now: None  # type: ignore[method-assign]
+
+    def revive(one: Orphan, now: float) -> BeamSink:
+        hub.charge(one.record.request, "a", 1.0)
+        return sink
+
+    hub.adopt_with(revive)
+    hub.heard("d0", [orphan(5), Tokens(A, 3, 1, [6])])
+    assert bench.router._table.share._accounts["a"].spent == OUTPUT_WEIGHT
+    hub.leave(A)
 
 
 def adoptions() -> Adoptions:
