@@ -311,7 +311,7 @@ class Router:
             or call.placement != record.placement
             or call.decode != worker
             or call.source is not None
-            or not record.index
+            or not call.is_prefilled
             or record.index != len(call.emitted)
         ):
             return []
@@ -332,8 +332,7 @@ class Router:
             out.append(Ignored("duplicate", min(known, len(record.ids))))
         fresh = record.ids[known:]
         if fresh:
-            if not call.emitted and call.prefill_life is not None:
-                self._succeeded(call.prefill_life, now, out)
+            self._prefilled(call, now, out)
             call.emitted.extend(fresh)
             self._table.share.wrote(record.request, len(fresh))
             out.append(Deliver(record.request, fresh))
@@ -348,9 +347,9 @@ class Router:
         self._table.forget(call, out, end)
         if isinstance(end, Complete):
             self._view.ended(call, record.stats)
-            for life in (call.decode_life, call.prefill_life):
-                if life is not None:
-                    self._succeeded(life, now, out)
+            if call.decode_life is not None:
+                self._succeeded(call.decode_life, now, out)
+            self._prefilled(call, now, out)
         elif isinstance(end, Fail) and end.fault.code in WORKERS_FAULT and call.decode_life is not None:
             self._failed(call.decode_life, f"it ended a request with {end.fault.code}", now, out)
         self._queue.advance(now, out)
@@ -383,6 +382,15 @@ class Router:
     def _succeeded(self, life: Life, now: float, out: list[Command]) -> None:
         if self.registry.ejections.succeeded(life, now):
             out.append(Readmitted(life[0]))
+
+    def _prefilled(self, call: Call, now: float, out: list[Command]) -> None:
+        """Note, once for each placement, that its prompt has been read: it has given output, or has ended well."""
+        if call.is_prefilled:
+            return
+        call.is_prefilled = True
+        self.registry.prefilled(call.prefill, call.record.request)
+        if call.prefill_life is not None:
+            self._succeeded(call.prefill_life, now, out)
 
     # ---- workers that leave
 

@@ -30,6 +30,7 @@ class InFlight:
     blocks: int
     accepted: bool = False
     counted: bool = False
+    is_prefilled: bool = False
 
 
 @dataclass(slots=True)
@@ -52,6 +53,8 @@ class WorkerEntry:
     queue_tokens: int = 0
     queued_requests: int = 0
     """Requests whose prompts it had not computed when it last reported."""
+    prefilled_requests: int = 0
+    """Those of its own whose prompts it has read, where others write the answers."""
     used_blocks: int = 0
     """Blocks that no eviction can free."""
     decode_view: DecodeView | None = None
@@ -68,6 +71,11 @@ class WorkerEntry:
         self.queue_tokens += tokens
         self.used_blocks += blocks
         self.decode_view = None
+
+    @property
+    def unfinished(self) -> int:
+        """How many of its own requests it has still something to do for."""
+        return len(self.own) - self.prefilled_requests
 
     def reported(self, load: Load) -> None:
         """Take a report, which counts all that had been accepted when it was made."""
@@ -91,6 +99,7 @@ class WorkerEntry:
     def check(self) -> None:
         """Raise AssertionError if what is kept ready is not what the report and the dispatches say."""
         assert (self.queue_tokens, self.used_blocks) == self._beyond(self.load), f"{self.name} is miscounted"
+        assert self.prefilled_requests == sum(d.is_prefilled for d in self.own.values()), f"{self.name} is miscounted"
         view = self.decode_view
         if view is not None:
             assert (view.used_blocks, view.outstanding) == (self.used_blocks, len(self.own)), f"{self.name} is stale"
@@ -158,7 +167,7 @@ class Registry:
         found = [w for w in self.live(role, now) if not w.leaving]
         if not self.ejections:
             return found
-        sound = [w for w in found if self.ejections.takes(w.life, len(w.own), now)]
+        sound = [w for w in found if self.ejections.takes(w.life, w.unfinished, now)]
         served = {w.info.fingerprint for w in sound}
         return [w for w in found if w in sound or w.info.fingerprint not in served]
 
@@ -228,6 +237,8 @@ class Registry:
         """Note a request that is sent to a worker, and what it adds there: uncached tokens, new blocks."""
         worker = self._workers[name]
         before = worker.own.get(request)
+        if before is not None:
+            worker.prefilled_requests -= before.is_prefilled
         if before is not None and not before.counted:
             worker.adds(-before.tokens, -before.blocks)
         worker.own[request] = InFlight(tokens, blocks)
@@ -239,9 +250,18 @@ class Registry:
         if worker is not None and request in worker.own:
             worker.own[request].accepted = True
 
+    def prefilled(self, name: str, request: RequestId) -> None:
+        """Note that the worker has read the prompt of a request that another one goes on with."""
+        worker = self._workers.get(name)
+        dispatch = None if worker is None else worker.own.get(request)
+        if worker is not None and dispatch is not None and not dispatch.is_prefilled:
+            dispatch.is_prefilled = True
+            worker.prefilled_requests += 1
+
     def released(self, name: str, request: RequestId) -> None:
         worker = self._workers.get(name)
         dispatch = None if worker is None else worker.own.pop(request, None)
         if worker is not None and dispatch is not None:
+            worker.prefilled_requests -= dispatch.is_prefilled
             more = (0, 0) if dispatch.counted else (-dispatch.tokens, -dispatch.blocks)
             worker.adds(*more)
