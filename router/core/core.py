@@ -99,7 +99,7 @@ class Router:
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._sessions = Sessions(config.session_s)
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions, self._sessions)
-        self._admission = DeadlineGate(config, self._placer, self._queue)
+        self._admission = DeadlineGate(config, table, self._placer, self._queue)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
         self._detector = FailureDetector(view.registry, config.escalate_s, config.worker_hung_s)
 

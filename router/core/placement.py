@@ -19,8 +19,6 @@ from router.core.policy import (
     Demand,
     PrefillView,
     RoutingPolicy,
-    missing_blocks,
-    prefill_terms,
 )
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, Room, WorkerEntry
@@ -169,7 +167,7 @@ class Placer:
 
     def soonest(self, call: Call, now: float) -> "Soonest | None":
         """The least that `call` could take on any workers, had they room for it; None if there is no decode worker.
-        What no worker has measured takes no time."""
+        What a worker has not measured itself takes no time there."""
         held = _Held(self._index, call)
         decodes = self._registry.takers("decode", now)
         if not decodes:
@@ -179,16 +177,17 @@ class Placer:
             alike = [w for w in decodes if w.key == key]
             wanted = demand(call.record, alike[0].info)
             readers = self._readers(call.record, key[0], (), now)
-            read_s = [self._read_s(w, held, wanted) for w in readers]
+            read_s = min((self._least_read_s(w, held, wanted) for w in readers), default=None)
             for worker in alike:
-                view = self._decode_view(worker, held.blocks(worker))
-                step_s = view.s_per_step * view.used_blocks / view.blocks if view.blocks else 0.0
-                if read_s:
-                    move_s = missing_blocks(wanted, view) * worker.least_s_per_block
-                    ways_s.append(min(read_s) + move_s + step_s)
-                if self._local_prefill or not read_s:
-                    ways_s.append(self._read_s(worker, held, wanted) + step_s)
-        return Soonest(min(ways_s), min(w.load.s_per_token if w.load else 0.0 for w in decodes))
+                busy = worker.used_blocks / worker.info.blocks if worker.info.blocks else 0.0
+                step_s = self._least_step_s(worker) * busy
+                if read_s is not None:
+                    missing = max(wanted.prompt_blocks - held.blocks(worker), 0)
+                    move_s = missing * worker.least_s_per_block * self._fitted.least_exposure(worker.name)
+                    ways_s.append(read_s + move_s + step_s)
+                if self._local_prefill or read_s is None:
+                    ways_s.append(self._least_read_s(worker, held, wanted) + step_s)
+        return Soonest(min(ways_s), min(self._least_step_s(w) for w in decodes))
 
     def beside(self, call: Call, host: Call, now: float) -> Choice | None:
         """The place next to `host`, a request with the same prompt: `call` shares its blocks, and the worker that
@@ -284,10 +283,15 @@ class Placer:
             fitted.host(name),
         )
 
-    def _read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
-        """How long a prompt takes to be read on a worker, by what was measured."""
-        view = self._reader_view(worker, held.blocks(worker), wanted, 0.0)
-        return sum(prefill_terms(wanted, view)) if view.s_per_token else 0.0
+    def _least_read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
+        """The least time after which a worker has read a prompt, by what it has measured itself."""
+        uncached = max(wanted.prompt_tokens - held.blocks(worker) * worker.room[0], 1)
+        return (worker.queue_tokens + uncached) * self._fitted.least_s_per_token(worker.name)
+
+    def _least_step_s(self, worker: WorkerEntry) -> float:
+        """The least time of a decode worker's step with one more request, by what it has measured itself."""
+        load = worker.load
+        return 0.0 if load is None else self._fitted.least_step_s(worker.name, load.s_per_token, load.running_requests)
 
     def _decode_view(self, worker: WorkerEntry, cached_blocks: int) -> DecodeView:
         """A view, which the worker keeps for the next request that it holds as much of: coefficients too are those of
