@@ -457,6 +457,8 @@ class Router:
     # ---- time
 
     def _tick(self, now: float, out: list[Command]) -> None:
+        if self._detector.has_slept(now):
+            self._table.forgive(now)
         self._losses.give_up(self._detector.look(now), now, out)
         for call in self._table.unanswered(now - self._config.worker_silent_s):
             if call.decode_life is not None:

@@ -125,10 +125,10 @@ class Coefficients:
         self._medians: _Medians | None = None
 
     def joined(self, name: str, role: str, host: str) -> None:
-        """Begin anew with a worker, which is connected in a new life."""
+        """Begin anew with a worker, which is connected in a new life, and maybe in another role."""
+        self.forget(name)
         pool = self._prefills if role == "prefill" else self._decodes
         pool[name] = _WorkerFit(self._hosts.setdefault(host, len(self._hosts)))
-        self._medians = None
 
     def forget(self, name: str) -> None:
         self._prefills.pop(name, None)

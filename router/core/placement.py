@@ -96,13 +96,21 @@ class Placer:
         self._shares.came(chain, max(1, tokens - most * size), tokens, size, len(alike))
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
-        decodes = [w for w in self._registry.takers("decode", now) if not w.refused]
+        decodes = [w for w in self._takers_for(call.record, now) if not w.refused]
         pin = None if call.source is not None else call.pin
         if pin is not None:
             choice = self._best_of(call, held, [w for w in decodes if w.life == pin.decode], pin, now)
             if choice is not None:
                 return msgspec.structs.replace(choice, reason=SESSION)
         return self._best_of(call, held, decodes, None, now)
+
+    def _takers_for(self, record: RequestRecord, now: float) -> list[WorkerEntry]:
+        """The decode workers that take new requests; where none of them could ever hold `record`, those that could
+        although they are ejected: else it would wait for a probe, and all others behind it."""
+        takers = self._registry.takers("decode", now)
+        if not self._registry.ejections or any(_holds(w, record) for w in takers):
+            return takers
+        return [w for w in self._registry.live("decode", now) if not w.leaving and _holds(w, record)]
 
     def _best_of(
         self, call: Call, held: "_Held", decodes: Sequence[WorkerEntry], pin: Pin | None, now: float

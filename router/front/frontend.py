@@ -181,7 +181,7 @@ class Frontend:
                     yield event
                     continue
                 at, item = event
-                stream = samples.streams[at]
+                stream = reader.streams[at]
                 if isinstance(item, Complete) and samples.remember is not None and stream.output.stopped is None:
                     samples.remember(stream.text, stream.ids)
                 told = stream.account(item, self._clock()) if isinstance(item, Complete) else item

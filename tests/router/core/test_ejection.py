@@ -279,3 +279,21 @@ def test_a_search_says_nothing_before_its_end_which_counts_for_both_workers() ->
     bench.router.registry.failed(life, 0.0)
     bench.hear(ended(RequestId("a"), 1))
     assert not bench.router.registry.ejections._records
+
+
+def test_offers_made_before_the_routers_own_sleep_are_not_called_unanswered() -> None:
+    """Guards workers against a router that was stopped: their answers lie unread."""
+    bench = Bench(decodes=2, prefills=0, worker_silent_s=10.0)
+    bench.do(Tick())
+    workers = [placed(bench.submit(RequestId(f"r{number}"), 8, 4)) for number in range(2 * CONSECUTIVE)]
+    assert workers.count("d0") == CONSECUTIVE
+    bench.now = 15.0
+    assert bench.do(Tick()) == []
+    assert not bench.router.registry.ejections._records
+    out = list[Command]()
+    while bench.now < 26.0:
+        bench.now += 0.5
+        for name in ("d0", "d1"):
+            bench.hear(load(1), name)
+        out += bench.do(Tick())
+    assert [c.why for c in out if isinstance(c, Ejected)] == ["it left an offer unanswered"], "from then on they count"

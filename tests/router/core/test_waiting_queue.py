@@ -9,6 +9,7 @@ import pytest
 from engine.messages import Orphan, Place
 from engine.types import FinishReason, RequestId
 from router.core.call import State
+from router.core.ejection import CONSECUTIVE
 from router.core.events import Command, Fail, TellWorker
 from tests.router.bench import is_told
 from tests.router.core.parts import Parts, request_record
@@ -210,3 +211,22 @@ def test_a_tenant_that_comes_late_begins_where_the_others_are() -> None:
             parts.table.share.began(call.record.request)
             parts.table.forget(call, parts.out)
     assert advance(parts) == ["c", "late"], "the one that came first, of two that have had as much"
+
+
+def test_the_line_does_not_stand_behind_one_that_only_an_ejected_worker_can_hold() -> None:
+    """Guards against idle workers, before which all wait for the probe of the one that is large enough for the head."""
+    parts = Parts()
+    large = parts.join("d0", blocks=1000)
+    for name in ("d1", "d2"):
+        parts.join(name, blocks=10)
+    parts.offer("held", tokens=3000)
+    assert large.own and "held" in large.own
+    for _ in range(CONSECUTIVE):
+        parts.registry.failed(large.life, 0.0)
+    assert parts.registry.ejections.is_ejected(large.life)
+    parts.take()
+    parts.wait("large", tokens=2000)
+    for number in range(3):
+        parts.wait(f"tiny{number}", tokens=8, max_tokens=8)
+    assert advance(parts) == ["large", "tiny0", "tiny1", "tiny2"]
+    assert set(large.own) == {"held", "large"}, "who fits elsewhere goes elsewhere"

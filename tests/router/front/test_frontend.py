@@ -15,6 +15,7 @@ import pytest
 from engine.messages import Fault, Orphan, RequestStats
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from router.config import RouterConfig
+from router.core.endings import RESUMED_ELSEWHERE
 from router.core.events import Complete, Submit
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.front.frontend import Frontend
@@ -74,11 +75,13 @@ class FakeHub:
 class Outcomes(NullObserver):
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.first_tokens_s: list[float | None] = []
 
     def request(
         self, outcome: str, ttft_s: float | None, itl_s: list[float], e2e_s: float, stages: dict[str, float]
     ) -> None:
         self.seen.append(outcome)
+        self.first_tokens_s.append(ttft_s)
 
 
 class Bench:
@@ -361,5 +364,49 @@ def test_nobody_is_told_that_a_token_is_unknown_before_all_orphans_have_turned_u
         bench.hub.settled = True
         bench.front.tick()
         assert await first == Started("r", "bytes", 3, "t")
+
+    run(body())
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_what_another_router_takes_over_is_read_here_to_where_it_was_left(samples: int) -> None:
+    """Guards the reader of a taken answer: its last tokens and its taking come in one turn of the event loop."""
+
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", n=samples, resumable=True))
+        sinks = list(bench.hub.sinks.values())
+        for sink in sinks:
+            sink.accepted(1.0)
+        await first
+        sinks[0].tokens([104], 2.0)
+        bench.front.give_over(bench.hub.records[0])
+        sinks[0].failed(RESUMED_ELSEWHERE, FinishReason.CANCELLED, None, 2.0)
+        delta = await anext(events)
+        assert isinstance(delta, Delta) and (delta.sample, delta.token_ids) == (0, (104,))
+        with pytest.raises(ApiError) as caught:
+            await anext(events)
+        assert (caught.value.code, caught.value.message) == (RESUMED_ELSEWHERE.code, RESUMED_ELSEWHERE.message)
+        assert bench.hub.left == []
+
+    run(body())
+
+
+def test_a_sample_that_ends_beside_a_taken_one_has_its_own_account() -> None:
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", n=3, resumable=True))
+        names = list(bench.hub.names)
+        for name in names:
+            bench.hub.sinks[name].accepted(1.0)
+        await first
+        bench.hub.answer(names[1], [104, 105, 106])
+        bench.front.give_over(bench.hub.records[0])
+        told = [await anext(events), await anext(events)]
+        while not isinstance(told[-1], Finished):
+            told.append(await anext(events))
+        assert told[-1].sample == 1
+        assert bench.outcomes.first_tokens_s == [1.0 - 100.0], "the stream that ended, and not one without a token"
+        await events.aclose()
 
     run(body())
