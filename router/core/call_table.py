@@ -25,8 +25,8 @@ class CallTable:
 
     # Mutable state: the calls by request, those that wait, those of each group by sample index, and the last turn
     # given; (deadline, turn, request) of calls that have one, (time, request, turn, placement) of what was offered,
-    # oldest first, and calls that were asked to move or have moved. Of these three, entries that are over are dropped when they are met. And what the requests
-    # cost their tenants.
+    # oldest first, and calls that were asked to move or have moved. Of these three, entries that are over are dropped
+    # when they are met. And what the requests cost their tenants.
 
     def __init__(self, view: ClusterView) -> None:
         self.calls: dict[RequestId, Call] = {}

@@ -150,9 +150,7 @@ class Placer:
         """The views of the decode workers of one kind that may have room. `found`: what each holds of the prompt."""
         roomy, demands = [], _Demands(record)
         for worker in alike:
-            cached, view = found.get(worker.name, 0), worker.decode_view
-            if view is None or view.cached_blocks != cached:
-                view = self._decode_view(worker, cached)
+            view = self._decode_view(worker, found.get(worker.name, 0))
             if _fits(demands[worker.room], view):
                 roomy.append(view)
         return roomy
@@ -167,11 +165,16 @@ class Placer:
         """Unless told otherwise, a prefill worker is always preferred to none."""
         return not self._local_prefill and choice.prefill.name == LOCAL.name, choice.cost.total_s
 
-    def cached_tokens(self, call: Call, now: float) -> int:
-        """Return how much of the prompt of `call` some worker that takes requests is believed to hold."""
-        held = _Held(self._index, call)
-        workers = (w for role in ("prefill", "decode") for w in self._registry.takers(role, now))
-        return max((held.blocks(w) * w.info.block_size for w in workers), default=0)
+    def have_all_refused(self, now: float) -> bool:
+        """Return True if nobody can be offered anything before the next report."""
+        decodes = self._registry.live("decode", now)
+        return bool(decodes) and all(w.refused for w in decodes)
+
+    def cached_tokens(self, call: Call) -> int:
+        """Return how much of the prompt of `call` some worker is believed to hold, of the kinds that are connected: one
+        walk for each kind, however many workers there are."""
+        deepest = [(key, max(self._index.depths(call.chain(key)).values(), default=0)) for key in self._registry.keys]
+        return max((blocks * key[1] for key, blocks in deepest), default=0)
 
     def soonest(self, call: Call, now: float) -> "Soonest | None":
         """The least that `call` could take on any workers, had they room for it; None if there is no decode worker.
@@ -216,9 +219,9 @@ class Placer:
     def has_room_elsewhere(self, call: Call, home: WorkerEntry, promised: int, now: float) -> bool:
         """Return True if another decode worker than `home`, where it runs, could take `call` beside `promised` more
         blocks."""
-        held = _Held(self._index, call)
+        held, demands = _Held(self._index, call), _Demands(call.record)
         return any(
-            _fits(demand(call.record, worker.info), self._decode_view(worker, held.blocks(worker)), promised)
+            _fits(demands[worker.room], self._decode_view(worker, held.blocks(worker)), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
         )
@@ -304,6 +307,9 @@ class Placer:
     def _decode_view(self, worker: WorkerEntry, cached_blocks: int) -> DecodeView:
         """A view, which the worker keeps for the next request that it holds as much of: coefficients too are those of
         its last report, dispatch or end."""
+        view = worker.decode_view
+        if view is not None and view.cached_blocks == cached_blocks:
+            return view
         load, fitted, name = worker.load, self._fitted, worker.name
         step_s = load.s_per_token if load else 0.0
         alone_s, s_per_row = fitted.step(name, step_s)

@@ -110,7 +110,8 @@ class Registry:
     """Workers by name. The router core owns it."""
 
     # Mutable state: the connected workers, and of every worker the life it is said to have, the last life seen, and
-    # the last seen leaving; the roles of all that were ever connected; who has failed; and what is fitted of them.
+    # the last seen leaving; the kinds of those that are connected and the roles of all that ever were; who has failed;
+    # and what is fitted of them.
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -120,6 +121,8 @@ class Registry:
         self._lives: dict[str, Incarnation] = {}
         self._left: dict[str, Incarnation] = {}
         self._met_roles: set[str] = set()
+        self.keys: tuple[ModelKey, ...] = ()
+        """The kinds of the connected workers."""
         self.ejections = Ejections()
         self.fitted = Coefficients()
 
@@ -197,6 +200,7 @@ class Registry:
             del self._roles[known.info.role][peer.name]
         self._roles.setdefault(info.role, {})[peer.name] = worker
         self._met_roles.add(info.role)
+        self._sort()
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
         self.ejections.forget(peer.name, but=info.incarnation)
@@ -209,6 +213,10 @@ class Registry:
         worker = self._workers.pop(name, None)
         if worker is not None:
             del self._roles[worker.info.role][name]
+            self._sort()
+
+    def _sort(self) -> None:
+        self.keys = tuple({w.key: None for w in self._workers.values()})
 
     def forget(self, name: str) -> None:
         """Drop what is known of a worker that was taken away, and is not connected any more."""

@@ -90,8 +90,8 @@ class SamplesReader:
     """Takes the events of all samples, each sample's in order. Only the newest reader of an answer gets any.
 
     A resumable answer begins once all samples were accepted, so that each can be found again. `is_known`: its client
-    has what it needs to come back. `streams` are all samples' as they were when it began: one that another router goes on
-    with is still read here to where it was left.
+    has what it needs to come back. `streams` are all samples' as they were when it began: one that another router goes
+    on with is still read here to where it was left.
     """
 
     # Mutable state: whether it has begun, whether it is known, whether somebody waits for the next event, whose turn it
