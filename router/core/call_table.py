@@ -90,7 +90,7 @@ class CallTable:
 
     def forgive(self, now: float) -> None:
         """Count all offers from now: no answer could have been heard until here."""
-        self._offers = deque((now, *offer) for _, *offer in self._offers)
+        self._offers = deque((now, request, turn, placement) for _, request, turn, placement in self._offers)
 
     def unanswered(self, until_s: float) -> list[Call]:
         """Return the calls whose offer of `until_s` or earlier has had no answer, each once, oldest first."""
