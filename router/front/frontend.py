@@ -61,9 +61,9 @@ class _Search:
 
 class Frontend:
     # Mutable state: the chats that the intake remembers, resumable streams, whether all requests of an earlier router
-    # have turned up, the tokens cancelled before that, with the tenant that did so, the keys that workers are asked for,
-    # the clients who wait for that by tenant, and the answers of which another router has taken a part, with the end of
-    # their window.
+    # have turned up, the tokens cancelled before that, with the tenant that did so, the keys that workers are asked
+    # for, the clients who wait for that by tenant, and the answers of which another router has taken a part, with the
+    # end of their window.
 
     def __init__(
         self,
