@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.scheduler.events import Result, Tell
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
+from decode_worker.scheduler.leaving.orphans import ResumeIndex
 from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import Ownership, PrefillProgress, Request, RequestState
 from decode_worker.scheduler.samples.forks import shared_tokens
@@ -22,7 +23,8 @@ from worker.config import DecodeConfig
 
 @dataclass(eq=False, repr=False)
 class Admission:
-    """Mutable state: `requests`, and `accepted`; who is taken begins in `prefills`. Owner: the scheduler."""
+    """Mutable state: `requests`, the same `by_key`, and `accepted`; who is taken begins in `prefills`. Owner: the
+    scheduler."""
 
     name: str
     """This worker's incarnation."""
@@ -33,6 +35,8 @@ class Admission:
     prefills: Prefills
     requests: dict[RequestId, Request] = field(default_factory=dict)
     """Requests that were taken, until they end or depart."""
+    by_key: ResumeIndex[Request] = field(default_factory=ResumeIndex)
+    """Those of them whose clients may come back."""
     accepted: int = 0
     """The number of requests taken."""
 
@@ -43,10 +47,15 @@ class Admission:
     def forget(self, request: Request) -> None:
         """Forget a request that ends, or departs."""
         del self.requests[request.record.request]
+        self.by_key.drop(request.record)
 
     def take_back(self, request: Request) -> None:
         """Hold a departed request again."""
+        self._hold(request)
+
+    def _hold(self, request: Request) -> None:
         self.requests[request.record.request] = request
+        self.by_key.add(request.record, request)
 
     @property
     def growth_tokens(self) -> int:
@@ -153,5 +162,5 @@ class Admission:
             owner=Ownership(router, message.losses),
             prefill=PrefillProgress(message.prefill, now),
         )
-        self.requests[record.request] = request
+        self._hold(request)
         return request

@@ -6,7 +6,6 @@ requests are orphans, and what is remembered of ended ones, is the business of
 `decode_worker.scheduler.leaving.orphans`.
 """
 
-import hmac
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request, RequestState
 from engine.kv.manager import KVCacheManager
 from engine.messages import Cancel, Claim, ClaimTold, Ended, Fault, OrphansTold, RequestStats, Taken, Tokens, Yielded
-from engine.types import Beam, FinishReason, Incarnation, RequestRecord
+from engine.types import Beam, FinishReason, Incarnation
 
 
 @dataclass(eq=False, repr=False)
@@ -184,18 +183,13 @@ class Endings:
         """Give what a client has come back for to the router that it has come to."""
         if self.orphans.router(link) == NO_ROUTER or not claim.key:
             return []
-
-        def is_claimed(record: RequestRecord) -> bool:
-            is_its = claim.namespace is None or claim.namespace == record.namespace
-            return is_its and hmac.compare_digest(record.resume_key, claim.key)
-
         commands: list[Command] = []
-        for request in [r for r in self.admission.requests.values() if r.link != link and is_claimed(r.record)]:
+        for request in [r for r in self.admission.by_key.find(claim) if r.link != link]:
             if request.link != NOBODY:
                 commands.append(Tell(request.link, Taken(request.record.request, request.placement)))
                 self._orphan([request], now)
             commands += self._give(request, link, now)
-        for one in self.orphans.claim_ended(link, is_claimed):
+        for one in self.orphans.claim_ended(link, claim):
             commands += [Tell(link, orphan(one.request, one.tokens, now)), Tell(link, one.ended)]
         return [*commands, Tell(link, ClaimTold(claim.key))]
 
@@ -235,6 +229,7 @@ class Endings:
     def check(self) -> None:
         self.departures.check()
         self.orphans.check()
+        assert len(self.admission.by_key) == sum(bool(r.record.resume_key) for r in self.admission.requests.values())
         for request in self.admission.requests.values():
             assert not request.lease.released and request.state is not RequestState.ENDING
             assert (request.link == NOBODY) == (request.owner.orphan_until < float("inf"))

@@ -2,12 +2,14 @@
 
     line                                requests before it · time between two that left the line of late
     + first token                       queue, prompt, move and pressure of the cheapest workers, by placement's terms
-    + (tokens - 1) · s per token        of the quickest decode worker
+    + (tokens - 1) · s per token        of the quickest decode worker, at the rows that it has now and one more
 
-Every term is the least that it may be: a worker that has measured nothing takes no time, the line is shared as by
-weight alone, and an answer has only as many tokens as nine of ten late ones had. And a request is refused only when the
-sum is more than `router.deadline_margin` times what is left. So a poor prediction lets in what will be late, rather
-than refuse what would not be. A request whose caller has named no deadline is never refused here.
+Every term is the least that it may be: what a worker has not measured itself takes no time there, fitted factors only
+make it shorter, the line is shared as by weight alone, and an answer has only as many tokens as nine of ten late ones
+had. And a request is refused only when the sum is more than `router.deadline_margin` times what is left. So a poor
+prediction lets in what will be late, rather than refuse what would not be. A request whose caller has named no deadline
+is never refused here; nor one that comes while the router holds no other, so that workers measure again, however poor
+the figures are by which all are refused.
 """
 
 from collections import deque
@@ -16,6 +18,7 @@ from engine.messages import Fault
 from engine.types import FinishReason
 from router.config import RouterConfig
 from router.core.call import Call
+from router.core.call_table import CallTable
 from router.core.events import Fail, Submit
 from router.core.placement import Placer
 from router.core.waiting_queue import WaitingQueue
@@ -31,7 +34,8 @@ class DeadlineGate:
 
     # Mutable state: the lengths of the latest answers, in tokens.
 
-    def __init__(self, config: RouterConfig, placer: Placer, queue: WaitingQueue) -> None:
+    def __init__(self, config: RouterConfig, table: CallTable, placer: Placer, queue: WaitingQueue) -> None:
+        self._calls = table.calls
         self._margin = config.deadline_margin
         self._retry_after_s = config.retry_after_s
         self._placer = placer
@@ -50,6 +54,8 @@ class DeadlineGate:
         in time."""
         if event.least_tokens is None or call.deadline_s is None or not self._margin:
             return None
+        if all(other is call for other in self._calls.values()):
+            return None  # what it meets is measured
         first = self._placer.soonest(call, now)
         if first is None:
             return None

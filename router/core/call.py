@@ -73,6 +73,8 @@ class Call:
     key: ModelKey = ("", 1)
     """The model of the decode worker."""
     prefill_key: ModelKey = ("", 1)
+    is_prefilled: bool = False
+    """True once its present placement has given output: its prefill worker has nothing left to do for it."""
     believed_prefill_tokens: int = 0
     believed_decode_blocks: int = 0
     predicted_s: tuple[float, float] | None = None

@@ -24,16 +24,16 @@ class CallTable:
     """The router core owns it. Samples of one prompt are a group: each is placed beside another one, if it can be."""
 
     # Mutable state: the calls by request, those that wait, those of each group by sample index, and the last turn
-    # given; (deadline, turn, request) of calls that have one, what was offered, oldest first, and calls that were asked
-    # to move or have moved. Of these three, entries that are over are dropped when they are met. And what the requests
-    # cost their tenants.
+    # given; (deadline, turn, request) of calls that have one, (time, request, turn, placement) of what was offered,
+    # oldest first, and calls that were asked to move or have moved. Of these three, entries that are over are dropped
+    # when they are met. And what the requests cost their tenants.
 
     def __init__(self, view: ClusterView) -> None:
         self.calls: dict[RequestId, Call] = {}
         self.waiting: dict[RequestId, Call] = {}
         self.share = FairShare()
         self._deadlines: list[tuple[float, int, RequestId]] = []
-        self._offers: deque[tuple[float, Call, int]] = deque()
+        self._offers: deque[tuple[float, RequestId, int, int]] = deque()
         self._moving: dict[RequestId, Call] = {}
         self._view = view
         self._groups: dict[str, dict[int, Call]] = {}
@@ -86,14 +86,21 @@ class CallTable:
 
     def offered(self, call: Call, now: float) -> None:
         """Note that `call` was offered to a worker."""
-        self._offers.append((now, call, call.placement))
+        self._offers.append((now, call.record.request, call.turn, call.placement))
+
+    def forgive(self, now: float) -> None:
+        """Count all offers from now: no answer could have been heard until here."""
+        self._offers = deque((now, request, turn, placement) for _, request, turn, placement in self._offers)
 
     def unanswered(self, until_s: float) -> list[Call]:
         """Return the calls whose offer of `until_s` or earlier has had no answer, each once, oldest first."""
         silent = []
         while self._offers and self._offers[0][0] <= until_s:
-            _, call, placement = self._offers.popleft()
-            if call.state is State.OFFERED and call.placement == placement and self._holds(call):
+            _, request, turn, placement = self._offers.popleft()
+            call = self.calls.get(request)
+            if call is None or call.turn != turn:
+                continue
+            if call.state is State.OFFERED and call.placement == placement:
                 silent.append(call)
         return silent
 

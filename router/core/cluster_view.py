@@ -55,6 +55,7 @@ class ClusterView:
     def _use_prefill(self, call: Call, choice: PrefillView) -> PeerAddress:
         """Note who prefills `call`, and what is believed of it."""
         call.prefill, call.believed_prefill_tokens = choice.name, choice.cached_tokens
+        call.is_prefilled = False
         prefill = self.registry.get(choice.name)
         if prefill is None:
             call.prefill_life = None

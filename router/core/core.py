@@ -100,7 +100,7 @@ class Router:
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._sessions = Sessions(config.session_s)
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions, self._sessions)
-        self._admission = DeadlineGate(config, self._placer, self._queue)
+        self._admission = DeadlineGate(config, table, self._placer, self._queue)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
         self._detector = FailureDetector(view.registry, config.escalate_s, config.worker_hung_s)
 
@@ -315,7 +315,7 @@ class Router:
             or call.placement != record.placement
             or call.decode != worker
             or call.source is not None
-            or not record.index
+            or not call.is_prefilled
             or record.index != len(call.emitted)
         ):
             return []
@@ -336,8 +336,7 @@ class Router:
             out.append(Ignored("duplicate", min(known, len(record.ids))))
         fresh = record.ids[known:]
         if fresh:
-            if not call.emitted and call.prefill_life is not None:
-                self._succeeded(call.prefill_life, now, out)
+            self._prefilled(call, now, out)
             call.emitted.extend(fresh)
             self._table.share.wrote(record.request, len(fresh))
             out.append(Deliver(record.request, fresh))
@@ -352,9 +351,9 @@ class Router:
         self._table.forget(call, out, end)
         if isinstance(end, Complete):
             self._view.ended(call, record.stats)
-            for life in (call.decode_life, call.prefill_life):
-                if life is not None:
-                    self._succeeded(life, now, out)
+            if call.decode_life is not None:
+                self._succeeded(call.decode_life, now, out)
+            self._prefilled(call, now, out)
         elif isinstance(end, Fail) and end.fault.code in WORKERS_FAULT and call.decode_life is not None:
             self._failed(call.decode_life, f"it ended a request with {end.fault.code}", now, out)
         self._queue.advance(now, out)
@@ -387,6 +386,15 @@ class Router:
     def _succeeded(self, life: Life, now: float, out: list[Command]) -> None:
         if self.registry.ejections.succeeded(life, now):
             out.append(Readmitted(life[0]))
+
+    def _prefilled(self, call: Call, now: float, out: list[Command]) -> None:
+        """Note, once for each placement, that its prompt has been read: it has given output, or has ended well."""
+        if call.is_prefilled:
+            return
+        call.is_prefilled = True
+        self.registry.prefilled(call.prefill, call.record.request)
+        if call.prefill_life is not None:
+            self._succeeded(call.prefill_life, now, out)
 
     # ---- workers that leave
 
@@ -453,6 +461,8 @@ class Router:
     # ---- time
 
     def _tick(self, now: float, out: list[Command]) -> None:
+        if self._detector.has_slept(now):
+            self._table.forgive(now)
         self._losses.give_up(self._detector.look(now), now, out)
         for call in self._table.unanswered(now - self._config.worker_silent_s):
             if call.decode_life is not None:

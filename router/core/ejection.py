@@ -10,7 +10,8 @@ not hand over although it is there, an offer that it left unanswered. What a cal
 refusal for want of room, never count. A life that is lost is another matter (`router.core.losses`), and the next life
 of a worker begins with a clean record.
 
-Whatever fails, at most half of a pool is ejected (`router.core.registry`).
+Nobody is ejected who would make it more than half of a pool (`router.core.registry`); who is, stays so until its probe
+ends well, even where the pool shrinks.
 """
 
 from dataclasses import dataclass

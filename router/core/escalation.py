@@ -55,7 +55,7 @@ class FailureDetector:
         """Return the lives condemned because `accuser` keeps blocks for them and cannot reach them."""
         if not silent:
             return []  # as in nearly every report, of which there come many where there are many workers
-        if self._last_look_s is not None and now - self._last_look_s > AWAY_S:
+        if self.has_slept(now):
             return []  # what we have not heard meanwhile is our own fault; the next report says it again
         found = []
         for life in self._registry.lives():
@@ -76,9 +76,13 @@ class FailureDetector:
                 found.append(self._condemn(life, why))
         return found
 
+    def has_slept(self, now: float) -> bool:
+        """Return True if the router itself has slept since its last look."""
+        return self._last_look_s is not None and now - self._last_look_s > AWAY_S
+
     def look(self, now: float) -> list[Verdict]:
         """Return whom the time that has passed condemns."""
-        if self._last_look_s is not None and now - self._last_look_s > AWAY_S:
+        if self.has_slept(now):
             self._registry.forgive(now)
             self._missing_since.clear()
         self._last_look_s = now

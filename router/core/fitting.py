@@ -125,10 +125,10 @@ class Coefficients:
         self._medians: _Medians | None = None
 
     def joined(self, name: str, role: str, host: str) -> None:
-        """Begin anew with a worker, which is connected in a new life."""
+        """Begin anew with a worker, which is connected in a new life, and maybe in another role."""
+        self.forget(name)
         pool = self._prefills if role == "prefill" else self._decodes
         pool[name] = _WorkerFit(self._hosts.setdefault(host, len(self._hosts)))
-        self._medians = None
 
     def forget(self, name: str) -> None:
         self._prefills.pop(name, None)
@@ -195,6 +195,23 @@ class Coefficients:
             return measured_s, measured_s / ASSUMED_ROWS
         factor = fit.steps.value if fit is not None and fit.steps.is_known else 1.0
         return factor * line.alone_s, factor * line.s_per_row
+
+    def least_s_per_token(self, name: str) -> float:
+        """Return the least time of a prompt token on a worker: by its own figures alone, 0.0 where it has none, and
+        without what prompts have taken longer than those say."""
+        fit = self._fit(name)
+        return fit.s_per_token * min(fit.delay.value, 1.0) if fit is not None else 0.0
+
+    def least_step_s(self, name: str, measured_s: float, rows: int) -> float:
+        """Return the least time of a step of a decode worker with one more than `rows`: `measured_s` is that of its
+        steps of late, 0.0 where it has run none, and may be of more rows than it has now."""
+        alone_s, s_per_row = self.step(name, measured_s)
+        return min(measured_s, alone_s + s_per_row * (rows + 1))
+
+    def least_exposure(self, name: str) -> float:
+        """Return the least share of the time that blocks travel to a decode worker that is waited for, at most 1."""
+        fit = self._decodes.get(name)
+        return min(1.0, *(one.value for one in fit.exposure)) if fit is not None else 1.0
 
     def exposure(self, name: str) -> tuple[float, float]:
         """Return what share of the time that blocks travel to a decode worker is waited for: from its own host, and

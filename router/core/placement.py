@@ -19,8 +19,6 @@ from router.core.policy import (
     Demand,
     PrefillView,
     RoutingPolicy,
-    missing_blocks,
-    prefill_terms,
 )
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, Room, WorkerEntry
@@ -98,13 +96,21 @@ class Placer:
         self._shares.came(chain, max(1, tokens - most * size), tokens, size, len(alike))
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
-        decodes = [w for w in self._registry.takers("decode", now) if not w.refused]
+        decodes = [w for w in self._takers_for(call.record, now) if not w.refused]
         pin = None if call.source is not None else call.pin
         if pin is not None:
             choice = self._best_of(call, held, [w for w in decodes if w.life == pin.decode], pin, now)
             if choice is not None:
                 return msgspec.structs.replace(choice, reason=SESSION)
         return self._best_of(call, held, decodes, None, now)
+
+    def _takers_for(self, record: RequestRecord, now: float) -> list[WorkerEntry]:
+        """The decode workers that take new requests; where none of them could ever hold `record`, those that could
+        although they are ejected: else it would wait for a probe, and all others behind it."""
+        takers = self._registry.takers("decode", now)
+        if not self._registry.ejections or any(_holds(w, record) for w in takers):
+            return takers
+        return [w for w in self._registry.live("decode", now) if not w.leaving and _holds(w, record)]
 
     def _best_of(
         self, call: Call, held: "_Held", decodes: Sequence[WorkerEntry], pin: Pin | None, now: float
@@ -144,9 +150,7 @@ class Placer:
         """The views of the decode workers of one kind that may have room. `found`: what each holds of the prompt."""
         roomy, demands = [], _Demands(record)
         for worker in alike:
-            cached, view = found.get(worker.name, 0), worker.decode_view
-            if view is None or view.cached_blocks != cached:
-                view = self._decode_view(worker, cached)
+            view = self._decode_view(worker, found.get(worker.name, 0))
             if _fits(demands[worker.room], view):
                 roomy.append(view)
         return roomy
@@ -161,15 +165,20 @@ class Placer:
         """Unless told otherwise, a prefill worker is always preferred to none."""
         return not self._local_prefill and choice.prefill.name == LOCAL.name, choice.cost.total_s
 
-    def cached_tokens(self, call: Call, now: float) -> int:
-        """Return how much of the prompt of `call` some worker that takes requests is believed to hold."""
-        held = _Held(self._index, call)
-        workers = (w for role in ("prefill", "decode") for w in self._registry.takers(role, now))
-        return max((held.blocks(w) * w.info.block_size for w in workers), default=0)
+    def have_all_refused(self, now: float) -> bool:
+        """Return True if nobody can be offered anything before the next report."""
+        decodes = self._registry.live("decode", now)
+        return bool(decodes) and all(w.refused for w in decodes)
+
+    def cached_tokens(self, call: Call) -> int:
+        """Return how much of the prompt of `call` some worker is believed to hold, of the kinds that are connected: one
+        walk for each kind, however many workers there are."""
+        deepest = [(key, max(self._index.depths(call.chain(key)).values(), default=0)) for key in self._registry.keys]
+        return max((blocks * key[1] for key, blocks in deepest), default=0)
 
     def soonest(self, call: Call, now: float) -> "Soonest | None":
         """The least that `call` could take on any workers, had they room for it; None if there is no decode worker.
-        What no worker has measured takes no time."""
+        What a worker has not measured itself takes no time there."""
         held = _Held(self._index, call)
         decodes = self._registry.takers("decode", now)
         if not decodes:
@@ -179,16 +188,17 @@ class Placer:
             alike = [w for w in decodes if w.key == key]
             wanted = demand(call.record, alike[0].info)
             readers = self._readers(call.record, key[0], (), now)
-            read_s = [self._read_s(w, held, wanted) for w in readers]
+            read_s = min((self._least_read_s(w, held, wanted) for w in readers), default=None)
             for worker in alike:
-                view = self._decode_view(worker, held.blocks(worker))
-                step_s = view.s_per_step * view.used_blocks / view.blocks if view.blocks else 0.0
-                if read_s:
-                    move_s = missing_blocks(wanted, view) * worker.least_s_per_block
-                    ways_s.append(min(read_s) + move_s + step_s)
-                if self._local_prefill or not read_s:
-                    ways_s.append(self._read_s(worker, held, wanted) + step_s)
-        return Soonest(min(ways_s), min(w.load.s_per_token if w.load else 0.0 for w in decodes))
+                busy = worker.used_blocks / worker.info.blocks if worker.info.blocks else 0.0
+                step_s = self._least_step_s(worker) * busy
+                if read_s is not None:
+                    missing = max(wanted.prompt_blocks - held.blocks(worker), 0)
+                    move_s = missing * worker.least_s_per_block * self._fitted.least_exposure(worker.name)
+                    ways_s.append(read_s + move_s + step_s)
+                if self._local_prefill or read_s is None:
+                    ways_s.append(self._least_read_s(worker, held, wanted) + step_s)
+        return Soonest(min(ways_s), min(self._least_step_s(w) for w in decodes))
 
     def beside(self, call: Call, host: Call, now: float) -> Choice | None:
         """The place next to `host`, a request with the same prompt: `call` shares its blocks, and the worker that
@@ -209,9 +219,9 @@ class Placer:
     def has_room_elsewhere(self, call: Call, home: WorkerEntry, promised: int, now: float) -> bool:
         """Return True if another decode worker than `home`, where it runs, could take `call` beside `promised` more
         blocks."""
-        held = _Held(self._index, call)
+        held, demands = _Held(self._index, call), _Demands(call.record)
         return any(
-            _fits(demand(call.record, worker.info), self._decode_view(worker, held.blocks(worker)), promised)
+            _fits(demands[worker.room], self._decode_view(worker, held.blocks(worker)), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
         )
@@ -284,14 +294,22 @@ class Placer:
             fitted.host(name),
         )
 
-    def _read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
-        """How long a prompt takes to be read on a worker, by what was measured."""
-        view = self._reader_view(worker, held.blocks(worker), wanted, 0.0)
-        return sum(prefill_terms(wanted, view)) if view.s_per_token else 0.0
+    def _least_read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
+        """The least time after which a worker has read a prompt, by what it has measured itself."""
+        uncached = max(wanted.prompt_tokens - held.blocks(worker) * worker.room[0], 1)
+        return (worker.queue_tokens + uncached) * self._fitted.least_s_per_token(worker.name)
+
+    def _least_step_s(self, worker: WorkerEntry) -> float:
+        """The least time of a decode worker's step with one more request, by what it has measured itself."""
+        load = worker.load
+        return 0.0 if load is None else self._fitted.least_step_s(worker.name, load.s_per_token, load.running_requests)
 
     def _decode_view(self, worker: WorkerEntry, cached_blocks: int) -> DecodeView:
         """A view, which the worker keeps for the next request that it holds as much of: coefficients too are those of
         its last report, dispatch or end."""
+        view = worker.decode_view
+        if view is not None and view.cached_blocks == cached_blocks:
+            return view
         load, fitted, name = worker.load, self._fitted, worker.name
         step_s = load.s_per_token if load else 0.0
         alone_s, s_per_row = fitted.step(name, step_s)

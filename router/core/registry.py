@@ -30,6 +30,7 @@ class InFlight:
     blocks: int
     accepted: bool = False
     counted: bool = False
+    is_prefilled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +53,8 @@ class WorkerEntry:
     queue_tokens: int = 0
     queued_requests: int = 0
     """Requests whose prompts it had not computed when it last reported."""
+    prefilled_requests: int = 0
+    """Those of its own whose prompts it has read, where others write the answers."""
     used_blocks: int = 0
     """Blocks that no eviction can free."""
     decode_view: DecodeView | None = None
@@ -68,6 +71,11 @@ class WorkerEntry:
         self.queue_tokens += tokens
         self.used_blocks += blocks
         self.decode_view = None
+
+    @property
+    def unfinished(self) -> int:
+        """How many of its own requests it has still something to do for."""
+        return len(self.own) - self.prefilled_requests
 
     def reported(self, load: Load) -> None:
         """Take a report, which counts all that had been accepted when it was made."""
@@ -91,6 +99,7 @@ class WorkerEntry:
     def check(self) -> None:
         """Raise AssertionError if what is kept ready is not what the report and the dispatches say."""
         assert (self.queue_tokens, self.used_blocks) == self._beyond(self.load), f"{self.name} is miscounted"
+        assert self.prefilled_requests == sum(d.is_prefilled for d in self.own.values()), f"{self.name} is miscounted"
         view = self.decode_view
         if view is not None:
             assert (view.used_blocks, view.outstanding) == (self.used_blocks, len(self.own)), f"{self.name} is stale"
@@ -101,7 +110,8 @@ class Registry:
     """Workers by name. The router core owns it."""
 
     # Mutable state: the connected workers, and of every worker the life it is said to have, the last life seen, and
-    # the last seen leaving; the roles of all that were ever connected; who has failed; and what is fitted of them.
+    # the last seen leaving; the kinds of those that are connected and the roles of all that ever were; who has failed;
+    # and what is fitted of them.
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -111,6 +121,8 @@ class Registry:
         self._lives: dict[str, Incarnation] = {}
         self._left: dict[str, Incarnation] = {}
         self._met_roles: set[str] = set()
+        self.keys: tuple[ModelKey, ...] = ()
+        """The kinds of the connected workers."""
         self.ejections = Ejections()
         self.fitted = Coefficients()
 
@@ -158,7 +170,7 @@ class Registry:
         found = [w for w in self.live(role, now) if not w.leaving]
         if not self.ejections:
             return found
-        sound = {w.name for w in found if self.ejections.takes(w.life, len(w.own), now)}
+        sound = {w.name for w in found if self.ejections.takes(w.life, w.unfinished, now)}
         served = {w.info.fingerprint for w in found if w.name in sound}
         return [w for w in found if w.name in sound or w.info.fingerprint not in served]
 
@@ -188,6 +200,7 @@ class Registry:
             del self._roles[known.info.role][peer.name]
         self._roles.setdefault(info.role, {})[peer.name] = worker
         self._met_roles.add(info.role)
+        self._sort()
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
         self.ejections.forget(peer.name, but=info.incarnation)
@@ -200,6 +213,10 @@ class Registry:
         worker = self._workers.pop(name, None)
         if worker is not None:
             del self._roles[worker.info.role][name]
+            self._sort()
+
+    def _sort(self) -> None:
+        self.keys = tuple({w.key: None for w in self._workers.values()})
 
     def forget(self, name: str) -> None:
         """Drop what is known of a worker that was taken away, and is not connected any more."""
@@ -228,6 +245,8 @@ class Registry:
         """Note a request that is sent to a worker, and what it adds there: uncached tokens, new blocks."""
         worker = self._workers[name]
         before = worker.own.get(request)
+        if before is not None:
+            worker.prefilled_requests -= before.is_prefilled
         if before is not None and not before.counted:
             worker.adds(-before.tokens, -before.blocks)
         worker.own[request] = InFlight(tokens, blocks)
@@ -239,9 +258,18 @@ class Registry:
         if worker is not None and request in worker.own:
             worker.own[request].accepted = True
 
+    def prefilled(self, name: str, request: RequestId) -> None:
+        """Note that the worker has read the prompt of a request that another one goes on with."""
+        worker = self._workers.get(name)
+        dispatch = None if worker is None else worker.own.get(request)
+        if worker is not None and dispatch is not None and not dispatch.is_prefilled:
+            dispatch.is_prefilled = True
+            worker.prefilled_requests += 1
+
     def released(self, name: str, request: RequestId) -> None:
         worker = self._workers.get(name)
         dispatch = None if worker is None else worker.own.pop(request, None)
         if worker is not None and dispatch is not None:
+            worker.prefilled_requests -= dispatch.is_prefilled
             more = (0, 0) if dispatch.counted else (-dispatch.tokens, -dispatch.blocks)
             worker.adds(*more)

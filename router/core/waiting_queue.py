@@ -70,7 +70,9 @@ class WaitingQueue:
             for entry in self._aside:
                 heapq.heappush(self._back, entry)
             self._aside.clear()
-        while (call := self._head(now)) is not None:
+        if not self._is_empty() and self._placer.have_all_refused(now):
+            return  # before anybody asks whose turn it is
+        while (call := self._head()) is not None:
             request = call.record.request
             if self._adoptions.is_unsure(request, now):
                 self._aside.append(heapq.heappop(self._back))
@@ -118,7 +120,7 @@ class WaitingQueue:
     def _is_empty(self) -> bool:
         return not (self._back or self._aside or len(self._share))
 
-    def _head(self, now: float) -> Call | None:
+    def _head(self) -> Call | None:
         """Return the call that is next."""
         calls = self._table.calls
         while self._back:
@@ -127,7 +129,7 @@ class WaitingQueue:
             if call is not None and call.turn == turn:
                 return call
             heapq.heappop(self._back)
-        following = self._share.next(lambda request: self._placer.cached_tokens(calls[request], now))
+        following = self._share.next(lambda request: self._placer.cached_tokens(calls[request]))
         return None if following is None else calls[following]
 
     def _offer(self, call: Call, now: float, out: list[Command]) -> Choice | None:

@@ -10,9 +10,10 @@ request can keep more than its `max_tokens`.
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -46,14 +47,23 @@ CANCEL_CLAIM_S = 1.0
 """The same where the stream is only to be ended."""
 CLAIM_AGAIN_S = 0.2
 CLAIM_LOOK_S = 0.005
-MAX_CLAIMS = 256
-"""Tokens that are asked for at a time."""
+MAX_CLAIMS, MAX_TENANT_CLAIMS = 256, 64
+"""Clients whose tokens are looked for at a time, in all and of one tenant."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """One key that decode workers are asked for: `waiting` clients came with its token; asked again at `again_s`."""
+
+    waiting: int = 0
+    again_s: float = float("-inf")
 
 
 class Frontend:
     # Mutable state: the chats that the intake remembers, resumable streams, whether all requests of an earlier router
-    # have turned up, the tokens cancelled before that, with the tenant that did so, the number of tokens that workers
-    # are asked for, and the answers of which another router has taken a part, with the end of their window.
+    # have turned up, the tokens cancelled before that, with the tenant that did so, the keys that workers are asked
+    # for, the clients who wait for that by tenant, and the answers of which another router has taken a part, with the
+    # end of their window.
 
     def __init__(
         self,
@@ -75,7 +85,8 @@ class Frontend:
         self._turns = WakeQueue(config.wakes_per_s)
         self._settled = asyncio.Event()
         self._unwanted: dict[str, str | None] = {}
-        self._claiming = 0
+        self._searches: dict[tuple[bytes, bytes | None], _Search] = {}
+        self._claiming: Counter[str | None] = Counter()
         self._given_over: OrderedDict[str, tuple[float, Samples]] = OrderedDict()
         hub.adopt_with(self.revive, self.give_over)
 
@@ -181,7 +192,7 @@ class Frontend:
                     yield event
                     continue
                 at, item = event
-                stream = samples.streams[at]
+                stream = reader.streams[at]
                 if isinstance(item, Complete) and samples.remember is not None and stream.output.stopped is None:
                     samples.remember(stream.text, stream.ids)
                 told = stream.account(item, self._clock()) if isinstance(item, Complete) else item
@@ -240,20 +251,25 @@ class Frontend:
                 yield event
 
     async def _found(self, token: str, tenant: str | None, patience_s: float) -> Samples | None:
-        """Return the answer of a token, claimed from another router where it is not here. Raises ApiError where too
-        many are looked for already."""
+        """Return the answer of a token, claimed from another router where it is not here: once for all who wait for
+        it. Raises ApiError where too many are looked for already."""
         samples = self._resumables.find(token)
         if (samples is not None and samples.is_whole) or not self._hub.has_siblings():
             return samples
-        if self._claiming >= MAX_CLAIMS:
+        is_crowded = tenant is not None and self._claiming[tenant] >= MAX_TENANT_CLAIMS
+        if is_crowded or self._claiming.total() >= MAX_CLAIMS:
             told = "too many streams of other routers are looked for; try later"
             raise ApiError("UNAVAILABLE", told, retry_after_s=self._config.retry_after_s)
         key, until = resume_key(token), self._clock() + patience_s
         namespace = None if tenant is None else self._intake.namespace(tenant)
-        self._claiming += 1
+        search = self._searches.setdefault((key, namespace), _Search())
+        search.waiting += 1
+        self._claiming[tenant] += 1
         try:
             while True:
-                self._hub.claim(key, namespace)
+                if self._clock() >= search.again_s:
+                    search.again_s = self._clock() + CLAIM_AGAIN_S
+                    self._hub.claim(key, namespace)
                 while self._hub.is_claiming(key) and self._clock() < until:
                     await asyncio.sleep(CLAIM_LOOK_S)
                 samples = self._resumables.find(token)
@@ -261,7 +277,11 @@ class Frontend:
                     return samples
                 await asyncio.sleep(CLAIM_AGAIN_S)
         finally:
-            self._claiming -= 1
+            self._claiming[tenant] -= 1
+            self._claiming += Counter()  # without those of whom nobody waits
+            search.waiting -= 1
+            if not search.waiting:
+                del self._searches[key, namespace]
 
     def give_over(self, record: RequestRecord) -> None:
         """Forget a request that another router goes on with. Other samples of it are left alone until they are taken

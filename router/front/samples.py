@@ -73,8 +73,9 @@ class Samples:
             raise invalid("positions", f"{len(behind)} are given, the answer has {wanted} samples")
         if len(self.streams) < wanted:
             raise ApiError("UNAVAILABLE", "a sample of this request was lost together with the router")
-        readers = [stream.read(at) for stream, at in zip(self.streams, behind, strict=True)]
-        self.reader = SamplesReader(self, readers, outlet, is_known=positions is not None)
+        streams = self.streams
+        readers = [stream.read(at) for stream, at in zip(streams, behind, strict=True)]
+        self.reader = SamplesReader(self, streams, readers, outlet, is_known=positions is not None)
         self.changed.deliver = self.reader.deliver if outlet is not None else None
         self.changed.call()
         return self.reader
@@ -92,15 +93,23 @@ class SamplesReader:
     """Takes the events of all samples, each sample's in order. Only the newest reader of an answer gets any.
 
     A resumable answer begins once all samples were accepted, so that each can be found again. `is_known`: its client
-    has what it needs to come back.
+    has what it needs to come back. `streams` are all samples' as they were when it began: one that another router goes
+    on with is still read here to where it was left.
     """
 
     # Mutable state: whether it has begun, whether it is known, whether somebody waits for the next event, whose turn it
     # is, and which samples have ended.
 
     def __init__(
-        self, samples: Samples, readers: list[Reader], outlet: Outlet | None = None, *, is_known: bool
+        self,
+        samples: Samples,
+        streams: Sequence[SampleStream],
+        readers: list[Reader],
+        outlet: Outlet | None = None,
+        *,
+        is_known: bool,
     ) -> None:
+        self.streams = streams
         self._samples = samples
         self._outlet = outlet
         self._is_awaited = False

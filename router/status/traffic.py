@@ -94,7 +94,8 @@ def traffic(
     shapes: list[RequestShape], registry: Registry, local_prefill: str, slo_ttft_s: float, slo_itl_s: float, now: float
 ) -> Traffic:
     """Make the record, on the event loop of the registry."""
-    prefills, decodes = registry.takers("prefill", now), registry.takers("decode", now)
+    # One that is ejected is part of the arrangement, one that leaves is none of what comes.
+    prefills, decodes = ([w for w in registry.live(role, now) if not w.leaving] for role in ("prefill", "decode"))
     fitted = registry.fitted
     lines = [fitted.step(w.name, w.load.s_per_token if w.load else 0.0) for w in decodes]
     speeds = [fitted.s_per_token(worker.name) for worker in prefills or decodes]

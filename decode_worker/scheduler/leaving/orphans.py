@@ -10,11 +10,11 @@ have heard; it refuses what it knows.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request
-from engine.messages import Ended, Orphan
+from engine.messages import Claim, Ended, Orphan
 from engine.types import Incarnation, RequestId, RequestRecord
 
 MAX_REMEMBERED = 4096
@@ -41,16 +41,47 @@ class Remembered:
         return TOKEN_BYTES * len(self.request.tokens) + len(self.request.record.context)
 
 
+T = TypeVar("T")
+
+
+class ResumeIndex(Generic[T]):
+    """What is kept of requests, by the key that their clients come back with. A lookup by a digest tells no more of
+    the token than a comparison in constant time."""
+
+    # Mutable state: records and what is kept of them, by key and request.
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, dict[RequestId, tuple[RequestRecord, T]]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(found) for found in self._kept.values())
+
+    def add(self, record: RequestRecord, kept: T) -> None:
+        if record.resume_key:
+            self._kept.setdefault(record.resume_key, {})[record.request] = record, kept
+
+    def drop(self, record: RequestRecord) -> None:
+        found = self._kept.get(record.resume_key, {})
+        if found.pop(record.request, None) is not None and not found:
+            del self._kept[record.resume_key]
+
+    def find(self, claim: Claim) -> list[T]:
+        """Return what is kept of the requests that a router claims, the oldest first."""
+        found = self._kept.get(claim.key, {}).values()
+        return [kept for record, kept in found if claim.namespace in (None, record.namespace)]
+
+
 class Orphans:
     """Mutable state: `_routers` (incarnation by stream, oldest stream first), `_names` of these and of those whose
     requests are kept, `_ended` (oldest first) with its size in
-    bytes, and who owns each request (`Request.owner`, and its `link`). Owner: the scheduler."""
+    bytes, the same by resume key, and who owns each request (`Request.owner`, and its `link`). Owner: the scheduler."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
         self._routers: dict[int, Incarnation] = {}
         self._names: dict[Incarnation, str] = {}
         self._ended: OrderedDict[RequestId, Remembered] = OrderedDict()
+        self._by_key = ResumeIndex[Remembered]()
         self._bytes = 0
         self.expired = 0
         """Orphans that nobody took in time."""
@@ -107,6 +138,7 @@ class Orphans:
         self.forget(request.record.request)
         one = Remembered(request, ended, tokens, now + self._keep_s)
         self._ended[request.record.request] = one
+        self._by_key.add(request.record, one)
         self._bytes += one.size
         while len(self._ended) > MAX_REMEMBERED or self._bytes > MAX_REMEMBERED_BYTES:
             self.forget(next(iter(self._ended)))
@@ -114,6 +146,7 @@ class Orphans:
     def forget(self, name: RequestId) -> None:
         one = self._ended.pop(name, None)
         if one is not None:
+            self._by_key.drop(one.request.record)
             self._bytes -= one.size
 
     def tick(self, now: float) -> None:
@@ -149,13 +182,13 @@ class Orphans:
         ]
         return [one for one in told if self.adopt(one.request, link)]
 
-    def claim_ended(self, link: int, is_claimed: Callable[[RequestRecord], bool]) -> list[Remembered]:
+    def claim_ended(self, link: int, claim: Claim) -> list[Remembered]:
         """Return what the router on `link` is to be told of requests that have ended, and that it claims."""
-        told = [one for one in self._ended.values() if is_claimed(one.request.record)]
-        return [one for one in told if self.adopt(one.request, link)]
+        return [one for one in self._by_key.find(claim) if self.adopt(one.request, link)]
 
     def check(self) -> None:
         assert self._bytes == sum(one.size for one in self._ended.values())
+        assert len(self._by_key) == sum(1 for one in self._ended.values() if one.request.record.resume_key)
         untils = [one.until for one in self._ended.values()]
         assert untils == sorted(untils), "not the oldest first"
 

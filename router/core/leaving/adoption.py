@@ -136,6 +136,7 @@ class Adoptions:
         deadline_s = None if orphan.remaining_s is None else now + orphan.remaining_s
         call = self._table.open(orphan.record, deadline_s, State.RUNNING)
         call.losses, call.placement, call.highest = orphan.losses, orphan.placement, highest
+        call.is_prefilled = bool(orphan.tokens)
         if len(orphan.record.tokens) > orphan.record.prompt_tokens:
             call.cached_tokens_bound = 0
         self._view.adopted(call, home, orphan.prefill)

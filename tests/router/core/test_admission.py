@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.messages import Place
+from engine.messages import Place, RequestStats, Tokens
 from engine.types import RequestId
 from router.core.admission import FEWEST_ANSWERS
 from router.core.events import ClientLeft, Command, Fail, Submit, TellWorker
@@ -14,8 +14,11 @@ S_PER_TOKEN, S_PER_STEP = 0.01, 0.05
 
 
 def measured(waiting_tokens: int = 0, blocks: int = 4096, **config: object) -> Bench:
-    """A pair whose speeds are known, with a backlog."""
+    """A pair whose speeds are known, with a backlog, and a request that runs."""
     bench = Bench(blocks=blocks, **config)  # type: ignore[arg-type]
+    bench.do(Submit(request_record("held", 8, 8, namespace=b"held")))
+    bench.accept(RequestId("held"))
+    bench.hear(Tokens(RequestId("held"), 1, 0, [7]))
     report(bench, waiting_tokens, blocks)
     return bench
 
@@ -52,7 +55,7 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once() -> None:
     assert (failed.fault.code, failed.refusal) == ("RESOURCE_EXHAUSTED", "deadline")
     assert "11.00 s" in failed.fault.message and "5.40 s" in failed.fault.message
     assert failed.retry_after_s == pytest.approx(11.0 - 5.4), "by then the backlog is short enough"
-    assert bench.router.open == 0
+    assert bench.router.open == 1
     assert is_told(ask(bench, 5.6)[0], Place)
 
 
@@ -158,3 +161,49 @@ def test_a_flood_leaves_the_line_to_others() -> None:
     assert (failed.request, failed.refusal, failed.retry_after_s) == ("f3", "full", 1.0)
     assert refusal(bench.do(Submit(request_record("f4"), tenant="flood"))).request == "f4"
     assert bench.router.waiting == 4
+
+
+def test_an_idle_worker_is_not_taken_to_step_as_with_its_last_full_batch() -> None:
+    """Guards against 64 tokens of 0.1 s, refused to a client with 1 s left, where a step of one row takes 5 ms."""
+    bench = measured()
+    bench.join("d1", "decode", 1, 4096)
+    for number in range(64):
+        rows = 1 + number % 20
+        bench.hear(load(number, 0, 4096, s_per_token=0.005 * rows, running_requests=rows), "d1")
+    bench.hear(load(90, 0, 4096, s_per_token=0.1), "d1")
+    assert is_told(ask(bench, 1.0, 64, tokens=8)[0], Place)
+    for name in ("d0", "d1"):
+        bench.hear(load(91, 0, 4096, s_per_token=0.1, running_requests=20), name)
+    assert refusal(ask(bench, 1.0, 64, "b", tokens=8)).refusal == "deadline", "beside 20 rows"
+
+
+def test_who_has_measured_nothing_takes_no_time_beside_one_that_has() -> None:
+    bench = measured(waiting_tokens=10**6)
+    assert refusal(ask(bench, 0.4)).refusal == "deadline"
+    bench.join("p1", "prefill", 1, 4096)
+    assert is_told(ask(bench, 0.4, name="b")[0], Place)
+
+
+@pytest.mark.parametrize("took", [8.0, 0.125])
+def test_a_delay_that_was_fitted_refuses_nobody(took: float) -> None:
+    """100 tokens take 1 s by the worker's own figure, 8 by what prompts have met."""
+    bench = measured()
+    for _ in range(100):
+        stages = {"prefill_run": took}
+        stats = RequestStats(prefill_worker="p0", decode_worker="d0", stages=stages)
+        bench.router.registry.fitted.ended((1.0, 0.0), stats)
+    assert bench.router.registry.fitted.delay("p0") == pytest.approx(took, rel=0.01)
+    assert is_told(ask(bench, 0.6)[0], Place)
+    assert is_told(ask(bench, 0.4, name="b")[0], Place) == (took < 1.0)
+
+
+def test_nobody_is_refused_by_a_router_that_holds_nothing() -> None:
+    """Guards against figures that refuse all, so that no worker ever measures again."""
+    bench = Bench(blocks=4096)
+    report(bench, waiting_tokens=10**6)
+    assert is_told(ask(bench, 0.1)[0], Place)
+    assert refusal(ask(bench, 0.1, name="b")).refusal == "deadline"
+    bench.accept()
+    bench.hear(ended())
+    report(bench, waiting_tokens=10**6)
+    assert is_told(ask(bench, 0.1, name="c")[0], Place)

@@ -3,6 +3,7 @@ the caller to the workers and back they are tried in tests/router/front/test_sam
 their shared blocks in tests/decode_worker/scheduler/samples."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
@@ -162,3 +163,15 @@ def test_ticks_and_reports_do_not_look_at_all_requests() -> None:
     assert [fail.request for fail in late] == ["late"]
     told = router.handle(WorkerSaid(home, load(active=4, leaving=True)), bench.now)
     assert not told and router.waiting == 0
+
+
+def test_what_was_offered_is_not_kept_whole_until_its_answer_would_be_late() -> None:
+    """Guards memory: prompts of requests that are long over."""
+    parts = Parts()
+    parts.join("d0")
+    call = parts.offer("a")
+    assert parts.table.unanswered(-1.0) == []
+    assert not any(part is call for offer in parts.table._offers for part in offer)
+    again = parts.table.calls.pop(RequestId("a"))
+    parts.table.calls[RequestId("a")] = replace(again, turn=again.turn + 1)
+    assert parts.table.unanswered(0.0) == [], "another request of this name"

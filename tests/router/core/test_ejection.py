@@ -214,3 +214,86 @@ def test_a_fault_of_a_request_that_was_cancelled_never_counts() -> None:
         bench.do(ClientLeft(RequestId(f"r{number}")))
         bench.hear(ended(RequestId(f"r{number}"), 1, FinishReason.ERROR, BROKEN), worker)
     assert not bench.router.registry.ejections._records
+
+
+def failing_prefills(bench: Bench, count: int, between: list[RequestId]) -> list[Command]:
+    """Requests whose prompts `p0` does not hand over; after each one an answer that has begun long ago ends."""
+    out = list[Command]()
+    for number in range(200):
+        if not count:
+            break
+        request = RequestId(f"f{number}")
+        bench.accept(request, 1, placed(bench.submit(request, 8, 4)))
+        if bench.router._calls[request].prefill == "p0":
+            count -= 1
+            out += bench.hear(NeedPrefill(request, 1, "p0", False))
+            if between:
+                out += bench.hear(ended(between.pop(), 1, output_tokens=1))
+    assert not count
+    return out
+
+
+def begun(bench: Bench, count: int) -> list[RequestId]:
+    """Requests whose prompts `p0` has read, and whose answers go on."""
+    found = list[RequestId]()
+    for number in range(200):
+        request = RequestId(f"old{number}")
+        run(bench, request)
+        bench.hear(Tokens(request, 1, 0, [7]))
+        if bench.router._calls[request].prefill == "p0":
+            found.append(request)
+        if len(found) == count:
+            return found
+    raise AssertionError("p0 gets no prompt")
+
+
+def test_the_end_of_an_answer_says_nothing_of_the_worker_that_read_its_prompt_long_ago() -> None:
+    """Guards against a prefill worker that is never ejected, or readmitted unprobed, by streams that end elsewhere."""
+    bench = Bench(decodes=1, prefills=2, blocks=4096)
+    old = begun(bench, CONSECUTIVE + 1)
+    out = failing_prefills(bench, CONSECUTIVE, old)
+    assert [c.backoff_s for c in out if isinstance(c, Ejected)] == [SHORTEST_S]
+    bench.now = SHORTEST_S
+    assert not [c for c in bench.hear(ended(old.pop(), 1, output_tokens=1)) if isinstance(c, Readmitted)]
+
+
+def test_a_probe_does_not_wait_for_answers_that_others_write() -> None:
+    bench = Bench(decodes=1, prefills=2, blocks=4096)
+    old = begun(bench, 2)
+    failing_prefills(bench, CONSECUTIVE, [])
+    worker = bench.router.registry.get("p0")
+    assert worker is not None and set(old) <= set(worker.own), "their ends are still to come"
+    bench.now = SHORTEST_S
+    for number in range(8):
+        run(bench, f"s{number}")
+    probes = [r for r in worker.own if r.startswith("s")]
+    assert len(probes) == 1, "one at a time, and not none"
+    assert Readmitted("p0") in bench.hear(Tokens(RequestId(probes[0]), 1, 0, [7]))
+
+
+def test_a_search_says_nothing_before_its_end_which_counts_for_both_workers() -> None:
+    bench = Bench(decodes=1, prefills=1, blocks=4096)
+    run(bench, "a")
+    life = bench.router._calls[RequestId("a")].prefill_life
+    assert life is not None
+    bench.router.registry.failed(life, 0.0)
+    bench.hear(ended(RequestId("a"), 1))
+    assert not bench.router.registry.ejections._records
+
+
+def test_offers_made_before_the_routers_own_sleep_are_not_called_unanswered() -> None:
+    """Guards workers against a router that was stopped: their answers lie unread."""
+    bench = Bench(decodes=2, prefills=0, worker_silent_s=10.0)
+    bench.do(Tick())
+    workers = [placed(bench.submit(RequestId(f"r{number}"), 8, 4)) for number in range(2 * CONSECUTIVE)]
+    assert workers.count("d0") == CONSECUTIVE
+    bench.now = 15.0
+    assert bench.do(Tick()) == []
+    assert not bench.router.registry.ejections._records
+    out = list[Command]()
+    while bench.now < 26.0:
+        bench.now += 0.5
+        for name in ("d0", "d1"):
+            bench.hear(load(1), name)
+        out += bench.do(Tick())
+    assert [c.why for c in out if isinstance(c, Ejected)] == ["it left an offer unanswered"], "from then on they count"

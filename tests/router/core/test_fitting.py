@@ -153,3 +153,12 @@ def test_workers_that_are_gone_are_forgotten() -> None:
     fitted.reported("p0", load(s_per_token=0.003))
     fitted.ended((0.1, 0.1), account(prefill_run=0.2))
     assert (fitted.s_per_token("p1"), fitted.delay("p1"), fitted.host("p0")) == (0.0, 1.0, 0)
+
+
+def test_a_name_that_comes_back_in_another_role_has_no_fit_of_the_former() -> None:
+    fitted = cluster()
+    fitted.reported("p0", load(s_per_token=0.003))
+    fitted.joined("p0", "decode", "host 0")
+    assert fitted.s_per_token("p0") == 0.0
+    fitted.reported("p0", load(s_per_prompt_token=0.005))
+    assert fitted.s_per_token("p0") == 0.005

@@ -9,6 +9,7 @@ import pytest
 from engine.messages import Orphan, Place
 from engine.types import FinishReason, RequestId
 from router.core.call import State
+from router.core.ejection import CONSECUTIVE
 from router.core.events import Command, Fail, TellWorker
 from tests.router.bench import is_told
 from tests.router.core.parts import Parts, request_record
@@ -210,3 +211,71 @@ def test_a_tenant_that_comes_late_begins_where_the_others_are() -> None:
             parts.table.share.began(call.record.request)
             parts.table.forget(call, parts.out)
     assert advance(parts) == ["c", "late"], "the one that came first, of two that have had as much"
+
+
+def test_the_line_does_not_stand_behind_one_that_only_an_ejected_worker_can_hold() -> None:
+    """Guards against idle workers, before which all wait for the probe of the one that is large enough for the head."""
+    parts = Parts()
+    large = parts.join("d0", blocks=1000)
+    for name in ("d1", "d2"):
+        parts.join(name, blocks=10)
+    parts.offer("held", tokens=3000)
+    assert large.own and "held" in large.own
+    for _ in range(CONSECUTIVE):
+        parts.registry.failed(large.life, 0.0)
+    assert parts.registry.ejections.is_ejected(large.life)
+    parts.take()
+    parts.wait("large", tokens=2000)
+    for number in range(3):
+        parts.wait(f"tiny{number}", tokens=8, max_tokens=8)
+    assert advance(parts) == ["large", "tiny0", "tiny1", "tiny2"]
+    assert set(large.own) == {"held", "large"}, "who fits elsewhere goes elsewhere"
+
+
+def tenants(parts: Parts, count: int) -> None:
+    for number in range(count):
+        parts.wait(f"w{number}", tenant=f"t{number}", tokens=160, namespace=b"%d" % number)
+
+
+def test_nobody_asks_what_is_cached_before_some_worker_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the cost of a report, of which many come: eight heads, and all workers for each."""
+    parts, walks = Parts(), list[str]()
+    workers = [parts.join(f"d{number}") for number in range(3)]
+    parts.join("p0")
+    tenants(parts, 8)
+    depths = parts.index.depths
+    monkeypatch.setattr(parts.index, "depths", lambda chain: (walks.append("walk"), depths(chain))[1])
+    for worker in workers:
+        worker.refused = True
+    assert advance(parts) == [] and walks == []
+    parts.report("d1")
+    assert advance(parts) and walks
+
+
+def test_what_is_cached_of_a_head_is_one_walk_however_many_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, asked = Parts(), list[str]()
+    for number in range(4):
+        parts.join(f"p{number}", blocks=4096)
+        parts.join(f"d{number}", blocks=4096)
+    call = parts.wait("a", tokens=160)
+    assert parts.placer.cached_tokens(call) == 0
+    key = ("f", 16)
+    parts.index.insert("p2", call.chain(key)[:3])
+    parts.index.insert("d1", call.chain(key)[:5])
+    monkeypatch.setattr(type(parts.registry), "takers", lambda *_: asked.append("takers") or [])
+    assert parts.placer.cached_tokens(call) == 5 * 16 and asked == []
+
+
+def test_room_elsewhere_is_looked_for_in_views_that_are_kept() -> None:
+    parts = Parts()
+    for number in range(3):
+        parts.join(f"d{number}", blocks=4096)
+    call = parts.run("a")
+    home = parts.registry.get(call.decode)
+    assert home is not None and parts.placer.has_room_elsewhere(call, home, 0, 0.0)
+    others = [w for w in parts.registry.role("decode") if w is not home]
+    views = [w.decode_view for w in others]
+    assert any(views) and parts.placer.has_room_elsewhere(call, home, 4096, 0.0) is False
+    kept = [w.decode_view for w in others]
+    assert parts.placer.has_room_elsewhere(call, home, 4096, 0.0) is False
+    assert all(w.decode_view is view for w, view in zip(others, kept, strict=True))

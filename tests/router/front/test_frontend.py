@@ -19,6 +19,7 @@ from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from router.config import RouterConfig
 from router.core.endings import RESUMED_ELSEWHERE
 from router.core.events import Complete, Submit
+from router.front import frontend
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.front.frontend import Frontend
 from router.front.resume import Context, pack, unpack
@@ -81,11 +82,13 @@ class FakeHub:
 class Outcomes(NullObserver):
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.first_tokens_s: list[float | None] = []
 
     def request(
         self, outcome: str, ttft_s: float | None, itl_s: list[float], e2e_s: float, stages: dict[str, float]
     ) -> None:
         self.seen.append(outcome)
+        self.first_tokens_s.append(ttft_s)
 
 
 class Bench:
@@ -427,6 +430,50 @@ def test_whose_it_is_is_told_to_who_goes_on_with_it() -> None:
     run(body())
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_what_another_router_takes_over_is_read_here_to_where_it_was_left(samples: int) -> None:
+    """Guards the reader of a taken answer: its last tokens and its taking come in one turn of the event loop."""
+
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", n=samples, resumable=True))
+        sinks = list(bench.hub.sinks.values())
+        for sink in sinks:
+            sink.accepted(1.0)
+        await first
+        sinks[0].tokens([104], 2.0)
+        bench.front.give_over(bench.hub.records[0])
+        sinks[0].failed(RESUMED_ELSEWHERE, FinishReason.CANCELLED, None, 2.0)
+        delta = await anext(events)
+        assert isinstance(delta, Delta) and (delta.sample, delta.token_ids) == (0, (104,))
+        with pytest.raises(ApiError) as caught:
+            await anext(events)
+        assert (caught.value.code, caught.value.message) == (RESUMED_ELSEWHERE.code, RESUMED_ELSEWHERE.message)
+        assert bench.hub.left == []
+
+    run(body())
+
+
+def test_a_sample_that_ends_beside_a_taken_one_has_its_own_account() -> None:
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", n=3, resumable=True))
+        names = list(bench.hub.names)
+        for name in names:
+            bench.hub.sinks[name].accepted(1.0)
+        await first
+        bench.hub.answer(names[1], [104, 105, 106])
+        bench.front.give_over(bench.hub.records[0])
+        told = [await anext(events), await anext(events)]
+        while not isinstance(told[-1], Finished):
+            told.append(await anext(events))
+        assert told[-1].sample == 1
+        assert bench.outcomes.first_tokens_s == [1.0 - 100.0], "the stream that ended, and not one without a token"
+        await events.aclose()
+
+    run(body())
+
+
 @pytest.mark.parametrize("worker", ["none has seen it", "one has had it"])
 def test_what_no_worker_has_seen_is_not_charged(worker: str) -> None:
     """Guards the rate of a tenant whose requests are refused at the line or for their deadline: each paid for its
@@ -445,5 +492,71 @@ def test_what_no_worker_has_seen_is_not_charged(worker: str) -> None:
         await asyncio.wait([first])
         await events.aclose()
         assert (first.exception() is not None) == (worker == "none has seen it")
+
+    run(body())
+
+
+class SiblingHub(FakeHub):
+    """One of several routers; no decode worker knows what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.claimed: list[bytes] = []
+
+    def has_siblings(self) -> bool:
+        return True
+
+    def claim(self, key: bytes, namespace: bytes | None) -> None:
+        self.claimed.append(key)
+
+    def is_claiming(self, key: bytes) -> bool:
+        return False
+
+
+def beside_siblings(monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, SiblingHub, Callable[[str, str | None], Any]]:
+    """A frontend among several, and a client of a tenant that comes with a token that nobody knows."""
+    monkeypatch.setattr(frontend, "CLAIM_AGAIN_S", 0.02)
+    bench, hub = Bench(), SiblingHub()
+    bench.front._hub = hub  # type: ignore[assignment]
+
+    def come(token: str, tenant: str | None = None) -> "asyncio.Future[GenerateEvent]":
+        return asyncio.ensure_future(anext(bench.front.resume(token, tenant=tenant)))  # type: ignore[arg-type]
+
+    return bench, hub, come
+
+
+def test_a_key_is_asked_for_once_for_all_who_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards decode workers, which are all asked each time."""
+
+    async def body() -> None:
+        bench, hub, come = beside_siblings(monkeypatch)
+        waiting = [come("t") for _ in range(20)] + [come("other")]
+        await asyncio.sleep(0.005)
+        assert len(hub.claimed) == 2 and len(set(hub.claimed)) == 2
+        bench.now += frontend.CLAIM_AGAIN_S
+        await asyncio.sleep(0.05)
+        assert len(hub.claimed) == 4, "again, once for each"
+        bench.now += frontend.CLAIM_S
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {error.code for error in errors if isinstance(error, ApiError)} == {"NOT_FOUND"}
+        assert not bench.front._searches and not bench.front._claiming
+
+    run(body())
+
+
+def test_a_tenants_unknown_tokens_leave_claims_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        bench, hub, come = beside_siblings(monkeypatch)
+        waiting = [come(f"t{number}", "acme") for number in range(frontend.MAX_TENANT_CLAIMS + 1)]
+        await asyncio.sleep(0.005)
+        refused = [one for one in waiting if one.done()]
+        assert len(refused) == 1 and len(hub.claimed) == frontend.MAX_TENANT_CLAIMS
+        error = refused[0].exception()
+        assert isinstance(error, ApiError) and (error.code, error.retry_after_s) == ("UNAVAILABLE", 1.0)
+        other = come("t", "other")
+        await asyncio.sleep(0.005)
+        assert not other.done() and len(hub.claimed) == frontend.MAX_TENANT_CLAIMS + 1
+        bench.now += frontend.CLAIM_S
+        await asyncio.gather(*waiting, other, return_exceptions=True)
 
     run(body())

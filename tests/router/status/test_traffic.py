@@ -4,6 +4,7 @@ import pytest
 
 from engine.messages import RequestStats
 from engine.types import FinishReason, RequestId
+from router.core.ejection import CONSECUTIVE
 from router.status.journal import RouterJournal
 from router.status.traffic import KEPT_SHAPES, RequestShape, RequestSummary, Traffic, traffic
 from tests.router.core.parts import Parts
@@ -92,3 +93,12 @@ def test_speeds_are_those_that_prices_are_made_of() -> None:
     )
     parts.report("p1", leaving=True)
     assert traffic([], parts.registry, "never", 0.5, 0.05, 0.0).prefill_workers == 1
+
+
+def test_an_ejected_worker_is_part_of_the_arrangement() -> None:
+    parts = Parts()
+    lives = [parts.join(name).life for name in ("p0", "p1", "d0")]
+    for _ in range(CONSECUTIVE):
+        parts.registry.failed(lives[0], 0.0)
+    assert [w.name for w in parts.registry.takers("prefill", 0.0)] == ["p1"]
+    assert traffic([], parts.registry, "never", 0.5, 0.05, 0.0).prefill_workers == 2

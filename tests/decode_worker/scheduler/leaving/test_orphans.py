@@ -557,3 +557,22 @@ def test_a_client_may_go_to_and_fro() -> None:
         link = 2 - turn % 2
         assert Orphan in [type(record) for _, record in bench.hear(link, Claim(KEY))]
     assert bench.scheduler._requests[R].owner.handovers == 0
+
+
+def test_a_claim_looks_at_what_has_its_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the engine's thread against unknown tokens: no request, live or remembered, is looked at for one."""
+    bench = Bench()
+    two_routers(bench)
+    looked = list[str]()
+
+    class Watched(dict):  # type: ignore[type-arg]
+        def values(self) -> object:  # type: ignore[override]
+            looked.append("all")
+            return super().values()
+
+    orphaned = bench.scheduler.endings.orphans
+    bench.scheduler.admission.requests = Watched(bench.scheduler.admission.requests)
+    monkeypatch.setattr(orphaned, "_ended", Watched(orphaned._ended))
+    claimed = bench.scheduler.endings.claim
+    assert claimed(2, Claim(OTHER_KEY), bench.now) == [Tell(2, ClaimTold(OTHER_KEY))]
+    assert len(claimed(2, Claim(KEY), bench.now)) == 3 and looked == []
