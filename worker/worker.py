@@ -198,7 +198,8 @@ class Worker(Generic[E]):
             self._report(now)
         if self._holdings:
             self._tell_holdings()
-        if self._leave_by is not None and ((self.scheduler.is_idle and not is_busy) or now >= self._leave_by):
+        is_idle = self.scheduler.is_idle and not self._engine.is_busy
+        if self._leave_by is not None and (is_idle or now >= self._leave_by):
             self._end()
         return is_busy or bool(self._backlog) or bool(self._holdings)
 
