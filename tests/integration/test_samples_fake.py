@@ -178,8 +178,8 @@ def test_a_step_has_no_more_rows_than_its_memory_was_counted_for() -> None:
     """Guards the workspace: sixteen forks that begin at once do not join a batch of two in one step."""
     rows: list[int] = []
     cluster = _cluster(max_batch=2)
-    run = cluster._engines[1]._runner.run
-    cluster._engines[1]._runner.run = lambda plan: (rows.append(len(plan.rows)), run(plan))[1]  # type: ignore[method-assign, func-returns-value]
+    launch = cluster._engines[1]._runner.launch
+    cluster._engines[1]._runner.launch = lambda plan: (rows.append(len(plan.rows)), launch(plan))[1]  # type: ignore[method-assign, func-returns-value]
     answers = _submit(cluster, [_record(i, list(range(9)), 3) for i in range(16)])
     _finish(cluster)
     assert [answer.tokens for answer in answers] == [_want(a.record) for a in answers]

@@ -240,7 +240,7 @@ def test_a_step_without_room_beside_the_pool_is_a_clear_error(
     def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand a page more")
 
-    monkeypatch.setattr(ModelRunner, "run", run_out)
+    monkeypatch.setattr(ModelRunner, "launch", run_out)
     config = msgspec.structs.replace(AUTO, device="cuda:0", pool_bytes=1 << 20)
     words = "pool_bytes 1048576: the largest step has no room beside it on cuda:0: CUDA out of memory. Tried to"
     with LiveBytes() as counter, launched(), pytest.raises(ValueError, match=words):
