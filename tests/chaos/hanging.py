@@ -52,7 +52,7 @@ def _replace(name: str, change: Callable[[Any], Any]) -> None:
 
 def _hang_engine() -> None:
     def hanging(device: Any) -> Any:
-        return dataclasses.replace(device, runner=_Hanging(device.runner, "run"))
+        return dataclasses.replace(device, runner=_Hanging(device.runner, "launch"))
 
     _replace("open_device", hanging)
 
