@@ -9,7 +9,7 @@ from cluster.bench.slo import parse_slo
 @pytest.mark.slow
 def test_each_cluster_is_what_its_name_says() -> None:
     """Guards a comparison of a cluster with itself: blocks migrate in a split one, never in one pool, and with `auto`
-    a chat's later turns are read where its answers are. What a router tells of its traffic is what was asked of it, and
+    no more of them than in a split one. What a router tells of its traffic is what was asked of it, and
     the report finds in it that with such limits nothing is to be gained."""
     verdicts: list[dict[str, str | int | float]] = []
     table = measure(
@@ -32,4 +32,5 @@ def test_each_cluster_is_what_its_name_says() -> None:
     assert all(line["failed"] == 0 and line["within limits %"] == 100.0 for line in table)
     assert lines["one pool"]["migrated blocks"] == 0
     migrated = lines["split"]["migrated blocks"], lines["auto"]["migrated blocks"]
-    assert isinstance(migrated[0], int) and isinstance(migrated[1], int) and migrated[0] > migrated[1]
+    assert isinstance(migrated[0], int) and isinstance(migrated[1], int) and migrated[0] >= migrated[1]
+    assert migrated[0] > 0
