@@ -13,7 +13,7 @@ from tests.sim.schedule import run_schedule
 MOST_SCHEDULES = 2_000
 """Within so many each bug is found: well under a minute of one core."""
 RARE = {"pinned_segment_evicted": 10_000}
-"""Bugs that few schedules meet have more: this one reads a segment of a full disk, about one schedule in two thousand."""
+"""Bugs that few schedules meet have more: this one reads a segment of a full disk, about one in two thousand."""
 FIRST = 50_000_000
 Hunts = dict[tuple[object, ...], Future[str]]
 
