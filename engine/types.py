@@ -106,7 +106,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     namespace: bytes = b""
-    """The part of the cache that its blocks are found in: a tenant's, or nobody's."""
+    """The part of the cache that its blocks are found in: a tenant's, or nobody's, or a part of either that a salt
+    sets apart (`engine.identity.owner`)."""
     cache_share: float = 0.0
     """The part of each worker's blocks, up to 1, that are its namespace's own (`engine.kv.shares`); 0: what is left."""
     remaining_s: float | None = None

@@ -90,6 +90,14 @@ class TextModel:
         detokenizer = self.detokenizer()
         return detokenizer.push(ids) + detokenizer.flush()
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary writes them; empty for ids that it has no token for."""
+        return [self._control.tokenizer.id_to_token(token) or "" for token in ids]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Decode all ids at once, special tokens by their names."""
+        return str(self._control.tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""
         return self._detokenizers.make()

@@ -33,7 +33,7 @@ _STOPPING = {
 }
 _SAME = (
     "n", "model", "min_tokens", "seed", "ignore_eos", "resumable", "priority", "tenant", "beam_width", "length_penalty",
-    "parse_control_tokens",
+    "parse_control_tokens", "truncate_prompt_tokens", "cache_salt",
 )
 """Fields that a call has under the same name, and with the same values."""
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -104,6 +104,8 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     parse_control_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    cache_salt: str | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -124,6 +126,7 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 R = TypeVar("R", bound=OpenAIRequest)
+T = TypeVar("T")
 
 
 def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
@@ -145,7 +148,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
 
     Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault.
     """
-    request = _decode(_chat, body)
+    request = decoded(_chat, body)
     if not request.messages:
         raise invalid("messages", "at least one message is needed")
     limit, other = request.max_tokens, request.max_completion_tokens
@@ -157,7 +160,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
 
 def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
     """Read a `/v1/completions` body: text, a list of one text, token ids, or a list of one list of token ids."""
-    request = _decode(_completion, body)
+    request = decoded(_completion, body)
     return _parsed(request, _prompt(request.prompt), request.max_tokens, label, timeout_s, created)
 
 
@@ -170,7 +173,8 @@ def timeout_from(value: str, field: str) -> float:
     return _timeout(seconds, field)
 
 
-def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Decode a body. Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -46,6 +46,8 @@ FULL = GenerateCall(
     early_stopping=EarlyStopping.NEVER,
     resumable=True,
     parse_control_tokens=True,
+    truncate_prompt_tokens=-1,
+    cache_salt="s",
 )
 NOT_SENT = {"form", "traceparent", "session"}
 """One belongs to HTTP alone, the others travel as metadata."""
