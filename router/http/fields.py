@@ -15,7 +15,7 @@ import msgspec
 from router.front.api import ApiError, invalid
 
 NAME_CHARS = 64
-"""Of a longer name, which is nobody's slip, an error shows the beginning."""
+"""A longer name is nobody's slip: an error shows its beginning."""
 HARMLESS: dict[str, str] = {
     **dict.fromkeys(("user", "safety_identifier", "metadata", "request_id", "session_id"), "names something for a log"),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "cache_prompt"), "the prefix cache is always on"),
