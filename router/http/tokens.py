@@ -15,8 +15,9 @@ from router.front.api import ApiError, invalid
 from router.front.frontend import Frontend
 from router.http.answers import error_response, json_response
 from router.http.bodies import Bodies, BodyRefusal
+from router.http.fields import FieldsReader
 from router.http.gate import caller_of
-from router.http.openai import Int, Parsed, decoded, parse_chat, parse_completion
+from router.http.openai import Int, Parsed, parse_chat, parse_completion
 
 
 class TokenizeOptions(msgspec.Struct, kw_only=True):
@@ -40,14 +41,20 @@ class TokenizeReply(msgspec.Struct):
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_options = msgspec.json.Decoder(TokenizeOptions)
-_ids = msgspec.json.Decoder(DetokenizeRequest)
+_options = FieldsReader(TokenizeOptions, {})
+_ids = FieldsReader(DetokenizeRequest, {})
 
 
 def parse_tokenize(body: bytes) -> tuple[Parsed, TokenizeOptions]:
     """Read a `/tokenize` body: `messages`, or a `prompt` that is text. Raises `ApiError` INVALID_ARGUMENT."""
-    fields, options = decoded(_fields, body), decoded(_options, body)
-    rest = msgspec.json.encode({k: v for k, v in fields.items() if k not in TokenizeOptions.__struct_fields__})
+    try:
+        fields = _fields.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        _options.read(body)  # which says what is wrong
+        raise
+    names = TokenizeOptions.__struct_fields__
+    options = _options.read(msgspec.json.encode({name: fields.pop(name) for name in names if name in fields}))
+    rest = msgspec.json.encode(fields)
     if "messages" in fields:
         return parse_chat(rest), options
     if "prompt" not in fields:
@@ -90,6 +97,6 @@ class TokenRoutes:
         return TokenizeReply(len(found.ids), context_tokens, found.ids, found.strings if strings else None)
 
     async def _detokenize(self, request: Request, body: bytes) -> object:
-        asked = decoded(_ids, body)
+        asked = _ids.read(body)
         tenant = tenant_for(caller_of(request), asked.tenant or "")
         return {"prompt": await self._frontend.detokenize(asked.tokens, asked.model, tenant, "tokens")}

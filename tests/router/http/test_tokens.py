@@ -58,12 +58,14 @@ def test_ids_become_text_again() -> None:
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
+        ("/tokenize", {"prompt": "x", "return_token_str": True}, 400, "return_token_str"),
+        ("/tokenize", [1], 400, None),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, 300]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )
-def test_what_is_wrong_is_named(path: str, body: object, status: int, param: str) -> None:
+def test_what_is_wrong_is_named(path: str, body: object, status: int, param: str | None) -> None:
     reply = post(path, body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
 

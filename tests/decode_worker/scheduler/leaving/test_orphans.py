@@ -533,7 +533,10 @@ def test_a_salt_does_not_hide_a_request_from_its_owner() -> None:
     """Guards a resumption at another router, which knows the tenant and not the salt that parts its cache."""
     acme, salt = b"acme".ljust(16), b"salt".ljust(16)
     index: ResumeIndex[str] = ResumeIndex()
-    index.add(RequestRecord(R, [1], 1, 1, 0, namespace=acme + salt, resume_key=KEY), "kept")
+    record = RequestRecord(
+        request=R, tokens=[1], prompt_tokens=1, max_tokens=1, seed=0, namespace=acme + salt, resume_key=KEY
+    )
+    index.add(record, "kept")
     assert index.find(Claim(KEY, acme)) == ["kept"]
     assert index.find(Claim(KEY, salt)) == []
 
