@@ -88,7 +88,7 @@ def test_a_single_short_row_is_split_over_programs_but_not_into_crumbs() -> None
 
 def test_few_pieces_and_even_lanes_at_any_lengths() -> None:
     """Guards the point of one stretch per lane: one cut for each at most, and nobody has more than four tiles above
-    what a perfect division gives. Equal chunks, dealt out, were up to three times as many, and up to 13 % more uneven."""
+    what a perfect division gives. Equal chunks, dealt out, were up to three times as many, and less even."""
     rng = random.Random(6)
     for programs in (132, 264, 396):
         for batch in (8, 32, 64, 256):
