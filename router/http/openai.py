@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from engine.types import EarlyStopping, SamplingParams
-from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm, invalid
+from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm, ToolCall, invalid
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -51,6 +51,8 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
+    "documents": ([],),
+    "chat_template": (),
     # What other servers call constraints on the answer: dropped, the answer would break what its reader relies on.
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), ()
@@ -70,9 +72,26 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b'""')
+
+
+class MessageCall(msgspec.Struct):
+    """A call in an assistant's message."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
 class Message(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class OpenAIRequest(msgspec.Struct, kw_only=True):
@@ -109,6 +128,9 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
 class ChatRequest(OpenAIRequest, kw_only=True):
     messages: list[Message]
     max_completion_tokens: Int | None = None
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -224,6 +246,7 @@ def _parsed(
     )
     call = GenerateCall(
         prompt=prompt,
+        **(_chat_options(request) if isinstance(request, ChatRequest) else {}),
         max_tokens=max_tokens,
         sampling=SamplingParams(**_given(request, SamplingParams.__struct_fields__)),
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
@@ -237,6 +260,25 @@ def _parsed(
     return Parsed(call, form, stream)
 
 
+def _chat_options(request: ChatRequest) -> dict[str, Any]:
+    """Return what decides how a chat is rendered, beside its messages."""
+    if request.continue_final_message and request.add_generation_prompt:
+        raise invalid("continue_final_message", "is not allowed with add_generation_prompt")
+    options = _given(request, ("add_generation_prompt", "continue_final_message"))
+    if kwargs := raw_text(request.chat_template_kwargs, "chat_template_kwargs"):
+        options["chat_template_kwargs"] = kwargs
+    return options
+
+
+def raw_text(raw: msgspec.Raw, field: str) -> str:
+    """Return JSON as it was sent, empty where it is null or absent. Raises `ApiError` for what is not UTF-8."""
+    try:
+        text = bytes(raw).decode()
+    except UnicodeDecodeError as error:
+        raise invalid(field, "is not valid UTF-8") from error
+    return "" if text == "null" else text
+
+
 def _given(request: OpenAIRequest, names: Sequence[str]) -> dict[str, Any]:
     """Return the fields that the client sent; what it left out keeps its default."""
     return {name: value for name in names if (value := getattr(request, name)) is not None}
@@ -246,19 +288,47 @@ def _message(message: Message, path: str) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
         raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
-    content = message.content
-    if content is None:
+    calls = [
+        ToolCall(one.function.name, arguments_text(one.function.arguments, f"{path}.tool_calls[{i}]"), one.id)
+        for i, one in enumerate(message.tool_calls or ())
+    ]
+    if message.content is None and not calls:
         raise invalid(f"{path}.content", "is required")
-    if isinstance(content, str):
-        return ChatMessage(role, content)
+    if calls and role != "assistant":
+        raise invalid(f"{path}.tool_calls", "are an assistant's")
+    return ChatMessage(
+        role,
+        _content(message.content, f"{path}.content"),
+        tool_calls=tuple(calls),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+        reasoning=message.reasoning_content or "",
+    )
+
+
+def arguments_text(raw: msgspec.Raw, path: str) -> str:
+    """OpenAI's clients send the text of an object; some others send the object."""
+    field = f"{path}.function.arguments"
+    text = raw_text(raw, field)
+    if not text.startswith('"'):
+        return text
+    try:
+        return msgspec.json.decode(text, type=str)
+    except msgspec.DecodeError as error:
+        raise invalid(field, f"is not valid JSON: {error}") from error
+
+
+def _content(content: str | list[ContentPart] | None, path: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
     texts = []
     for i, part in enumerate(content):
         if part.type != "text":
-            raise invalid(f"{path}.content[{i}].type", "only parts of type text are supported")
+            raise invalid(f"{path}[{i}].type", "only parts of type text are supported")
         if part.text is None:
-            raise invalid(f"{path}.content[{i}].text", "is required")
+            raise invalid(f"{path}[{i}].text", "is required")
         texts.append(part.text)
-    return ChatMessage(role, "\n".join(texts))
+    return "\n".join(texts)
 
 
 def _prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from router.front.api import ApiError, ChatMessage
+from router.front.api import ApiError, ChatMessage, ToolCall
 from router.http.openai import parse_chat, parse_completion, timeout_from
 
 HI = [{"role": "user", "content": "hi"}]
@@ -92,6 +92,28 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
     ]
 
 
+def test_messages_with_calls_and_results() -> None:
+    """Guards an agent's history: every part of it that a template may show reaches the call."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+    other = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": {"b": 1}}}
+    messages = [
+        {"role": "user", "content": "x", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call, other], "reasoning_content": "hm"},
+        {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": "c1"},
+    ]
+    read = parse_chat(chat(messages=messages, chat_template_kwargs={"a": 1}, continue_final_message=True)).call
+    assert read.prompt == [
+        ChatMessage("user", "x", name="ann"),
+        ChatMessage(
+            "assistant", None,
+            tool_calls=(ToolCall("f", '{"a": "é"}', "c1"), ToolCall("g", '{"b": 1}', "c2")), reasoning="hm",
+        ),
+        ChatMessage("tool", "4", tool_call_id="c1"),
+    ]
+    assert (read.chat_template_kwargs.replace(" ", ""), read.continue_final_message) == ('{"a":1}', True)
+    assert parse_chat(chat(chat_template_kwargs=None, add_generation_prompt=False)).call.add_generation_prompt is False
+
+
 NEUTRAL = [("n", 1), ("tools", []), ("tool_choice", "auto"), ("logprobs", False), ("echo", False)]
 
 
@@ -127,6 +149,14 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"timeout": 0}, "timeout"),
+    ({"documents": [{"text": "x"}]}, "documents"),
+    ({"chat_template": "{{ x }}"}, "chat_template"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "messages[0].tool_calls[0].function.name",
+    ),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": None}, "messages"),
