@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.text.messages import ChatPrompt
 from engine.types import FieldError, RequestId, RequestRecord, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
@@ -21,18 +22,18 @@ from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
 from router.front.resume import Context, pack, resume_key
 from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize, tokenize_end
-from router.front.validate import UnknownModelError, beam_params, check_call, check_ids, prompt_field
+from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, check_ids, prompt_field
 
 T = TypeVar("T")
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A call that was taken in. `chat` holds (role, content) of its messages, and is empty for any other prompt;
+    """A call that was taken in. `chat` is None for any other prompt;
     `token` is what its client comes back with, empty where it cannot."""
 
     record: RequestRecord
     prompt: TokenizedPrompt
-    chat: tuple[tuple[str, str], ...]
+    chat: ChatPrompt | None
     token: str
 
 
@@ -59,12 +60,12 @@ class Intake:
         """Check a call and make its record. Raises ApiError with the name of the field at fault."""
         try:
             check_call(call, self._model, self._config)
-            chat = _chat(call)
+            chat = chat_of(call)
             prompt = await self._tokenize(call, chat)
             kept = kept_tokens(call, self._model, self._config)
             if kept is not None and len(prompt.ids) > kept:
                 # Its text is no longer that of its ids, so no later turn can begin with them.
-                prompt, chat = TokenizedPrompt("", prompt.ids[-kept:], prompt.is_literal), ()
+                prompt, chat = TokenizedPrompt("", prompt.ids[-kept:]), None
             token, name = secrets.token_urlsafe(16) if call.resumable else "", self._model.name
             context = Context(
                 token=token,
@@ -95,7 +96,7 @@ class Intake:
         text: by default to a plain prompt only, since a template writes its own. Raises ApiError as `take` does."""
         try:
             check_call(call, self._model, self._config)
-            ids = (await self._tokenize(call, _chat(call), add_special)).ids
+            ids = (await self._tokenize(call, chat_of(call), add_special)).ids
             if len(ids) > self._model.context_tokens:
                 raise TooLongError(
                     prompt_field(call.prompt), f"has {len(ids)} tokens; the context holds {self._model.context_tokens}"
@@ -127,14 +128,12 @@ class Intake:
         return self.namespaces.of(tenant)
 
     async def _tokenize(
-        self, call: GenerateCall, chat: tuple[tuple[str, str], ...], add_special: bool | None = None
+        self, call: GenerateCall, chat: ChatPrompt | None, add_special: bool | None = None
     ) -> TokenizedPrompt:
         """Return the prompt's ids. Raises FieldError, and ApiError if there is no time or no room to tokenize it."""
-        if isinstance(call.prompt, list) and not chat:
+        if isinstance(call.prompt, list) and chat is None:
             return TokenizedPrompt("", [part for part in call.prompt if isinstance(part, int)])
-        # Each message also costs what the template writes around it.
-        texts = [call.prompt] if isinstance(call.prompt, str) else [content for _, content in chat]
-        size_bytes = sum(len(text) for text in texts) + 64 * len(chat)
+        size_bytes = chat.size if chat is not None else len(call.prompt)
         if size_bytes <= self._config.tokenize_inline_bytes:
             return at_once(self._steps(call, chat, add_special))
         limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
@@ -145,29 +144,30 @@ class Intake:
             raise ApiError(DEADLINE.code, "the deadline passed before the prompt was tokenized") from error
 
     def _steps(
-        self, call: GenerateCall, chat: tuple[tuple[str, str], ...], add_special: bool | None
+        self, call: GenerateCall, chat: ChatPrompt | None, add_special: bool | None
     ) -> Steps[TokenizedPrompt]:
         model, known = self._model, list[int]()
-        # Unless the caller says otherwise, only those who write a whole prompt may write control tokens.
-        is_literal = bool(chat) if call.parse_control_tokens is None else not call.parse_control_tokens
-        if isinstance(call.prompt, str):
+        if chat is None:
+            assert isinstance(call.prompt, str)
+            # Unless the caller says otherwise, only those who write a whole prompt may write control tokens.
+            is_literal = call.parse_control_tokens is False
             text = rest = call.prompt
             encode: Callable[[str], list[int]] = partial(
                 model.encode, add_special=add_special is not False, is_literal=is_literal
             )
         elif add_special:
-            text = rest = model.render_chat(chat, is_literal=is_literal)
+            text = rest = model.render_chat(chat)
             encode = partial(model.encode, add_special=True, is_literal=True)
         else:
             space = self.namespaces.of(call.tenant, call.cache_salt)
-            text, known, rest = self.conversations.begin(chat, space, is_literal=is_literal)
+            text, known, rest = self.conversations.begin(chat, space)
             encode = model.encode_chat_text
         kept = kept_tokens(call, model, self._config)
         if kept is None:
             ids = yield from tokenize(encode, rest, prompt_field(call.prompt), model.context_tokens, len(known))
         else:
             ids = yield from tokenize_end(encode, rest, kept)
-        return TokenizedPrompt(text, known + ids, is_literal)
+        return TokenizedPrompt(text, known + ids)
 
 
 def to_record(
@@ -231,12 +231,6 @@ def kept_tokens(call: GenerateCall, model: ServedModel, config: RouterConfig) ->
 def _one_step(work: Callable[[], T]) -> Steps[T]:
     yield from ()
     return work()
-
-
-def _chat(call: GenerateCall) -> tuple[tuple[str, str], ...]:
-    if isinstance(call.prompt, str):
-        return ()
-    return tuple((m.role, m.content) for m in call.prompt if not isinstance(m, int))
 
 
 def _refusal(error: FieldError) -> ApiError:

@@ -14,12 +14,15 @@ from router.front.api import (
     GenerateEvent,
     Position,
     Started,
+    Tool,
+    ToolCall,
 )
 
 _SAMPLING = SamplingParams.__struct_fields__
 _SCALARS = (
     "model", "max_tokens", "min_tokens", "seed", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n",
     "priority", "beam_width", "length_penalty", "parse_control_tokens", "truncate_prompt_tokens", "cache_salt",
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
 )
 # What our records and the messages have under the same names.
 _STARTED = ("request_id", "model", "prompt_tokens", "resume_token", "samples")
@@ -48,6 +51,7 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
         prompt=prompt,
         early_stopping=stopping.get(request.early_stopping, EarlyStopping.HEURISTIC),
         sampling=SamplingParams(**drawn),
+        tools=_tools(request.tools),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         **given,
@@ -59,8 +63,16 @@ def tokenize_call(request: pb.TokenizeRequest) -> GenerateCall:
     prompt = _prompt(request)
     if prompt is None:
         raise FieldError("prompt", "one of prompt and chat must be set")
-    names = ("model", "parse_control_tokens", "tenant")
-    return GenerateCall(prompt=prompt, **{name: getattr(request, name) for name in names if request.HasField(name)})
+    names = (
+        *("model", "parse_control_tokens", "tenant"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    )
+    given = {name: getattr(request, name) for name in names if request.HasField(name)}
+    return GenerateCall(prompt=prompt, tools=_tools(request.tools), **given)
+
+
+def _tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
+    return tuple(Tool(one.name, one.description, one.parameters_json) for one in tools)
 
 
 def _prompt(request: Any) -> str | list[ChatMessage] | list[int] | None:
@@ -68,7 +80,7 @@ def _prompt(request: Any) -> str | list[ChatMessage] | list[int] | None:
     if kind == "prompt":
         return str(request.prompt)
     if kind == "chat":
-        return [ChatMessage(m.role, m.content) for m in request.chat.messages]
+        return [_message(one) for one in request.chat.messages]
     return list(request.token_ids.ids) if kind == "token_ids" else None
 
 
@@ -79,7 +91,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         request.prompt = call.prompt
     elif call.prompt and isinstance(call.prompt[0], ChatMessage):
         messages = [m for m in call.prompt if isinstance(m, ChatMessage)]
-        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
+        request.chat.messages.extend(_message_to_proto(one) for one in messages)
     else:
         request.token_ids.ids.extend(i for i in call.prompt if isinstance(i, int))
         request.token_ids.SetInParent()
@@ -87,10 +99,37 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         value = getattr(call, name)
         if value is not None:
             setattr(request, name, value)
+    for tool in call.tools:
+        request.tools.add(name=tool.name, description=tool.description, parameters_json=tool.parameters)
     request.early_stopping = _STOPPING[call.early_stopping]
     for name in _SAMPLING:
         setattr(request.sampling, name, getattr(call.sampling, name))
     return request
+
+
+def _message(message: pb.ChatMessage) -> ChatMessage:
+    calls = tuple(ToolCall(call.name, call.arguments_json, call.id) for call in message.tool_calls)
+    return ChatMessage(
+        message.role,
+        None if calls and not message.content else message.content,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
+    )
+
+
+def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
+    made = pb.ChatMessage(
+        role=message.role,
+        content=message.content or "",
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
+    )
+    for call in message.tool_calls:
+        made.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments)
+    return made
 
 
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:

@@ -99,8 +99,8 @@ def test_a_cut_chat_is_no_beginning_of_a_later_turn() -> None:
     """Guards the chat's next turn: it would begin with ids whose text is gone."""
     call = GenerateCall(prompt=[ChatMessage("user", "a" * 100)], resumable=True, truncate_prompt_tokens=16)
     arrival = take(call)
-    assert (len(arrival.record.tokens), arrival.chat) == (16, ())
-    assert take(GenerateCall(prompt=CHAT, truncate_prompt_tokens=100)).chat != ()
+    assert (len(arrival.record.tokens), arrival.chat) == (16, None)
+    assert take(GenerateCall(prompt=CHAT, truncate_prompt_tokens=100)).chat is not None
 
 
 @pytest.mark.parametrize("kept", [0, -2, 512])
@@ -132,6 +132,7 @@ def test_a_salt_reaches_the_record_and_the_beginnings_of_chats() -> None:
     async def body(intake: Intake) -> None:
         first = await intake.take(GenerateCall(prompt=CHAT, tenant="a", cache_salt="x"))
         odd = [0xF0, 0x9F]
+        assert first.chat is not None
         intake.conversations.remember(first.chat, first.record.namespace, first.prompt, "??", odd)
         turn = [*CHAT, ChatMessage("assistant", "??"), ChatMessage("user", "more")]
         for salt, is_known in (("x", True), ("", False), ("y", False)):

@@ -39,8 +39,9 @@ def test_text_and_chats_are_counted() -> None:
     ids = [104, 105, 256]
     assert whole == {"count": 3, "max_model_len": 512, "tokens": ids, "token_strs": ["h", "i", "<end>"]}
     chat = post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
-    rendered = ByteText().render_chat([("user", "hi")])
-    assert chat["tokens"] == ByteText().encode_chat_text(rendered)
+    assert chat["tokens"] == ByteText().encode_chat_text("[user]hi<end>[assistant]")
+    closed = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
+    assert post("/tokenize", closed).json()["tokens"] == ByteText().encode_chat_text("[user]hi<end>")
     assert (chat["count"], chat["token_strs"]) == (len(chat["tokens"]), None)
 
 
