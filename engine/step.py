@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from engine.types import BlockId, RequestId, RequestRecord
+from engine.types import BlockId, RequestId, RequestRecord, TokenLogprobs
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -37,8 +37,14 @@ class Row(msgspec.Struct, frozen=True):
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
-Drawn = int | Candidates
+DrawnToken = int | TokenLogprobs
+"""A token that was drawn, with its log probabilities where its record asks for them."""
+Drawn = DrawnToken | Candidates
 """The result of a row with `draw`."""
+
+
+def id_of(token: DrawnToken) -> int:
+    return token if isinstance(token, int) else token.token
 
 
 class Waitable(Protocol):
@@ -63,7 +69,8 @@ class LatestDraws:
             return row
         assert self.step is not None
         token = self.step.wait()[self.number(row)]
-        return msgspec.structs.replace(row, tokens=[*row.tokens, token], follows=False)
+        assert not isinstance(token, tuple), "nothing follows a search"
+        return msgspec.structs.replace(row, tokens=[*row.tokens, id_of(token)], follows=False)
 
 
 class StepPlan(msgspec.Struct, frozen=True):

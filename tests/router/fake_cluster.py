@@ -66,6 +66,9 @@ class ByteText:
     def detokenizer(self) -> ByteDetokenizer:
         return ByteDetokenizer()
 
+    def token_bytes(self, token: int) -> tuple[bytes, bool]:
+        return (b"<end>", False) if token == END else (bytes([token]) if token < 256 else b"", True)
+
 
 class ByteDetokenizer:
     def __init__(self) -> None:
