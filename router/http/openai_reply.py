@@ -8,6 +8,7 @@ import msgspec
 
 from engine.types import TokenLogprobs
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
+from router.http.fields import UnknownFieldError
 from router.http.logprobs import TokenBytes, chat_logprobs, completion_logprobs
 
 _STATUS: dict[str, tuple[int, str]] = {
@@ -163,7 +164,7 @@ def error_reply(error: ApiError) -> ErrorReply:
     code = _CODES.get(error.code, error.code.lower())
     if field == "resume_token" and error.code == "NOT_FOUND":
         code = "stream_not_found"
-    if field:
+    if field and not isinstance(error, UnknownFieldError):
         what = message.removeprefix(f"{field}: ")
         field = _FIELDS.get(name := field.partition("[")[0], name) + field[len(name) :]
         message = f"{field}: {what}"
