@@ -19,7 +19,7 @@ LEAST = -9999.0
 
 
 class StepLogprobs(NamedTuple):
-    """Of draw number `draws[i]`: the log probability `own[i]` of its token, and, likeliest first, those of `ids[i]`,
+    """The log probability `own[i]` of the token of draw number `draws[i]`, and, likeliest first, those of `ids[i]`,
     of which `wanted[i]` are asked for."""
 
     draws: list[int]

@@ -234,7 +234,7 @@ class Tokens(PlacementMessage, omit_defaults=True):
     index: int
     ids: list[int]
     logprobs: list[TokenLogprobs] = []
-    """Of each of the tokens, where they are asked for."""
+    """Those of each of the tokens, where they are asked for."""
 
 
 class Yielded(PlacementMessage, kw_only=True):
@@ -262,7 +262,7 @@ class Orphan(Record, kw_only=True):
     """The prefill worker that serves it; empty where the decode worker prefills by itself."""
     tokens: list[int]
     logprobs: list[TokenLogprobs] = []
-    """Of each of the tokens, where they are asked for."""
+    """Those of each of the tokens, where they are asked for."""
     age_s: float
     """Time since this placement was accepted."""
     remaining_s: float | None = None

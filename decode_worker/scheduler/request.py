@@ -178,7 +178,7 @@ class Request:
     yielding: bool = False
     """The router wants to place it elsewhere, as soon as all of its KV is here."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of its output so far, where they are asked for and another router may have to be told."""
+    """Those of its output so far, where they are asked for and another router may have to be told."""
 
     def __post_init__(self) -> None:
         self.logprobs += self.record.emitted_logprobs

@@ -85,7 +85,7 @@ class Call:
     """True once the work that it brings is part of the shares of its beginnings (`router.core.reuse`)."""
     emitted: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of `emitted`, where they are asked for and another router may have to be told."""
+    """Those of `emitted`, where they are asked for and another router may have to be told."""
     losses: int = 0
     """Placements that ended because the decode worker that had accepted them was lost."""
     unheard: int = 0

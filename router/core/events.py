@@ -153,7 +153,7 @@ class Deliver(msgspec.Struct, frozen=True):
     request: RequestId
     ids: list[int]
     logprobs: Sequence[TokenLogprobs] = ()
-    """Of each of them, where they are asked for."""
+    """Those of each of them, where they are asked for."""
 
 
 class Complete(msgspec.Struct, frozen=True):

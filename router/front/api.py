@@ -85,7 +85,7 @@ class Started(msgspec.Struct, frozen=True):
     form: HttpForm | None = None
     samples: int = 1
     had_ids: tuple[tuple[int, ...], ...] = ()
-    """Of a stream that goes on: the output tokens that its client has, by sample, where the form's text offsets go on
+    """The output tokens that the client of a stream that goes on has, by sample, where the form's text offsets go on
     behind them."""
 
 
@@ -96,7 +96,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     token_ids: tuple[int, ...]
     sample: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of each of the tokens, where they are asked for."""
+    """Those of each of the tokens, where they are asked for."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
