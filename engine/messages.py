@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.step import DrawnToken
-from engine.types import Beam, BlockId, FinishReason, Incarnation, RequestId, RequestRecord, TokenLogprobs
+from engine.types import Beam, BlockId, DrawnToken, FinishReason, Incarnation, RequestId, RequestRecord, TokenLogprobs
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from engine.types import BlockId, RequestId, RequestRecord, TokenLogprobs
+from engine.types import BlockId, DrawnToken, RequestId, RequestRecord, id_of
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -37,14 +37,8 @@ class Row(msgspec.Struct, frozen=True):
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
-DrawnToken = int | TokenLogprobs
-"""A token that was drawn, with its log probabilities where its record asks for them."""
 Drawn = DrawnToken | Candidates
 """The result of a row with `draw`."""
-
-
-def id_of(token: DrawnToken) -> int:
-    return token if isinstance(token, int) else token.token
 
 
 class Waitable(Protocol):

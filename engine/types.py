@@ -90,6 +90,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+DrawnToken = int | TokenLogprobs
+"""A token that was drawn, with its log probabilities where its record asks for them."""
+
+
+def id_of(token: DrawnToken) -> int:
+    return token if isinstance(token, int) else token.token
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """All that any worker needs to run, or to resume, a request. It travels whole in every placement.
 

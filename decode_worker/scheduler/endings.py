@@ -19,8 +19,7 @@ from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request, RequestState
 from engine.kv.manager import KVCacheManager
 from engine.messages import Cancel, Claim, ClaimTold, Ended, Fault, OrphansTold, RequestStats, Taken, Tokens, Yielded
-from engine.step import DrawnToken
-from engine.types import Beam, FinishReason, Incarnation
+from engine.types import Beam, DrawnToken, FinishReason, Incarnation
 
 
 @dataclass(eq=False, repr=False)

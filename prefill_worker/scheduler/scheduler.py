@@ -21,8 +21,8 @@ from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored, TierEven
 from engine.kv.tiers.fetches import Fetches
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
 from engine.plan import refusal, row_of
-from engine.step import Drawn, DrawnToken, StepPlan
-from engine.types import Incarnation
+from engine.step import Drawn, StepPlan
+from engine.types import DrawnToken, Incarnation
 from prefill_worker.scheduler.line import Line
 from prefill_worker.scheduler.order import Job, JobState
 from transfer.handoff.commands import Command, Emit, Leave, Posted, ReaderEvent, Sent

@@ -12,8 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from engine import identity
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Fault, FirstToken, Handoff, Landed, PrefillFailed, StartPrefill, Stop
-from engine.step import DrawnToken, id_of
-from engine.types import Incarnation, RequestRecord
+from engine.types import DrawnToken, Incarnation, RequestRecord, id_of
 from transfer.handoff.commands import (
     Broken,
     Command,

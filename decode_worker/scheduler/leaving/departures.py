@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from decode_worker.scheduler.request import Request
 from engine.kv.manager import KVCacheManager
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
-from engine.step import DrawnToken
-from engine.types import Incarnation, RequestId
+from engine.types import DrawnToken, Incarnation, RequestId
 from transfer.handoff.commands import Command, Emit
 from transfer.handoff.source import HandoffSource
 
