@@ -97,6 +97,11 @@ class TextModel:
         """Decode all ids at once, special tokens by their names."""
         return str(self._control.tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def token_bytes(self, token: int) -> tuple[bytes, bool]:
+        """Return the bytes that a token stands for, and whether answers show them; of one that they skip, those of its
+        name."""
+        return self._detokenizers.token_bytes(token)
+
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""
         return self._detokenizers.make()
