@@ -32,7 +32,7 @@ class GeneratedText:
     e2e_s: float
     stages_s: Mapping[str, float] = field(repr=False)
     logprobs: tuple[float, ...] = field(repr=False)
-    """Of each token, where `logprobs` was asked for."""
+    """Those of its tokens, where `logprobs` was asked for."""
     finished: pb.Finished = field(repr=False)
     """All that the server says at the end."""
 
