@@ -42,7 +42,7 @@ from engine.messages import (
     frames,
 )
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
-from engine.types import FinishReason, Incarnation
+from engine.types import FinishReason, Incarnation, SamplingParams
 from router.config import FrontLimits, RouterConfig
 from router.dispatch import ATTACH
 from router.server import RouterServer
@@ -72,6 +72,7 @@ class HexText:
     vocab_size = VOCABULARY + 1
     context_tokens = CONTEXT_TOKENS
     stop_ids = frozenset({VOCABULARY})
+    sampling = SamplingParams()
 
     def __init__(self) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -55,6 +55,18 @@ FLAGS = (
     ("--routers", "routers", "N", "routers behind one port"),
     (ONE_POOL, "workers", "N", "one pool of N workers that prefill and decode; no prefill workers"),
     ("--model", "model", "PATH", "GGUF file or Hugging Face directory (default: the demo model)"),
+    (
+        "--served-model-name",
+        "router.served_model_names",
+        "NAME,NAME",
+        "names that callers may give as `model` (default: that of the file or folder)",
+    ),
+    (
+        "--generation-config",
+        "router.generation_config",
+        "model|off",
+        "sampling of requests that name none: the model's (default), or temperature 1",
+    ),
     ("--launcher", "launcher", "ray|process", "what starts the workers"),
     ("--host", "router.host", "ADDRESS", "address the router listens on"),
     ("--grpc-port", "router.grpc_port", "PORT", "gRPC port; 0 takes a free one"),

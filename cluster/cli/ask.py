@@ -8,8 +8,7 @@ from contextlib import closing
 import msgspec
 
 from access.client import ClientCredentials
-from engine.types import SamplingParams
-from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
+from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, SamplingOverrides, Started
 from router.grpc.client import Client
 
 
@@ -40,6 +39,11 @@ def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> Cl
     raise ApiError("INTERNAL", "the stream ended without a result")
 
 
+def sampling_asked(arguments: argparse.Namespace) -> SamplingOverrides:
+    """Return the sampling that the flags of a command name; the rest is the server's."""
+    return SamplingOverrides(**{name: getattr(arguments, name) for name in SamplingOverrides.__struct_fields__})
+
+
 def stream_answer(arguments: argparse.Namespace, credentials: ClientCredentials) -> int:
     """Run `headrace generate`: the answer goes to standard output, figures (if asked for) to standard error."""
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -50,7 +54,7 @@ def stream_answer(arguments: argparse.Namespace, credentials: ClientCredentials)
         prompt=text if arguments.raw else chat,
         max_tokens=arguments.max_tokens,
         seed=arguments.seed,
-        sampling=SamplingParams(temperature=arguments.temperature),
+        sampling=sampling_asked(arguments),
     )
     with Client(arguments.server, credentials) as client:
         answer = ask(client, call, lambda piece: print(piece, end="", flush=True))

@@ -5,8 +5,7 @@ import signal
 import sys
 
 from access.client import ClientCredentials
-from cluster.cli.ask import ClientAnswer, ask, figures_line
-from engine.types import SamplingParams
+from cluster.cli.ask import ClientAnswer, ask, figures_line, sampling_asked
 from router.front.api import ApiError, ChatMessage, GenerateCall
 from router.grpc.client import Client
 
@@ -24,7 +23,7 @@ class Chat:
     def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
         self._client = client
         self._max_tokens: int | None = arguments.max_tokens
-        self._temperature: float = arguments.temperature
+        self._sampling = sampling_asked(arguments)
         self._seed: int | None = arguments.seed
         self._stats: bool = arguments.stats
         self._system: str = arguments.system
@@ -61,7 +60,7 @@ class Chat:
             prompt=messages,
             max_tokens=self._max_tokens,
             seed=self._seed,
-            sampling=SamplingParams(temperature=self._temperature),
+            sampling=self._sampling,
         )
         try:
             answer: ClientAnswer = ask(

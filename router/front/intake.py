@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from engine.types import FieldError, RequestId, RequestRecord, TooLongError
+from engine.types import FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
 from router.front.api import ApiError, GenerateCall
@@ -55,13 +55,14 @@ class Intake:
     async def take(self, call: GenerateCall) -> Arrival:
         """Check a call and make its record. Raises ApiError with the name of the field at fault."""
         try:
+            call = msgspec.structs.replace(call, sampling=sampling_of(call, self._model, self._config))
             check_call(call, self._model, self._config)
             chat = _chat(call)
             prompt = await self._tokenize(call, chat)
-            token, name = secrets.token_urlsafe(16) if call.resumable else "", self._model.name
+            token = secrets.token_urlsafe(16) if call.resumable else ""
             context = Context(
                 token=token,
-                model=name,
+                model=shown_name(call, self._model, self._config),
                 stop=call.stop,
                 chat=chat,
                 form=call.form,
@@ -155,7 +156,7 @@ def to_record(
         prompt_tokens=len(tokens),
         max_tokens=max_tokens,
         seed=seed if call.seed is None else call.seed,
-        sampling=call.sampling,
+        sampling=sampling_of(call, model, config),
         priority=call.priority,
         beams=beam_params(call),
         stop_token_ids=call.stop_token_ids,
@@ -166,6 +167,20 @@ def to_record(
         context=context,
         resume_key=resume_key,
     )
+
+
+def sampling_of(call: GenerateCall, model: ServedModel, config: RouterConfig) -> SamplingParams:
+    """Return by what a call's answer is drawn: its own values, and for those that it does not name the model's, or with
+    `generation_config` off those that change nothing. A beam search draws nothing, and has its own values alone."""
+    if isinstance(call.sampling, SamplingParams):
+        return call.sampling
+    is_own = config.generation_config == "model" and call.beam_width is None
+    return call.sampling.over(model.sampling if is_own else SamplingParams())
+
+
+def shown_name(call: GenerateCall, model: ServedModel, config: RouterConfig) -> str:
+    """Return the name by which an answer calls the model: the caller's own, or the first that it is served under."""
+    return call.model or config.names(model.name)[0]
 
 
 def _chat(call: GenerateCall) -> tuple[tuple[str, str], ...]:

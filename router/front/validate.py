@@ -31,13 +31,15 @@ class UnknownModelError(FieldError):
 
 def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
     """Everything that can be said of a call before its prompt is tokenized."""
-    if call.model is not None and call.model != model.name:
-        raise UnknownModelError("model", f"{_shown(call.model)} is not served here, {model.name!r} is")
+    names = config.names(model.name)
+    if call.model is not None and call.model not in names:
+        served = " and ".join(map(repr, names))
+        raise UnknownModelError("model", f"{_shown(call.model)} is not served here, {served} {_is(names)}")
     _check_prompt(call.prompt, model, config)
     _count("n", call.n, 1, config.max_samples)
     for name, (low, high) in SAMPLING_RANGES.items():
         value = getattr(call.sampling, name)
-        if not (math.isfinite(value) and low <= value <= high):
+        if value is not None and not (math.isfinite(value) and low <= value <= high):
             raise FieldError(name, f"is {value}, must be at least {low:g} and at most {high:g}")
     _count("top_k", call.sampling.top_k, 0, MAX_COUNT)
     _count("max_tokens", call.max_tokens, 1, MAX_COUNT)
@@ -101,7 +103,7 @@ def _check_search(call: GenerateCall) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         if getattr(call.sampling, name):
             raise FieldError(name, "is not allowed with beam_width")
-    if call.sampling.repetition_penalty != 1.0:
+    if call.sampling.repetition_penalty not in (None, 1.0):
         raise FieldError("repetition_penalty", "is not allowed with beam_width")
 
 
@@ -180,6 +182,10 @@ def _check_text(field: str, text: str) -> int:
 def _count(field: str, value: int | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
         raise FieldError(field, f"is {value}, must lie in {low} to {high}")
+
+
+def _is(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _shown(name: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.messages import RequestStats
-from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams
+from engine.types import EarlyStopping, FieldError, FinishReason
 from protos import headrace_pb2 as pb
 from router.front.api import (
     ChatMessage,
@@ -13,10 +13,11 @@ from router.front.api import (
     GenerateCall,
     GenerateEvent,
     Position,
+    SamplingOverrides,
     Started,
 )
 
-_SAMPLING = SamplingParams.__struct_fields__
+_SAMPLING = SamplingOverrides.__struct_fields__
 _SCALARS = (
     "model", "max_tokens", "min_tokens", "seed", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n",
     "priority", "beam_width", "length_penalty", "parse_control_tokens",
@@ -54,7 +55,7 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
     return GenerateCall(
         prompt=prompt,
         early_stopping=stopping.get(request.early_stopping, EarlyStopping.HEURISTIC),
-        sampling=SamplingParams(**drawn),
+        sampling=SamplingOverrides(**drawn),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         **given,
@@ -78,7 +79,8 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
             setattr(request, name, value)
     request.early_stopping = _STOPPING[call.early_stopping]
     for name in _SAMPLING:
-        setattr(request.sampling, name, getattr(call.sampling, name))
+        if (value := getattr(call.sampling, name)) is not None:
+            setattr(request.sampling, name, value)
     return request
 
 

@@ -158,8 +158,8 @@ class Service:
         except ApiError as error:
             await _abort(context, error)
         model = self._frontend.model
-        listed = pb.Model(name=model.name, context_tokens=model.context_tokens)
-        return pb.ListModelsResponse(models=[listed]).SerializeToString()
+        listed = [pb.Model(name=name, context_tokens=model.context_tokens) for name in self._frontend.names]
+        return pb.ListModelsResponse(models=listed).SerializeToString()
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
         """Return who calls, by the key in the metadata or the certificate of the connection. Raises ApiError."""

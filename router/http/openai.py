@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from engine.types import EarlyStopping, SamplingParams
-from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm, invalid
+from engine.types import EarlyStopping
+from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -225,7 +225,7 @@ def _parsed(
     call = GenerateCall(
         prompt=prompt,
         max_tokens=max_tokens,
-        sampling=SamplingParams(**_given(request, SamplingParams.__struct_fields__)),
+        sampling=SamplingOverrides(**_given(request, SamplingOverrides.__struct_fields__)),
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         request_id=label,

@@ -12,7 +12,7 @@ from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, new_nonce, request_co
 from cluster.processes.spec import LaunchError
 from engine.messages import PeerAddress, Place, decode_router_frame, encode
 from engine.text.chat import ChatTemplate
-from engine.types import FieldError, RequestId, TooLongError
+from engine.types import FieldError, RequestId, SamplingParams, TooLongError
 from protos import headrace_pb2 as pb
 from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall
@@ -38,6 +38,7 @@ class TinyModel:
     name = "tiny"
     vocab_size = 100
     context_tokens = 64
+    sampling = SamplingParams()
 
 
 def _taken(call: GenerateCall) -> None:

@@ -31,7 +31,7 @@ from engine.messages import (
     decode_router_frame,
     encode,
 )
-from engine.types import Beam, FinishReason, Incarnation
+from engine.types import Beam, FinishReason, Incarnation, SamplingParams
 from router.dispatch import ATTACH
 from tests.secrets_of_tests import SECRETS
 
@@ -45,6 +45,7 @@ class ByteText:
     vocab_size = 300
     context_tokens = 512
     stop_ids = frozenset({END})
+    sampling = SamplingParams()
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
         if is_literal:

@@ -6,9 +6,18 @@ import msgspec
 import pytest
 
 from engine.messages import RequestStats
-from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams
+from engine.types import EarlyStopping, FieldError, FinishReason
 from protos import headrace_pb2 as pb
-from router.front.api import ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Position, Started
+from router.front.api import (
+    ChatMessage,
+    Delta,
+    Finished,
+    GenerateCall,
+    GenerateEvent,
+    Position,
+    SamplingOverrides,
+    Started,
+)
 from router.grpc.convert import (
     call_from_proto,
     call_to_proto,
@@ -24,7 +33,7 @@ FULL = GenerateCall(
     model="m",
     max_tokens=9,
     min_tokens=2,
-    sampling=SamplingParams(
+    sampling=SamplingOverrides(
         temperature=0.5,
         top_k=3,
         top_p=0.25,

@@ -11,7 +11,7 @@ import httpx
 import uvicorn
 
 from engine.messages import RequestStats
-from engine.types import FinishReason
+from engine.types import FinishReason, SamplingParams
 from router.app import LISTEN_BACKLOG
 from router.config import FrontLimits
 from router.front.api import (
@@ -20,6 +20,7 @@ from router.front.api import (
     Finished,
     GenerateCall,
     GenerateEvent,
+    ModelFacts,
     Position,
     Started,
 )
@@ -109,6 +110,9 @@ class FakeState:
 
     def models(self) -> list[str]:
         return ["tiny", "org/tiny"]
+
+    def model_facts(self) -> ModelFacts:
+        return ModelFacts("tiny", 512, SamplingParams(temperature=0.5))
 
     async def metrics_text(self) -> bytes:
         return b"headrace_requests_total 1.0\n"

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from router.front.api import ApiError, ChatMessage
+from router.front.api import ApiError, ChatMessage, SamplingOverrides
 from router.http.openai import parse_chat, parse_completion, timeout_from
 
 HI = [{"role": "user", "content": "hi"}]
@@ -63,7 +63,7 @@ def test_absent_and_null_both_mean_the_servers_default() -> None:
     )
     bare, full = parse_completion(completion()), parse_completion(completion(**nulls))
     assert bare == full
-    assert bare.call.sampling.temperature == 1.0
+    assert bare.call.sampling == SamplingOverrides()
     assert bare.call.max_tokens is None
 
 
