@@ -9,6 +9,7 @@ from rich.console import Console
 from access.client import ClientCredentials
 from cluster.cli.ask import ClientAnswer, ask
 from cluster.cli.demo_report import figures, table
+from cluster.cli.serve import check_ports
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants, mapped_segments, running
@@ -61,6 +62,7 @@ def run_demo(
     LaunchError, ApiError, ModelError."""
     config = resolved.config
     console = console or Console(highlight=False)
+    check_ports(config)
     began_s = time.monotonic()
     pools = f"{config.prefill_workers} prefill and {config.decode_workers} decode worker(s)"
     if not config.prefill_workers:

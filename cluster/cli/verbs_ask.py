@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from cluster.cli.credentials import add_client_flags, client_credentials
-from cluster.cli.numbers import seed, token_count
+from cluster.cli.numbers import seed, token_count, whole
 from cluster.resolve import add_flags
 
 _SAMPLING = {
@@ -46,6 +46,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         read = int if name == "top_k" else float
         flag = f"--{name.replace('_', '-')}"
         sampling.add_argument(flag, dest=name, type=read, default=None, metavar="X", help=text)
+    sampling.add_argument("--min-tokens", type=whole(0, 2**31 - 1), default=0, metavar="N")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever the model says")
     sampling.add_argument("--seed", type=seed, default=None, metavar="N", help="repeats an answer")
     parser.add_argument("--stats", action="store_true", help="figures on standard error")
 

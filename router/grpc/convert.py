@@ -16,6 +16,7 @@ from router.front.api import (
     SamplingOverrides,
     Started,
 )
+from telemetry.labels import STAGES
 
 _SAMPLING = SamplingOverrides.__struct_fields__
 _SCALARS = (
@@ -115,7 +116,7 @@ def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
     end = response.finished
     reasons = {number: reason for reason, number in _REASONS.items()}
     stats = RequestStats(
-        stages=dict(end.timings.stages_s),
+        stages={stage: end.timings.stages_s[stage] for stage in STAGES if stage in end.timings.stages_s},
         prompt_tokens=end.usage.prompt_tokens,
         output_tokens=end.usage.output_tokens,
         **{own: getattr(end.migration, name) for name, own in _MIGRATED.items()},

@@ -82,7 +82,8 @@ class Service:
         try:
             port = self._listen(server, host_port(host, port))
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {host}:{port} for gRPC: {error}") from error
+            why = "it is taken, or no address of this host"
+            raise OSError(f"cannot listen on {host}:{port} for gRPC: {why}") from error
         await server.start()
         self._server = server
         return port
