@@ -5,21 +5,22 @@ Three rules for fields (docs/http.md repeats them for users):
 
 - null means absent, and absent means the server's default;
 - a field that would change the answer and is not supported (`tools`, `logprobs`, …) is refused unless it holds a value
-  that asks for nothing, because an answer that silently ignored it would be wrong;
-- any other field is ignored, as clients send many that only matter elsewhere (`user`, `store`, `metadata`).
+  that asks for nothing, because an answer that silently ignored it would be wrong; and so is any unknown field, which
+  may be one that is supported, misspelt;
+- fields that never change an answer (`user`, `metadata`, …: `router/http/fields.py`) are let pass.
 
 A duplicate key counts once, with its last value, as in every common JSON reader.
 """
 
 import math
-import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from engine.types import EarlyStopping
-from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
+from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
+from router.http.fields import FieldsReader, refuse_unsupported
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -47,32 +48,74 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
+    "store": (False,),
+    "verbosity": ("medium",),
+    "use_beam_search": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    **dict.fromkeys(("chat_template", "reasoning_effort", "truncate_prompt_tokens", "cache_salt"), ()),
     # What other servers call constraints on the answer: dropped, the answer would break what its reader relies on.
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), ()
     ),
     **dict.fromkeys(("guided_decoding_backend", "structured_outputs", "structural_tag", "json_schema"), ()),
-    **dict.fromkeys(("grammar", "regex", "ebnf", "allowed_token_ids", "bad_words", "logits_processors"), ()),
+    **dict.fromkeys(("grammar", "regex", "ebnf", "allowed_token_ids"), ()),
 }
 """Fields, with the values beside null with which they ask for nothing."""
+_OF_MESSAGES: dict[str, tuple[object, ...]] = {
+    "tool_calls": ([],),
+    "annotations": ([],),
+    **dict.fromkeys(("tool_call_id", "function_call", "refusal", "audio", "reasoning", "reasoning_content"), ()),
+}
+_OF_PARTS: dict[str, tuple[object, ...]] = dict.fromkeys(("image_url", "input_audio", "file", "refusal"), ())
+_OF_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"continuous_usage_stats": (False,)}
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    include_obfuscation: object = None
+    """Let pass: it pads chunks against those who watch the line."""
+    continuous_usage_stats: object = None
 
 
-class ContentPart(msgspec.Struct):
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     text: str | None = None
+    cache_control: object = None
+    """Let pass: the prefix cache is always on."""
+    image_url: object = None
+    input_audio: object = None
+    file: object = None
+    refusal: object = None
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: str
     content: str | list[ContentPart] | None = None
+    name: object = None
+    """Let pass: a chat's template has no place for it."""
+    tool_calls: object = None
+    tool_call_id: object = None
+    function_call: object = None
+    refusal: object = None
+    annotations: object = None
+    audio: object = None
+    reasoning: object = None
+    reasoning_content: object = None
 
 
 class OpenAIRequest(msgspec.Struct, kw_only=True):
@@ -123,20 +166,8 @@ class Parsed(msgspec.Struct, frozen=True):
     stream: bool
 
 
-R = TypeVar("R", bound=OpenAIRequest)
-
-
-def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
-    """Reads `kind` and every unsupported field, whatever that holds."""
-    unsupported = [(name, object, None) for name in UNSUPPORTED]
-    whole: Any = msgspec.defstruct(kind.__name__, unsupported, bases=(kind,), kw_only=True)
-    return msgspec.json.Decoder(whole)
-
-
-_chat = _decoder(ChatRequest)
-_completion = _decoder(CompletionRequest)
-_PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
-_MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
+_chat = FieldsReader(ChatRequest, UNSUPPORTED)
+_completion = FieldsReader(CompletionRequest, UNSUPPORTED)
 
 
 def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
@@ -145,7 +176,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
 
     Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault.
     """
-    request = _decode(_chat, body)
+    request = _chat.read(body)
     if not request.messages:
         raise invalid("messages", "at least one message is needed")
     limit, other = request.max_tokens, request.max_completion_tokens
@@ -157,7 +188,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
 
 def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
     """Read a `/v1/completions` body: text, a list of one text, token ids, or a list of one list of token ids."""
-    request = _decode(_completion, body)
+    request = _completion.read(body)
     return _parsed(request, _prompt(request.prompt), request.max_tokens, label, timeout_s, created)
 
 
@@ -170,29 +201,6 @@ def timeout_from(value: str, field: str) -> float:
     return _timeout(seconds, field)
 
 
-def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _located(str(error)) from error
-    except msgspec.DecodeError as error:
-        raise invalid("", f"the body is not valid JSON: {error}") from error
-    except UnicodeDecodeError as error:
-        raise invalid("", f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a string") from error
-    except RecursionError as error:
-        raise invalid("", "the body is nested too deeply") from error
-
-
-def _located(text: str) -> ApiError:
-    """msgspec's message with its `$.path` turned into a field name."""
-    path = ""
-    if (match := _PATH.match(text)) is not None:
-        text, path = match["what"], match["path"]
-    if (match := _MISSING.search(text)) is not None:
-        return invalid(f"{path}.{match['name']}" if path else match["name"], "is required")
-    return invalid(path, text[:1].lower() + text[1:]) if path else invalid("", f"the body: {text}")
-
-
 def _parsed(
     request: OpenAIRequest,
     prompt: str | list[ChatMessage] | list[int],
@@ -201,14 +209,11 @@ def _parsed(
     header_timeout_s: float | None,
     created: int,
 ) -> Parsed:
-    for name, neutral in UNSUPPORTED.items():
-        value: object = getattr(request, name)
-        # `==` alone would let 1 pass for true and 0 for false.
-        if value is not None and not any(type(value) is type(ok) and value == ok for ok in neutral):
-            raise invalid(name, "only 1 is supported" if name == "best_of" else "is not supported")
     stream = bool(request.stream)
-    if request.stream_options is not None and not stream:
-        raise invalid("stream_options", "is allowed only with stream: true")
+    if request.stream_options is not None:
+        if not stream:
+            raise invalid("stream_options", "is allowed only with stream: true")
+        refuse_unsupported(request.stream_options, _OF_STREAM_OPTIONS, "stream_options")
     if request.resumable and not stream:
         raise invalid("resumable", "is allowed only with stream: true")
     if request.seed is not None and request.seed.bit_length() > 64:
@@ -246,6 +251,7 @@ def _message(message: Message, path: str) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
         raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
+    refuse_unsupported(message, _OF_MESSAGES, path)
     content = message.content
     if content is None:
         raise invalid(f"{path}.content", "is required")
@@ -255,6 +261,7 @@ def _message(message: Message, path: str) -> ChatMessage:
     for i, part in enumerate(content):
         if part.type != "text":
             raise invalid(f"{path}.content[{i}].type", "only parts of type text are supported")
+        refuse_unsupported(part, _OF_PARTS, f"{path}.content[{i}]")
         if part.text is None:
             raise invalid(f"{path}.content[{i}].text", "is required")
         texts.append(part.text)
