@@ -15,13 +15,16 @@ from router.front.api import (
     Position,
     SamplingOverrides,
     Started,
+    Tool,
+    ToolCall,
 )
 from telemetry.labels import STAGES
 
 _SAMPLING = SamplingOverrides.__struct_fields__
 _SCALARS = (
     "model", "max_tokens", "min_tokens", "seed", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n",
-    "priority", "beam_width", "length_penalty", "parse_control_tokens",
+    "priority", "beam_width", "length_penalty", "parse_control_tokens", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message",
 )
 # What our records and the messages have under the same names.
 _STARTED = ("request_id", "model", "prompt_tokens", "resume_token", "samples")
@@ -45,7 +48,7 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
     if kind == "prompt":
         prompt = request.prompt
     elif kind == "chat":
-        prompt = [ChatMessage(m.role, m.content) for m in request.chat.messages]
+        prompt = [_message(one) for one in request.chat.messages]
     elif kind == "token_ids":
         prompt = list(request.token_ids.ids)
     else:
@@ -57,6 +60,7 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
         prompt=prompt,
         early_stopping=stopping.get(request.early_stopping, EarlyStopping.HEURISTIC),
         sampling=SamplingOverrides(**drawn),
+        tools=tuple(Tool(one.name, one.description, one.parameters_json) for one in request.tools),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         **given,
@@ -70,7 +74,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         request.prompt = call.prompt
     elif call.prompt and isinstance(call.prompt[0], ChatMessage):
         messages = [m for m in call.prompt if isinstance(m, ChatMessage)]
-        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
+        request.chat.messages.extend(_message_to_proto(one) for one in messages)
     else:
         request.token_ids.ids.extend(i for i in call.prompt if isinstance(i, int))
         request.token_ids.SetInParent()
@@ -78,11 +82,38 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         value = getattr(call, name)
         if value is not None:
             setattr(request, name, value)
+    for tool in call.tools:
+        request.tools.add(name=tool.name, description=tool.description, parameters_json=tool.parameters)
     request.early_stopping = _STOPPING[call.early_stopping]
     for name in _SAMPLING:
         if (value := getattr(call.sampling, name)) is not None:
             setattr(request.sampling, name, value)
     return request
+
+
+def _message(message: pb.ChatMessage) -> ChatMessage:
+    calls = tuple(ToolCall(call.name, call.arguments_json, call.id) for call in message.tool_calls)
+    return ChatMessage(
+        message.role,
+        None if calls and not message.content else message.content,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
+    )
+
+
+def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
+    made = pb.ChatMessage(
+        role=message.role,
+        content=message.content or "",
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
+    )
+    for call in message.tool_calls:
+        made.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments)
+    return made
 
 
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:

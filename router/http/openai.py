@@ -20,12 +20,12 @@ import msgspec
 
 from engine.types import EarlyStopping
 from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
+from router.http.chat_fields import Message, chat_message, raw_text
 from router.http.fields import FieldsReader, refuse_unsupported
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _STOPPING = {
     None: EarlyStopping.HEURISTIC,
     False: EarlyStopping.HEURISTIC,
@@ -56,9 +56,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "verbosity": ("medium",),
     "use_beam_search": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
@@ -76,12 +73,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("grammar", "regex", "ebnf", "allowed_token_ids"), ()),
 }
 """Fields, with the values beside null with which they ask for nothing."""
-_OF_MESSAGES: dict[str, tuple[object, ...]] = {
-    "tool_calls": ([],),
-    "annotations": ([],),
-    **dict.fromkeys(("tool_call_id", "function_call", "refusal", "audio", "reasoning", "reasoning_content"), ()),
-}
-_OF_PARTS: dict[str, tuple[object, ...]] = dict.fromkeys(("image_url", "input_audio", "file", "refusal"), ())
 _OF_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"continuous_usage_stats": (False,)}
 
 
@@ -90,32 +81,6 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: object = None
     """Let pass: it pads chunks against those who watch the line."""
     continuous_usage_stats: object = None
-
-
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
-    text: str | None = None
-    cache_control: object = None
-    """Let pass: the prefix cache is always on."""
-    image_url: object = None
-    input_audio: object = None
-    file: object = None
-    refusal: object = None
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: object = None
-    """Let pass: a chat's template has no place for it."""
-    tool_calls: object = None
-    tool_call_id: object = None
-    function_call: object = None
-    refusal: object = None
-    annotations: object = None
-    audio: object = None
-    reasoning: object = None
-    reasoning_content: object = None
 
 
 class OpenAIRequest(msgspec.Struct, kw_only=True):
@@ -152,6 +117,9 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
 class ChatRequest(OpenAIRequest, kw_only=True):
     messages: list[Message]
     max_completion_tokens: Int | None = None
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -182,7 +150,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
     limit, other = request.max_tokens, request.max_completion_tokens
     if limit is not None and other is not None and limit != other:
         raise invalid("max_tokens", "disagrees with max_completion_tokens; send one of them")
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+    messages = [chat_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
     return _parsed(request, messages, other if limit is None else limit, label, timeout_s, created)
 
 
@@ -229,6 +197,7 @@ def _parsed(
     )
     call = GenerateCall(
         prompt=prompt,
+        **(_chat_options(request) if isinstance(request, ChatRequest) else {}),
         max_tokens=max_tokens,
         sampling=SamplingOverrides(**_given(request, SamplingOverrides.__struct_fields__)),
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
@@ -242,30 +211,19 @@ def _parsed(
     return Parsed(call, form, stream)
 
 
+def _chat_options(request: ChatRequest) -> dict[str, Any]:
+    """Return what decides how a chat is rendered, beside its messages."""
+    if request.continue_final_message and request.add_generation_prompt:
+        raise invalid("continue_final_message", "is not allowed with add_generation_prompt")
+    options = _given(request, ("add_generation_prompt", "continue_final_message"))
+    if kwargs := raw_text(request.chat_template_kwargs, "chat_template_kwargs"):
+        options["chat_template_kwargs"] = kwargs
+    return options
+
+
 def _given(request: OpenAIRequest, names: Sequence[str]) -> dict[str, Any]:
     """Return the fields that the client sent; what it left out keeps its default."""
     return {name: value for name in names if (value := getattr(request, name)) is not None}
-
-
-def _message(message: Message, path: str) -> ChatMessage:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
-    refuse_unsupported(message, _OF_MESSAGES, path)
-    content = message.content
-    if content is None:
-        raise invalid(f"{path}.content", "is required")
-    if isinstance(content, str):
-        return ChatMessage(role, content)
-    texts = []
-    for i, part in enumerate(content):
-        if part.type != "text":
-            raise invalid(f"{path}.content[{i}].type", "only parts of type text are supported")
-        refuse_unsupported(part, _OF_PARTS, f"{path}.content[{i}]")
-        if part.text is None:
-            raise invalid(f"{path}.content[{i}].text", "is required")
-        texts.append(part.text)
-    return ChatMessage(role, "\n".join(texts))
 
 
 def _prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:

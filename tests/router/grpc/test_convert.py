@@ -17,6 +17,8 @@ from router.front.api import (
     Position,
     SamplingOverrides,
     Started,
+    Tool,
+    ToolCall,
 )
 from router.grpc.convert import (
     call_from_proto,
@@ -55,6 +57,10 @@ FULL = GenerateCall(
     early_stopping=EarlyStopping.NEVER,
     resumable=True,
     parse_control_tokens=True,
+    tools=(Tool("f", "does f", '{"type": "object"}'), Tool("g")),
+    chat_template_kwargs='{"a": 1}',
+    add_generation_prompt=False,
+    continue_final_message=True,
 )
 NOT_SENT = {"form", "traceparent", "session"}
 """One belongs to HTTP alone, the others travel as metadata."""
@@ -94,8 +100,10 @@ def test_the_full_call_differs_from_every_default() -> None:
         assert {name for name in fields if getattr(record, name) == getattr(plain, name)} == set()
 
 
+CALLED = ChatMessage("assistant", None, tool_calls=(ToolCall("f", "{}", "c1"), ToolCall("g", "")), reasoning="hm")
 PROMPTS: list[str | list[ChatMessage] | list[int]] = [
-    "hi", "", [ChatMessage("system", "be kind"), ChatMessage("user", "é")], [1, 2], []
+    "hi", "", [ChatMessage("system", "be kind"), ChatMessage("user", "é", name="ann")], [1, 2], [],
+    [CALLED, ChatMessage("tool", "4", tool_call_id="c1")],
 ]  # fmt: skip
 
 

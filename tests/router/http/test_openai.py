@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.front.api import ApiError, ChatMessage, SamplingOverrides
+from router.front.api import ApiError, ChatMessage, SamplingOverrides, ToolCall
 from router.http.fields import HARMLESS
 from router.http.openai import UNSUPPORTED, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import error_reply
@@ -96,6 +96,28 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
     ]
 
 
+def test_messages_with_calls_and_results() -> None:
+    """Guards an agent's history: every part of it that a template may show reaches the call."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+    other = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": {"b": 1}}}
+    messages = [
+        {"role": "user", "content": "x", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call, other], "reasoning_content": "hm"},
+        {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": "c1"},
+    ]
+    read = parse_chat(chat(messages=messages, chat_template_kwargs={"a": 1}, continue_final_message=True)).call
+    assert read.prompt == [
+        ChatMessage("user", "x", name="ann"),
+        ChatMessage(
+            "assistant", None,
+            tool_calls=(ToolCall("f", '{"a": "é"}', "c1"), ToolCall("g", '{"b": 1}', "c2")), reasoning="hm",
+        ),
+        ChatMessage("tool", "4", tool_call_id="c1"),
+    ]
+    assert (read.chat_template_kwargs.replace(" ", ""), read.continue_final_message) == ('{"a":1}', True)
+    assert parse_chat(chat(chat_template_kwargs=None, add_generation_prompt=False)).call.add_generation_prompt is False
+
+
 NEUTRAL = [("n", 1), ("tools", []), ("tool_choice", "auto"), ("logprobs", False), ("echo", False)]
 
 
@@ -113,7 +135,7 @@ def test_harmless_fields_change_nothing(name: str, value: object) -> None:
 
 def test_harmless_fields_of_parts_and_options_change_nothing() -> None:
     part = {"type": "text", "text": "hi"}
-    said = {"role": "user", "name": "Ann", "content": [part | {"cache_control": {"type": "ephemeral"}}]}
+    said = {"role": "user", "content": [part | {"cache_control": {"type": "ephemeral"}}]}
     nulls = dict.fromkeys(["refusal", "annotations", "audio", "function_call", "tool_calls"])
     assert parse_chat(chat(messages=[said | nulls])) == parse_chat(chat())
     options = {"include_obfuscation": False, "continuous_usage_stats": False}
@@ -182,7 +204,7 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"store": True}, "store"),
     ({"continue_final_message": 0}, "continue_final_message"),
     ({"cache_salt": "pepper"}, "cache_salt"),
-    ({"messages": [HI[0] | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [HI[0] | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [HI[0] | {"reasoning_content": "so"}]}, "messages[0].reasoning_content"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"seed": 1.5}, "seed"),
@@ -200,6 +222,14 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"timeout": 0}, "timeout"),
+    ({"documents": [{"text": "x"}]}, "documents"),
+    ({"chat_template": "{{ x }}"}, "chat_template"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "messages[0].tool_calls[0].function.name",
+    ),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": None}, "messages"),
