@@ -8,6 +8,7 @@ generation goes on in `router/front/frontend.py`.
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
@@ -132,6 +133,7 @@ class _Generate:
         self._frontend = frontend
         self._parse = parse
         self._bodies = bodies
+        self._token_bytes = partial(_token_bytes, frontend)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -160,9 +162,9 @@ class _Generate:
         call = msgspec.structs.replace(call, resumable=resumable, traceparent=trace, session=session)
         outlet = Outlet()
         events = self._frontend.generate(call, outlet)
-        answer: ASGIApp = WholeAnswer(events, parsed.form, outlet)
+        answer: ASGIApp = WholeAnswer(events, parsed.form, self._token_bytes, outlet)
         if parsed.stream:
-            answer = StreamedAnswer(events, parsed.form, outlet=outlet)
+            answer = StreamedAnswer(events, parsed.form, self._token_bytes, outlet=outlet)
         await _attended(answer, scope, receive, send)
 
 
@@ -172,6 +174,7 @@ class _Streams:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
+        self._token_bytes = partial(_token_bytes, frontend)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
@@ -200,7 +203,11 @@ class _Streams:
         had = [Position(one.next_index, one.text_bytes) for one in at]
         outlet = Outlet()
         events = self._frontend.resume(token, had, tenant, outlet)
-        await _attended(StreamedAnswer(events, None, at, outlet), scope, receive, send)
+        await _attended(StreamedAnswer(events, None, self._token_bytes, at, outlet), scope, receive, send)
+
+
+def _token_bytes(frontend: Frontend, token: int) -> tuple[bytes, bool]:
+    return frontend.model.token_bytes(token)
 
 
 async def _attended(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
