@@ -54,7 +54,7 @@ FLAGS = (
     ("--decode", "decode_workers", "N", "decode workers"),
     ("--routers", "routers", "N", "routers behind one port"),
     (ONE_POOL, "workers", "N", "one pool of N workers that prefill and decode; no prefill workers"),
-    ("--model", "model", "PATH", "GGUF file or Hugging Face directory (default: the demo model)"),
+    ("--model", "model", "MODEL", "GGUF file, Hugging Face directory, or OWNER/NAME of the hub (default: a demo)"),
     (
         "--served-model-name",
         "router.served_model_names",
