@@ -76,6 +76,10 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     resumable: bool = False
     """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
+    truncate_prompt_tokens: int | None = None
+    """Keep so many tokens of a longer prompt, its last ones; -1: as many as the context leaves room for."""
+    cache_salt: str = ""
+    """Only requests of the same tenant with the same salt find each other's prompts in the cache."""
     form: HttpForm | None = None
     """The form of the answer, where the call came over HTTP."""
     tools: tuple[Tool, ...] = ()
@@ -99,6 +103,13 @@ class ModelFacts(msgspec.Struct, frozen=True):
     root: str
     max_model_len: int
     default_sampling: SamplingParams
+
+
+class TokenizedText(msgspec.Struct, frozen=True):
+    """A text's token ids, and if they were asked for, the tokens as the vocabulary writes them."""
+
+    ids: list[int]
+    strings: list[str]
 
 
 class Started(msgspec.Struct, frozen=True):
