@@ -136,7 +136,7 @@ def print_ready(status: Status) -> None:
     if status.http:
         print(f"  HTTP  {_url(status.http)}")
     print("\nTry, in another terminal:")
-    print(f"  {_command()} generate --server {status.grpc} 'Why is the sky blue?'")
+    print(f"  {command()} generate --server {status.grpc} 'Why is the sky blue?'")
     if status.http:
         body = json.dumps(
             {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": True}
@@ -249,7 +249,7 @@ def _url(address: str) -> str:
     return address if address.startswith("http") else f"http://{address}"
 
 
-def _command() -> str:
+def command() -> str:
     """Return how this command was called, so that the printed line works from the same folder."""
     called = Path(sys.argv[0])
     if called.name != "headrace":

@@ -26,6 +26,7 @@ def add(verbs: Any) -> None:
 
     demo = verbs.add_parser("demo", help="start a cluster, ask it four questions, show the figures")
     add_flags(demo)
+    demo.add_argument("-v", "--verbose", action="store_true", help="every figure, also of each stage")
     demo.add_argument("--json", dest="json_file", type=Path, metavar="FILE", help="figures as JSON")
     demo.set_defaults(verb=_demo)
 
@@ -63,7 +64,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     resolved = _with_model(resolve(arguments, os.environ))
     check_listening(resolved.config)
     try:
-        return run_demo(resolved, arguments.json_file, credentials_from(os.environ))
+        credentials = credentials_from(os.environ)
+        return run_demo(resolved, arguments.json_file, credentials, is_verbose=arguments.verbose)
     except AccessError as error:
         raise ConfigError(str(error)) from error
 
