@@ -29,7 +29,9 @@ def fingerprint(model_dir: Path) -> str:
 class TextModel:
     """Stateless after `load`, and safe to share between threads. `stop_ids` end an answer."""
 
-    def __init__(self, files: TextFiles, control: ControlTokens) -> None:
+    def __init__(self, files: TextFiles, control: ControlTokens, folder: Path | None = None) -> None:
+        """`folder` is where the files are read again when they are asked for."""
+        self._folder = folder
         settings = files.settings
         self.name = settings.name
         self.vocab_size = settings.vocab_size
@@ -56,7 +58,7 @@ class TextModel:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise ModelError(model_dir / TOKENIZER_FILE, f"not a tokenizer: {error}") from error
             raise
-        return TextModel(files, control)
+        return TextModel(files, control, model_dir)
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
         """Return token ids of a plain prompt. `add_special` adds what the model puts around it (often a leading BOS);
@@ -103,6 +105,13 @@ class TextModel:
         """Return the bytes that a token stands for, and whether answers show them; of one that they skip, those of its
         name."""
         return self._detokenizers.token_bytes(token)
+
+    def tokenizer_files(self) -> dict[str, str]:
+        """Return what another program needs to tokenize and to render chats as this one does: file contents by name, as
+        they lie in a Hugging Face directory. Raises ModelError where the files are gone."""
+        if self._folder is None:
+            raise ModelError(Path(TOKENIZER_FILE), "was not read from a folder")
+        return TextFiles.load(self._folder).as_hugging_face()
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""

@@ -74,6 +74,9 @@ class ByteText:
     def text_of(self, ids: Sequence[int]) -> str:
         return "".join(self.token_strings(ids))
 
+    def tokenizer_files(self) -> dict[str, str]:
+        return {"tokenizer.json": "{}"}
+
     def detokenizer(self) -> ByteDetokenizer:
         return ByteDetokenizer()
 
