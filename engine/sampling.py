@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,9 +41,14 @@ def has_penalties(want: Row) -> bool:
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
+def needs_tokens(want: Row) -> bool:
+    """True where nothing can be drawn for it before all of its tokens are known."""
+    return want.record.constraint is not None or has_penalties(want)
+
+
 def _draw_one(logits: Tensor, want: Row) -> int:
     params = want.record.sampling
-    logits = adjusted(logits, want)
+    logits = constrained(logits, adjusted(logits, want), want)
     if params.temperature == 0.0:
         return int(logits.argmax())
     probs = probabilities(
@@ -52,8 +58,8 @@ def _draw_one(logits: Tensor, want: Row) -> int:
 
 
 def is_adjusted(want: Row) -> bool:
-    """True where `adjusted` changes the row's logits."""
-    return bool(want.banned) or has_penalties(want)
+    """True where `adjusted` or `constrained` changes the row's logits."""
+    return bool(want.banned or want.allowed) or has_penalties(want)
 
 
 def adjusted(logits: Tensor, want: Row) -> Tensor:
@@ -74,3 +80,14 @@ def adjusted(logits: Tensor, want: Row) -> Tensor:
         banned = upload(torch.tensor(want.banned, dtype=torch.int64), logits.device)
         logits = logits.index_fill(0, banned, float("-inf"))
     return logits
+
+
+def constrained(logits: Tensor, altered: Tensor, want: Row) -> Tensor:
+    """`altered` without the tokens that the row's constraint forbids; where that leaves none, the same of `logits`, as
+    the model made them: a constraint comes before bans. All `[vocab]`, on the CPU."""
+    if not want.allowed:
+        return altered
+    bits = np.unpackbits(np.frombuffer(want.allowed, np.uint8), count=altered.numel(), bitorder="little")
+    forbidden = torch.from_numpy(bits == 0)
+    kept = altered.masked_fill(forbidden, float("-inf"))
+    return kept if bool((kept > float("-inf")).any()) else logits.masked_fill(forbidden, float("-inf"))

@@ -24,9 +24,13 @@ class Row(msgspec.Struct, frozen=True):
     blocks: Sequence[BlockId]
     draw: bool
     banned: tuple[int, ...] = ()
+    """Of tokens that its constraint allows, there may be none but banned ones: then they are not."""
     candidates: int = 0
     """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
     follows: bool = False
+    allowed: bytes = b""
+    """A bit for each token, in 32-bit words, set where the record's constraint allows it; empty: all are allowed. The
+    runner fills it in, while the device computes."""
 
     @property
     def draw_key(self) -> tuple[int, int, int]:
@@ -37,7 +41,14 @@ class Row(msgspec.Struct, frozen=True):
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
-Drawn = int | Candidates
+class DeadEnd(msgspec.Struct, frozen=True):
+    """Nothing can be drawn: what the record asks of the answer could not be compiled, or has become too costly."""
+
+    message: str
+    code: str = "INVALID_ARGUMENT"
+
+
+Drawn = int | Candidates | DeadEnd
 """The result of a row with `draw`."""
 
 
@@ -63,6 +74,8 @@ class LatestDraws:
             return row
         assert self.step is not None
         token = self.step.wait()[self.number(row)]
+        if isinstance(token, DeadEnd):
+            token = 0  # the request has ended: what is computed behind is dropped
         return msgspec.structs.replace(row, tokens=[*row.tokens, token], follows=False)
 
 

@@ -33,6 +33,7 @@ class FieldError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
 
 class TooLongError(FieldError):
@@ -81,6 +82,22 @@ class Beam(msgspec.Struct, frozen=True):
     reason: FinishReason
 
 
+class ConstraintKind(StrEnum):
+    """The language in which a constraint is written. Choices, any JSON object and EBNF are turned into one of these
+    when a call is taken in (`engine/constraints/text.py`)."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """What an answer must be like, to the token: every token is drawn from those with which it can still become so."""
+
+    kind: ConstraintKind
+    text: str
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """All that any worker needs to run, or to resume, a request. It travels whole in every placement.
 
@@ -105,6 +122,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    constraint: Constraint | None = None
+    """What the answer must be like. Where it stands in its grammar is a function of the tokens behind the prompt."""
     namespace: bytes = b""
     """The part of the cache that its blocks are found in: a tenant's, or nobody's."""
     cache_share: float = 0.0

@@ -3,7 +3,7 @@
 import msgspec
 
 from engine.messages import RequestStats
-from engine.types import EarlyStopping, FinishReason, SamplingParams
+from engine.types import Constraint, EarlyStopping, FinishReason, SamplingParams
 
 
 class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +37,10 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    constraint: Constraint | None = None
+    """What the answer must be like."""
+    constraint_field: str = "constraint"
+    """The name by which the caller knows it."""
     parse_control_tokens: bool | None = None
     """Whether the names of control tokens in the caller's text become these tokens: by default in a plain prompt, which
     its caller may have rendered, and not in the messages of a chat."""

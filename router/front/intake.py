@@ -11,11 +11,12 @@ from functools import partial
 
 import msgspec
 
-from engine.types import FieldError, RequestId, RequestRecord, TooLongError
+from engine.types import Constraint, FieldError, RequestId, RequestRecord, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
 from router.front.api import ApiError, GenerateCall
 from router.front.conversation import Conversations, TokenizedPrompt
+from router.front.grammars import GrammarTrials
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
 from router.front.resume import Context, pack, resume_key
@@ -47,15 +48,19 @@ class Intake:
         self._config = config
         self.namespaces = CacheNamespaces(config.namespace_key, terms)
         self.conversations = Conversations(model, config.conversation_tokens)
+        self._grammars = GrammarTrials(model.model_dir)
         self._pool = TokenizingPool(config.tokenize_threads, config.tokenize_budget_bytes)
 
     def close(self) -> None:
         self._pool.close()
+        self._grammars.close()
 
     async def take(self, call: GenerateCall) -> Arrival:
         """Check a call and make its record. Raises ApiError with the name of the field at fault."""
         try:
             check_call(call, self._model, self._config)
+            if call.constraint is not None:
+                call = await self._constrained(call, call.constraint)
             chat = _chat(call)
             prompt = await self._tokenize(call, chat)
             token, name = secrets.token_urlsafe(16) if call.resumable else "", self._model.name
@@ -86,6 +91,17 @@ class Intake:
     def namespace(self, tenant: str) -> bytes:
         """Return the cache namespace of a tenant of this cluster."""
         return self.namespaces.of(tenant)
+
+    async def _constrained(self, call: GenerateCall, constraint: Constraint) -> GenerateCall:
+        """Return the call with a constraint that workers can hold its answer to. Raises FieldError, and ApiError if
+        there is no time or no room to try it out."""
+        limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                approved = await self._grammars.approved(constraint, call.constraint_field)
+        except TimeoutError as error:
+            raise ApiError(DEADLINE.code, "the deadline passed before the constraint was compiled") from error
+        return msgspec.structs.replace(call, constraint=approved)
 
     async def _tokenize(self, call: GenerateCall, chat: tuple[tuple[str, str], ...]) -> TokenizedPrompt:
         """Return the prompt's ids. Raises FieldError, and ApiError if there is no time or no room to tokenize it."""
@@ -161,6 +177,7 @@ def to_record(
         stop_token_ids=call.stop_token_ids,
         min_tokens=min(call.min_tokens, max_tokens),
         ignore_eos=call.ignore_eos,
+        constraint=call.constraint,
         namespace=namespaces.of(call.tenant),
         cache_share=namespaces.share(call.tenant),
         context=context,

@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from engine.types import EarlyStopping, SamplingParams
+from engine.constraints.text import JSON_OBJECT, choices_constraint
+from engine.types import Constraint, ConstraintKind, EarlyStopping, FieldError, SamplingParams
 from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm, invalid
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
@@ -44,7 +45,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "prompt_logprobs": (),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -52,13 +52,34 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     # What other servers call constraints on the answer: dropped, the answer would break what its reader relies on.
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), ()
-    ),
-    **dict.fromkeys(("guided_decoding_backend", "structured_outputs", "structural_tag", "json_schema"), ()),
+    **dict.fromkeys(("guided_whitespace_pattern", "guided_decoding_backend", "structural_tag", "json_schema"), ()),
     **dict.fromkeys(("grammar", "regex", "ebnf", "allowed_token_ids", "bad_words", "logits_processors"), ()),
 }
 """Fields, with the values beside null with which they ask for nothing."""
+
+
+class JsonSchema(msgspec.Struct):
+    """A schema is kept to the letter whether `strict` or not."""
+
+    schema: msgspec.Raw | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's name for what the `guided_` fields ask, one of them at a time."""
+
+    json: msgspec.Raw | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -104,6 +125,12 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     parse_control_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -222,6 +249,7 @@ def _parsed(
         created=created,
         label=label,
     )
+    field, constraint = requested_constraint(request)
     call = GenerateCall(
         prompt=prompt,
         max_tokens=max_tokens,
@@ -232,9 +260,60 @@ def _parsed(
         timeout_s=min(timeouts_s, default=None),
         early_stopping=_STOPPING[request.early_stopping],
         form=form,
+        constraint=constraint,
+        constraint_field=field,
         **_given(request, _SAME),
     )
     return Parsed(call, form, stream)
+
+
+def requested_constraint(request: OpenAIRequest) -> tuple[str, Constraint | None]:
+    """Return what the answer must be like, if anything, with the name of the field that says so. Raises `ApiError`
+    where several do."""
+    found: list[tuple[str, Constraint]] = []
+
+    def add(field: str, kind: ConstraintKind, text: str | None) -> None:
+        if text is not None:
+            found.append((field, Constraint(kind, text)))
+
+    def choose(field: str, choices: list[str] | None) -> None:
+        if choices is not None:
+            try:
+                found.append((field, choices_constraint(choices, field)))
+            except FieldError as error:
+                raise invalid(field, error.message) from error
+
+    wanted = request.response_format
+    if wanted is not None and wanted.type == "json_object":
+        found.append(("response_format", JSON_OBJECT))
+    if wanted is not None and wanted.type == "json_schema":
+        schema = None if wanted.json_schema is None else _schema(wanted.json_schema.schema)
+        if schema is None:
+            raise invalid("response_format.json_schema.schema", "is required")
+        add("response_format.json_schema.schema", ConstraintKind.JSON_SCHEMA, schema)
+    add("guided_json", ConstraintKind.JSON_SCHEMA, _schema(request.guided_json))
+    add("guided_regex", ConstraintKind.REGEX, request.guided_regex)
+    choose("guided_choice", request.guided_choice)
+    add("guided_grammar", ConstraintKind.LARK, request.guided_grammar)
+    if (asked := request.structured_outputs) is not None:
+        add("structured_outputs.json", ConstraintKind.JSON_SCHEMA, _schema(asked.json))
+        add("structured_outputs.regex", ConstraintKind.REGEX, asked.regex)
+        choose("structured_outputs.choice", asked.choice)
+        add("structured_outputs.grammar", ConstraintKind.LARK, asked.grammar)
+        if asked.json_object:
+            found.append(("structured_outputs.json_object", JSON_OBJECT))
+    if len(found) > 1:
+        raise invalid(found[1][0], f"is not allowed with {found[0][0]}: an answer has one constraint")
+    return found[0] if found else ("constraint", None)
+
+
+def _schema(raw: msgspec.Raw | None) -> str | None:
+    """Return a schema's text as it came: the order of its properties is that of the answer. It may come as JSON, or as
+    a string that holds JSON; null is nothing."""
+    if raw is None or (text := bytes(raw).strip()) == b"null":
+        return None
+    held: str = msgspec.json.decode(text) if text.startswith(b'"') else text.decode()
+    return held
 
 
 def _given(request: OpenAIRequest, names: Sequence[str]) -> dict[str, Any]:

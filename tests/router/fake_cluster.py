@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import grpc
 import msgspec
@@ -45,6 +46,7 @@ class ByteText:
     vocab_size = 300
     context_tokens = 512
     stop_ids = frozenset({END})
+    model_dir: Path | None = None
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
         if is_literal:
