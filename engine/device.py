@@ -3,6 +3,7 @@
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from engine.backends.native_attention import NativeAttention, attends
 from engine.backends.workspace import measure_workspace
 from engine.config import EngineConfig, StepLimits
 from engine.constraints.matchers import Matchers
+from engine.constraints.vocabulary import load_vocabulary
 from engine.cores import process_cores
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
@@ -110,7 +112,7 @@ def open_device(
             opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
     memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
-    opened.runner.matchers = Matchers(model_dir, shape.vocab)
+    opened.runner.matchers = Matchers(partial(load_vocabulary, model_dir), shape.vocab)
     return EngineDevice(
         model=shape.name,
         layout=layout,

@@ -174,7 +174,7 @@ class ModelRunner:
             batch = self._batch(rows, followed)
             self._begins(began)
             logits = self._model.forward(batch, self.kv, self._attention)
-        # The device computes; what a penalty or grammar needs of the step before has been drawn, or is before that ends.
+        # The device computes; what a penalty or a grammar needs of the step before is there, or is before that ends.
         draws = [self._latest.resolved(row) if needs_tokens(row) else row for row in rows if row.draw]
         dead = self._mask(draws, masks)
         drawn = self._attention.sample(logits, draws)

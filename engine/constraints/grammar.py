@@ -17,6 +17,8 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+BLANKS = r" |\n {0,32}"
+"""What may stand between the tokens of JSON. Without a bound, a small model goes on with blanks for ever."""
 MESSAGE_CHARS = 500
 
 
@@ -26,7 +28,7 @@ def compile_constraint(constraint: Constraint, vocabulary: LLTokenizer) -> LLMat
     try:
         match constraint.kind:
             case ConstraintKind.JSON_SCHEMA:
-                grammar = LLMatcher.grammar_from_json_schema(constraint.text)
+                grammar = LLMatcher.grammar_from_json_schema(constraint.text, defaults={"whitespace_pattern": BLANKS})
             case ConstraintKind.REGEX:
                 grammar = LLMatcher.grammar_from_regex(constraint.text)
             case ConstraintKind.LARK:

@@ -13,14 +13,13 @@ Constraints are compiled in threads of their own, and masks computed in another 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from threading import Lock
 
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.constraints.grammar import compile_constraint, shown
-from engine.constraints.vocabulary import load_vocabulary
+from engine.model.config import ModelError
 from engine.step import DeadEnd, Row
 from engine.types import Constraint, FieldError, RequestId
 
@@ -54,13 +53,21 @@ class Matchers:
 
     # Mutable state: the vocabulary, once it is loaded; compiled constraints, and those under way; matchers by request.
 
-    def __init__(self, model_dir: Path, vocab: int, wake: Callable[[], None] = lambda: None) -> None:
-        """`wake` is called from another thread when a constraint has been compiled."""
-        self.wake = wake
-        self._model_dir = model_dir
+    def __init__(
+        self,
+        load: Callable[[], LLTokenizer],
+        vocab: int,
+        compiling: Executor | None = None,
+        masking: Executor | None = None,
+    ) -> None:
+        """`load` makes the vocabulary, when the first constraint comes; `compiling` and `masking` run one thing at a
+        time, in threads unless given."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called, perhaps from another thread, when a constraint has been compiled."""
+        self._load = load
         self._vocab = vocab
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._compiling = compiling or ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._masking = masking or ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
         self._grammars: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
@@ -97,6 +104,8 @@ class Matchers:
             standing = self._stand(row, output)
         except FieldError as error:
             return DeadEnd(str(error))
+        except ModelError as error:
+            return DeadEnd(str(error), "INTERNAL")
         matcher, words = standing.matcher, (self._vocab + 31) // 32
         forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
         if forced and not matcher.is_error():
@@ -147,6 +156,6 @@ class Matchers:
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         if self._vocabulary is None:
-            self._vocabulary = load_vocabulary(self._model_dir)
+            self._vocabulary = self._load()
             log.info("constraints: the vocabulary is loaded")
         return compile_constraint(constraint, self._vocabulary)

@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.constraints.grammar import compile_constraint, shown
 from engine.constraints.text import FIELD, check_constraint
-from engine.constraints.trial_messages import CPU_S, LENGTH, MEMORY_BYTES, Question, Verdict
+from engine.constraints.trial_messages import CPU_S, LENGTH, MEMORY_BYTES, ConstraintTrial, TrialVerdict
 from engine.constraints.vocabulary import load_vocabulary
 from engine.types import Constraint, ConstraintKind, FieldError
 
@@ -31,15 +31,15 @@ STEPS = 24
 """Tokens of the answer that a trial makes up, to see masks being made."""
 
 
-def try_out(question: Question, vocabulary: LLTokenizer) -> Verdict:
+def try_out(question: ConstraintTrial, vocabulary: LLTokenizer) -> TrialVerdict:
     """Compile a constraint, and make up the beginning of an answer. Nothing is raised."""
     try:
         check_constraint(question.constraint)
         constraint = _in_lark(question.constraint)
         _walk(compile_constraint(constraint, vocabulary), vocabulary)
     except FieldError as error:
-        return Verdict(None, error.message)
-    return Verdict(constraint)
+        return TrialVerdict(None, error.message)
+    return TrialVerdict(constraint)
 
 
 def _in_lark(constraint: Constraint) -> Constraint:
@@ -70,7 +70,7 @@ def _walk(matcher: LLMatcher, vocabulary: LLTokenizer) -> None:
 
 def serve(read: BinaryIO, write: BinaryIO, vocabulary: LLTokenizer, begins: Callable[[], None]) -> None:
     """Answer questions until there are no more. `begins` is called at each."""
-    decoder = msgspec.msgpack.Decoder(Question)
+    decoder = msgspec.msgpack.Decoder(ConstraintTrial)
     while len(header := read.read(LENGTH.size)) == LENGTH.size:
         frame = read.read(*LENGTH.unpack(header))
         begins()

@@ -13,12 +13,12 @@ MEMORY_BYTES = 256 * 1024 * 1024
 CPU_S = 1
 
 
-class Question(msgspec.Struct, frozen=True):
+class ConstraintTrial(msgspec.Struct, frozen=True):
     constraint: Constraint
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """Of a constraint that can be kept, the one that workers are told: EBNF has become Lark. Else what is wrong."""
+class TrialVerdict(msgspec.Struct, frozen=True):
+    """Says of a constraint that can be kept what workers are told (EBNF has become Lark), and else what is wrong."""
 
     constraint: Constraint | None
     error: str = ""

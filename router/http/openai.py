@@ -58,10 +58,13 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """Fields, with the values beside null with which they ask for nothing."""
 
 
+ABSENT = msgspec.Raw()
+
+
 class JsonSchema(msgspec.Struct):
     """A schema is kept to the letter whether `strict` or not."""
 
-    schema: msgspec.Raw | None = None
+    schema: msgspec.Raw = ABSENT
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -75,7 +78,7 @@ class ResponseFormat(msgspec.Struct):
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's name for what the `guided_` fields ask, one of them at a time."""
 
-    json: msgspec.Raw | None = None
+    json: msgspec.Raw = ABSENT
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -127,7 +130,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     parse_control_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw | None = None
+    guided_json: msgspec.Raw = ABSENT
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -307,10 +310,11 @@ def requested_constraint(request: OpenAIRequest) -> tuple[str, Constraint | None
     return found[0] if found else ("constraint", None)
 
 
-def _schema(raw: msgspec.Raw | None) -> str | None:
+def _schema(raw: msgspec.Raw) -> str | None:
     """Return a schema's text as it came: the order of its properties is that of the answer. It may come as JSON, or as
     a string that holds JSON; null is nothing."""
-    if raw is None or (text := bytes(raw).strip()) == b"null":
+    text = bytes(raw).strip()
+    if text in (b"", b"null"):
         return None
     held: str = msgspec.json.decode(text) if text.startswith(b'"') else text.decode()
     return held
