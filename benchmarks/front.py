@@ -43,6 +43,7 @@ from engine.messages import (
     frames,
 )
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
+from engine.text.messages import ChatPrompt
 from engine.types import FinishReason, Incarnation
 from router.config import FrontLimits, RouterConfig
 from router.dispatch import ATTACH
@@ -88,8 +89,8 @@ class HexText:
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
         return list(self._words.encode(text, add_special_tokens=False).ids)
 
-    def render_chat(self, messages: Any, add_generation_prompt: bool = True, *, is_literal: bool = True) -> str:
-        return " ".join(content for _, content in messages)
+    def render_chat(self, chat: ChatPrompt) -> str:
+        return " ".join(message.content or "" for message in chat.messages)
 
     def encode_chat_text(self, rendered: str) -> list[int]:
         return self.encode(rendered, add_special=False)

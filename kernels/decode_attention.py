@@ -13,6 +13,8 @@ Specification: `kernels.reference_attention.decode`. Sources: FlashDecoding (Dao
 context; `kernels.decode_plan` and `kernels.attention_tile` name those of the plan and of the tile.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,8 +23,10 @@ from torch import Tensor
 from kernels.attention_tile import exponent_scale, finish, sweep
 from kernels.configs import DEFAULTS, KernelConfig
 from kernels.decode_buffers import DecodeBuffers
+from kernels.decode_plan import geometry_for
 from kernels.launch import check_interpretable
 from kernels.pool import KVPool
+from kernels.residency import UNKNOWN, multiprocessor, residency
 
 MERGE = DEFAULTS["merge"]
 
@@ -226,39 +230,13 @@ def decode_attention(
             f"{batch} rows, a plan of {buffers.loaded} in buffers of {buffers.batch}, "
             "or queries not contiguous"
         )
-    group = heads // pool.kv_heads
     if geometry.tile != config.tile:
         raise ValueError(f"planned for tiles of {geometry.tile} tokens, not {config.tile}")
     check_interpretable(q, pool.payload)
     out = torch.empty_like(q) if out is None else out
-    payload, scales = pool.layer(layer, paired=True)
     dim_pad = triton.next_power_of_2(head_dim)
-    decode_kernel[(geometry.programs,)](
-        q,
-        payload,
-        scales,
-        out,
-        buffers.lse,
-        buffers.partial,
-        buffers.partial_lse,
-        buffers.items,
-        buffers.ranges,
-        buffers.rows,
-        buffers.tables,
-        buffers.lengths,
-        buffers.slots,
-        exponent_scale(scale, head_dim),
-        **pool.constants(),
-        DIM_PAD=dim_pad,
-        HEADS=heads,
-        GROUP=group,
-        TABLE_BLOCKS=buffers.tables.shape[1],
-        WINDOW=geometry.window,
-        TILE=config.tile,
-        M=packed_rows(group, geometry.rows_per_item),
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+    given, constants = _arguments(q, pool, layer, buffers, config, out, scale)
+    decode_kernel[(geometry.programs,)](*given, **constants)
     merge_kernel[(batch, heads)](
         out,
         buffers.lse,
@@ -279,3 +257,84 @@ def packed_rows(group: int, rows: int) -> int:
     """Return the rows of the tile that holds `rows` queries of `group` heads: a power of two, at least the 16 of one
     mma."""
     return max(16, triton.next_power_of_2(group * rows))
+
+
+def decode_residency(
+    heads: int, dtype: torch.dtype, pool: KVPool, config: KernelConfig, table_blocks: int
+) -> int:
+    """Return how many programs of the kernel an SM of the pool's device holds, as it is compiled for these heads and
+    this configuration, one at least; nothing is launched. UNKNOWN where nobody can say: off a GPU."""
+    device = pool.payload.device
+    if device.type != "cuda":
+        return UNKNOWN
+    compiled = _compiled(heads, dtype, pool, config, table_blocks)
+    return max(1, residency(compiled, multiprocessor(device)) or UNKNOWN)
+
+
+def _compiled(
+    heads: int, dtype: torch.dtype, pool: KVPool, config: KernelConfig, table_blocks: int
+) -> Any:
+    """Compile `decode_kernel` as `decode_attention` launches it; returns Triton's `CompiledKernel`."""
+    device = pool.payload.device
+    geometry = geometry_for(
+        batch=1,
+        kv_heads=pool.kv_heads,
+        group=heads // pool.kv_heads,
+        programs=1,
+        tile=config.tile,
+        packed_rows=config.rows,
+    )
+    buffers = DecodeBuffers(
+        geometry,
+        batch=1,
+        heads=heads,
+        head_dim=pool.head_dim,
+        table_blocks=table_blocks,
+        device=device,
+    )
+    q = torch.empty(1, heads, pool.head_dim, dtype=dtype, device=device)
+    given, constants = _arguments(q, pool, 0, buffers, config, torch.empty_like(q), None)
+    return decode_kernel.warmup(*given, grid=(1,), **constants)
+
+
+def _arguments(
+    q: Tensor,
+    pool: KVPool,
+    layer: int,
+    buffers: DecodeBuffers,
+    config: KernelConfig,
+    out: Tensor,
+    scale: float | None,
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What `decode_kernel` is launched with: arguments, and constants with options."""
+    _, heads, head_dim = q.shape
+    group = heads // pool.kv_heads
+    payload, scales = pool.layer(layer, paired=True)
+    given = (
+        q,
+        payload,
+        scales,
+        out,
+        buffers.lse,
+        buffers.partial,
+        buffers.partial_lse,
+        buffers.items,
+        buffers.ranges,
+        buffers.rows,
+        buffers.tables,
+        buffers.lengths,
+        buffers.slots,
+        exponent_scale(scale, head_dim),
+    )
+    return given, {
+        **pool.constants(),
+        "DIM_PAD": triton.next_power_of_2(head_dim),
+        "HEADS": heads,
+        "GROUP": group,
+        "TABLE_BLOCKS": buffers.tables.shape[1],
+        "WINDOW": buffers.geometry.window,
+        "TILE": config.tile,
+        "M": packed_rows(group, buffers.geometry.rows_per_item),
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }

@@ -2,17 +2,20 @@
 runs.
 
 A decode step has one query row per sequence. Its context is cut into chunks; an item is one chunk for one KV head,
-attended to by one row, or by several rows that share the chunk's blocks (a common prefix). Items are dealt out longest
-first, each to the program with the least work so far, so a grid of fixed size is evenly loaded by any mix of lengths:
-one sequence of 64k tokens beside 63 short ones costs what their bytes cost.
+attended to by one row, or by several rows that share the chunk's blocks (a common prefix). Every KV head has as many
+programs, its lanes, and the same plan. The rows' own tokens lie one after another on a tape that is cut where a lane
+is full: each lane has one stretch, which is the end of one row, perhaps some whole ones, and the beginning of another.
+So a step is even to within a tile or two whatever its lengths, in few pieces, and is planned in one pass over rows and
+lanes. Common prefixes are cut into equal chunks and dealt out before, longest first, each to the lane with the least
+work so far; the tape fills what is left.
 
 A row whose context is one chunk writes its output at once. Otherwise chunk number n of the row leaves a partial result
 in slot `first_slot + n`, and the slots are merged by their log-sum-exp. Rows that share a prefix share its chunks, so
 the same n is right for all of them, however deep the tree of prefixes.
 
-Sources: longest first into a heap, FlashInfer's plan (Ye et al. 2025, arXiv 2501.01005, section 3.3); cutting by total
-work rather than by sequence, Stream-K (Osama et al. 2023); shared prefixes as a matrix product, Hydragen (Juravsky et
-al. 2024), cascade inference (FlashInfer 2024).
+Sources: one contiguous stretch per program, Stream-K (Osama et al. 2023); longest first into a heap, FlashInfer's plan
+(Ye et al. 2025, arXiv 2501.01005, section 3.3); shared prefixes as a matrix product, Hydragen (Juravsky et al. 2024),
+cascade inference (FlashInfer 2024).
 """
 
 import heapq
@@ -126,14 +129,13 @@ _Piece = tuple[int, int, int, int, int]
 
 
 class _Cut(NamedTuple):
-    """A step cut up and dealt out: `dealt` has the program of each piece's heads, piece after piece."""
+    """The step of one KV head, cut up and dealt out: `lanes` has the pieces of each lane, `loads` their tiles."""
 
-    pieces: list[_Piece]
-    dealt: list[int]
+    lanes: list[list[_Piece]]
+    loads: list[int]
     rows: list[int]
     splits: list[int]
     slots: int
-    load: int
     ideal: float
 
 
@@ -146,24 +148,26 @@ def plan_decode(
     where prefixes are not nested or longer than their rows, or where the buffers cannot hold even an uncut step.
     """
     segments = _segments(lengths, geometry, () if geometry.window else shared)
-    work = geometry.kv_heads * sum(_tiles(s, geometry) * _bundles(s, geometry) for s in segments)
-    longest = max((_tiles(s, geometry) for s in segments), default=0)
+    lanes = max(1, geometry.programs // geometry.kv_heads)
+    work = sum(_tiles(segment, geometry) * _bundles(segment, geometry) for segment in segments)
+    common = max((_tiles(segment, geometry) for segment in segments if len(segment.rows) > 1), default=0)
     best: _Cut | None = None
     for share in (1, 2, 4, 8):
-        limit = max(geometry.min_chunk_tiles, -(-work // (geometry.programs * share)))
-        if best is not None and limit >= longest:
+        limit = max(geometry.min_chunk_tiles, -(-work // (lanes * share)))
+        if best is not None and limit >= common:
             continue  # as uncut as before
-        cut = _cut(lengths, segments, limit, geometry)
+        cut = _cut(lengths, segments, limit, 1, lanes, geometry)
+        coarser = 1
         while cut is None and limit < work:
-            limit *= 2
-            cut = _cut(lengths, segments, limit, geometry)
+            limit, coarser = limit * 2, coarser * 2
+            cut = _cut(lengths, segments, limit, coarser, lanes, geometry)
         if cut is None:
             raise ValueError(
                 f"{len(segments)} segments do not fit {geometry.max_items} items and {geometry.max_slots} slots"
             )
-        if best is None or cut.load < best.load:
+        if best is None or max(cut.loads) < max(best.loads):
             best = cut
-        if best.load <= _GOOD_ENOUGH * best.ideal or limit == geometry.min_chunk_tiles:
+        if max(best.loads) <= _GOOD_ENOUGH * best.ideal or limit == geometry.min_chunk_tiles:
             break
     assert best is not None
     return _deal(best, geometry)
@@ -203,40 +207,104 @@ def _bundles(segment: _Segment, geometry: DecodeGeometry) -> int:
 
 
 def _cut(
-    lengths: Sequence[int], segments: list[_Segment], limit_tiles: int, geometry: DecodeGeometry
+    lengths: Sequence[int],
+    segments: list[_Segment],
+    limit_tiles: int,
+    coarser: int,
+    lanes: int,
+    geometry: DecodeGeometry,
 ) -> _Cut | None:
-    """Cut the step into chunks of at most `limit_tiles` and deal them out; None where the buffers cannot hold it."""
+    """Cut the step into chunks and deal them out to the lanes of a head: common prefixes into chunks of at most
+    `limit_tiles`, the rest where lanes are full that are filled `coarser` times as high as they would have to be. None
+    where the buffers cannot hold it."""
     splits = [0] * len(lengths)
     rows: list[int] = []
-    pieces: list[_Piece] = []
+    pieces: list[tuple[int, _Piece]] = []
+    tape: list[tuple[int, _Segment]] = []
     for segment in segments:
+        if len(segment.rows) == 1:
+            tape.append((len(rows), segment))
+            rows += segment.rows
+            continue
         chunks = _chunks(segment, limit_tiles, geometry)
         before = splits[segment.rows[0]]
         for at in range(0, len(segment.rows), geometry.rows_per_item):
             bundle = segment.rows[at : at + geometry.rows_per_item]
             for number, (begin, end) in enumerate(chunks, before):
-                pieces.append((len(rows), len(bundle), begin, end, number))
+                cost = -(-(end - begin) // geometry.tile) + _OVERHEAD_TILES
+                pieces.append((cost, (len(rows), len(bundle), begin, end, number)))
             rows += bundle
         for row in segment.rows:
             splits[row] += len(chunks)
+    loads, dealt = [0] * lanes, [list[_Piece]() for _ in range(lanes)]
+    if pieces:
+        heap = list(range(lanes))  # load and lane in one number: integers compare faster than tuples
+        for cost, piece in sorted(pieces, key=lambda one: one[0], reverse=True):
+            lane = heap[0] % lanes
+            dealt[lane].append(piece)
+            loads[lane] += cost
+            heapq.heapreplace(heap, heap[0] + cost * lanes)
+    if tape:
+        _fill(tape, loads, dealt, splits, coarser, geometry)
+    count = sum(map(len, dealt))
     slots = sum(count for count in splits if count > 1)
     most_items = geometry.max_items - geometry.programs  # as many may be NO_WORK
-    if len(pieces) * geometry.kv_heads > most_items or slots > geometry.max_slots:
+    if count * geometry.kv_heads > most_items or slots > geometry.max_slots:
         return None
-    costs = [-(-(end - begin) // geometry.tile) + _OVERHEAD_TILES for _, _, begin, end, _ in pieces]
-    order = sorted(range(len(pieces)), key=costs.__getitem__, reverse=True)
-    # Load and program in one number: the heap compares integers, not tuples.
-    heap = list(range(geometry.programs))
-    dealt = []
-    for at in order:
-        step = costs[at] * geometry.programs
-        for _ in range(geometry.kv_heads):
-            least = heap[0]
-            dealt.append(least % geometry.programs)
-            heapq.heapreplace(heap, least + step)
-    ideal = sum(costs) * geometry.kv_heads / geometry.programs
-    load = max(heap) // geometry.programs
-    return _Cut([pieces[at] for at in order], dealt, rows, splits, slots, load, ideal)
+    ideal = geometry.kv_heads * sum(loads) / geometry.programs
+    return _Cut(dealt, loads, rows, splits, slots, ideal)
+
+
+def _fill(
+    tape: list[tuple[int, _Segment]],
+    loads: list[int],
+    dealt: list[list[_Piece]],
+    splits: list[int],
+    coarser: int,
+    geometry: DecodeGeometry,
+) -> None:
+    """Give each lane a stretch of the tape, as long as brings it to the level at which all is given away. No piece is
+    shorter than `min_chunk_tiles`, but for rows that are."""
+    tile, least = geometry.tile, geometry.min_chunk_tiles
+    remaining = sum([_tiles(segment, geometry) + _OVERHEAD_TILES for _, segment in tape])
+    level = _level(loads, remaining + _OVERHEAD_TILES * (len(loads) - 1))
+    level = max(level, min(loads) + least + _OVERHEAD_TILES) * coarser
+    entries = iter(tape)
+    first, segment = next(entries)
+    (row,), at, end = segment.rows, segment.begin, segment.end
+    order = range(len(loads))
+    while True:
+        for lane in order:
+            room = level - loads[lane] - _OVERHEAD_TILES
+            while room > 0:
+                tiles = -(-(end - at) // tile)
+                take = tiles if tiles <= room + least - 1 else room
+                if take < least and take < tiles:
+                    break
+                to = end if take == tiles else at + take * tile
+                dealt[lane].append((first, 1, at, to, splits[row]))
+                splits[row] += 1
+                loads[lane] += take + _OVERHEAD_TILES
+                room -= take + _OVERHEAD_TILES
+                at = to
+                if at == end:
+                    if (entry := next(entries, None)) is None:
+                        return
+                    first, segment = entry
+                    (row,), at, end = segment.rows, segment.begin, segment.end
+        level += 1
+
+
+def _level(loads: list[int], more: int) -> int:
+    """Return the height to which lanes of these loads must be filled to hold so much more."""
+    ordered = sorted(loads)
+    below = 0
+    for count, load in enumerate(ordered, 1):
+        below += load
+        level = -(-(more + below) // count)
+        if count == len(ordered) or level <= ordered[count]:
+            return level
+    raise AssertionError("there are no lanes")
 
 
 def _chunks(segment: _Segment, limit_tiles: int, geometry: DecodeGeometry) -> list[tuple[int, int]]:
@@ -249,13 +317,16 @@ def _chunks(segment: _Segment, limit_tiles: int, geometry: DecodeGeometry) -> li
 
 
 def _deal(cut: _Cut, geometry: DecodeGeometry) -> DecodePlan:
-    """Put each program's items together, longest first."""
+    """Give every head's lanes their programs, or every program its heads where there are more of them."""
     mine: list[list[WorkItem]] = [[] for _ in range(geometry.programs)]
-    program = iter(cut.dealt)
-    for first, size, begin, end, chunk in cut.pieces:
-        for head in range(geometry.kv_heads):
-            item = WorkItem(first, size, head, begin, end, chunk, cut.rows[first])
-            mine[next(program)].append(item)
+    lanes, load = len(cut.lanes), 0
+    for head in range(geometry.kv_heads):
+        for lane, pieces in enumerate(cut.lanes):
+            mine[(head * lanes + lane) % geometry.programs] += [
+                WorkItem(first, size, head, begin, end, chunk, cut.rows[first])
+                for first, size, begin, end, chunk in pieces
+            ]
+    load = max(cut.loads) * -(-geometry.kv_heads * lanes // geometry.programs)
     ranges, first_slots = [geometry.programs], [0]
     for items in mine:
         ranges.append(ranges[-1] + max(0, len(items) - 1))
@@ -271,6 +342,6 @@ def _deal(cut: _Cut, geometry: DecodeGeometry) -> DecodePlan:
         cut.splits,
         first_slots,
         cut.slots,
-        cut.load,
+        load,
         cut.ideal,
     )

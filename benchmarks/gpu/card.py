@@ -28,7 +28,8 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The measured shapes. `unit` divides every length of a context, for a run that only shows that it runs."""
+    """The measured shapes. `unit` divides every length of a context, for a run that only shows that it runs.
+    `programs_per_sm`: of the decode grid; 0: as many as the compiled kernel lets an SM hold."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -38,7 +39,7 @@ class Sizes:
     layers: int = 32
     pool_bytes: int = 32 << 30
     rounds: int = 9
-    programs_per_sm: int = 3
+    programs_per_sm: int = 0
 
     def tokens(self, count: int) -> int:
         return max(1, count // self.unit)

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.card import Card, Line
 from kernels.configs import ConfigKey, KernelConfig, config_for
-from kernels.decode_attention import decode_attention
+from kernels.decode_attention import decode_attention, decode_residency
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import SharedPrefix, geometry_for, plan_decode
 from kernels.kv_write import quantize
@@ -179,11 +179,13 @@ def attention_step(
     kind = "decode_shared" if shared else "decode"
     key = ConfigKey(kind, size.head_dim, group, pool.block_size, dtype, card.arch)
     chosen = config or config_for(key)
+    width = max(map(len, tables))
+    per_sm = size.programs_per_sm or decode_residency(size.heads, q.dtype, pool, chosen, width)
     geometry = geometry_for(
         batch=len(lengths),
         kv_heads=size.kv_heads,
         group=group,
-        programs=size.programs_per_sm * card.sms,
+        programs=per_sm * card.sms,
         tile=chosen.tile,
         packed_rows=chosen.rows,
     )
@@ -194,7 +196,7 @@ def attention_step(
         batch=len(lengths),
         heads=size.heads,
         head_dim=size.head_dim,
-        table_blocks=max(map(len, tables)),
+        table_blocks=width,
         device=card.device,
     )
     buffers.load(plan_decode(lengths, geometry, shared), lengths, tables)

@@ -78,6 +78,7 @@ class EngineBench:
         self._attention = TritonAttention(
             shape, layout, card.device, max_batch=most, programs=size.programs_per_sm * card.sms
         )
+        self._attention.fit(kv)
         self.ways: dict[str, Runner] = {"not recorded": ModelRunner(model, kv, self._attention)}
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:

@@ -16,6 +16,7 @@ from engine.text.chat import ChatTemplate
 from engine.text.control import ControlTokens
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
 from engine.text.files import TOKENIZER_FILE, TextFiles
+from engine.text.messages import ChatPrompt
 from engine.types import FieldError
 
 
@@ -72,15 +73,13 @@ class TextModel:
             raise FieldError("prompt", f"holds {token!r}, which this model has no embedding for")
         return ids
 
-    def render_chat(
-        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True, *, is_literal: bool = True
-    ) -> str:
-        """Return (role, content) pairs as text like the model was trained on, for `encode_chat_text`: the template's
-        control tokens are marked in it, and with `is_literal` no others. Raises FieldError("messages", ...)."""
+    def render_chat(self, chat: ChatPrompt) -> str:
+        """Return a chat as text like the model was trained on, for `encode_chat_text`: the template's control tokens
+        are marked in it, and where the chat is literal no others. Raises FieldError("messages", ...), and what else
+        the template refuses."""
         control = self._control
-        if is_literal:
-            messages = [(role, control.hide(content)) for role, content in messages]
-        return control.show(control.mark(self._template.render(messages, add_generation_prompt)))
+        text = self._template.render(chat, control.hide if chat.is_literal else str)
+        return control.show(control.mark(text))
 
     def encode_chat_text(self, rendered: str) -> list[int]:
         """Return the token ids of a rendered chat: the template has already written every special token."""

@@ -1,8 +1,14 @@
-"""Chat templates: jinja2 from the model's files, in a sandbox whose objects cannot be changed."""
+"""Chat templates: jinja2 from the model's files, in a sandbox whose objects cannot be changed.
+
+Every text that a user may have written reaches the template through `hide`, strings inside of JSON included, so that
+none of them holds the name of a control token while it is rendered (`engine/text/control.py`).
+"""
 
 import datetime
 import json
-from collections.abc import Sequence
+import re
+import secrets
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -10,7 +16,16 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.text.messages import ChatMessage, ChatPrompt, Tool, ToolCall
 from engine.types import FieldError
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""Variables of a template that have a field of their own."""
+_NONE_AWARE = re.compile(r"content['\"\]]*\s+is\s+(not\s+)?none", re.IGNORECASE)
+_END = "\ue002" + "".join(chr(0xE100 + digit) for digit in secrets.token_bytes(16)) + "\ue003"
+"""Marks the end of the message that the answer goes on with. Nobody else can write it."""
+
+Hide = Callable[[str], str]
 
 
 class _Refused(Exception):
@@ -29,11 +44,15 @@ class _Generation(Extension):
 
 class ChatTemplate:
     """One model's template. A template that cannot be parsed is reported when it is used, not when it is loaded: plain
-    prompts need none."""
+    prompts need none. `words` are the names, attributes and strings in its code: what it knows of."""
 
     def __init__(self, source: str, named_tokens: dict[str, str]) -> None:
+        self.source = source
+        self.words: frozenset[str] = frozenset()
         self._named_tokens = named_tokens
         self._problem = "" if source else "this model has no chat template"
+        # Some templates ask whether the content of a turn that only called tools is none, most would print it.
+        self._without_content = None if _NONE_AWARE.search(source) else ""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -42,27 +61,119 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _strftime_now
+        self._reserved = RESERVED | named_tokens.keys() | environment.globals.keys()
         try:
+            self.words = _words(environment.parse(source))
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             self._problem = f"this model's chat template cannot be parsed: {error}"
 
-    def render(self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of (role, content) pairs. Raises FieldError("messages", ...) in the template's own words."""
+    def render(self, chat: ChatPrompt, hide: Hide = str) -> str:
+        """Return the text of a chat. `hide` is what is done to every string of a user's first.
+
+        Raises FieldError("messages", ...) in the template's own words, and one that names the field for what this
+        template has no words for, since it would be left out in silence."""
         if self._problem:
             raise FieldError("messages", self._problem)
+        self._check(chat)
+        variables = _hidden(json.loads(chat.template_kwargs or "{}"), hide)
+        names = {call.id: call.name for message in chat.messages for call in message.tool_calls if call.id}
+        messages = [self._message(message, hide, names) for message in chat.messages]
+        if chat.continue_final:
+            messages[-1]["content"] += _END
         try:
-            return self._template.render(
-                messages=[{"role": role, "content": content} for role, content in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
+            text = self._template.render(
+                messages=messages,
+                add_generation_prompt=chat.add_generation_prompt,
+                tools=[_tool(tool, hide) for tool in chat.tools] or None,
                 documents=None,
                 **self._named_tokens,
+                **variables,
             )
         except _Refused as error:
             raise FieldError("messages", str(error)) from error
-        except (TemplateError, TypeError, ValueError, LookupError, OverflowError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
             raise FieldError("messages", f"the chat template failed: {error}") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise FieldError("messages", "is not valid Unicode") from error
+        return _open_end(text) if chat.continue_final else text
+
+    def _check(self, chat: ChatPrompt) -> None:
+        if chat.tools and "tools" not in self.words:
+            raise FieldError("tools", "this model's chat template does not know tools")
+        if "tool_calls" not in self.words:
+            for at, message in enumerate(chat.messages):
+                if message.tool_calls:
+                    raise FieldError(f"messages[{at}].tool_calls", "this model's chat template does not know them")
+        if chat.template_kwargs:
+            for name in json.loads(chat.template_kwargs):
+                if name in self._reserved or not name.isidentifier() or name.startswith("_"):
+                    raise FieldError(f"chat_template_kwargs.{name[:64]}", "cannot be set by this field")
+
+    def _message(self, message: ChatMessage, hide: Hide, names: dict[str, str]) -> dict[str, Any]:
+        """One message in the form that templates were written for; a key stands in it only if it has a value."""
+        content = self._without_content if message.content is None else hide(message.content)
+        made: dict[str, Any] = {"role": message.role, "content": content}
+        if message.reasoning:
+            made["reasoning_content"] = hide(message.reasoning)
+        if message.tool_calls:
+            made["tool_calls"] = [_call(call, hide) for call in message.tool_calls]
+        if message.tool_call_id:
+            made["tool_call_id"] = hide(message.tool_call_id)
+        name = message.name or (names.get(message.tool_call_id, "") if message.role == "tool" else "")
+        if name:
+            made["name"] = hide(name)
+        return made
+
+
+def _call(call: ToolCall, hide: Hide) -> dict[str, Any]:
+    """Return a call. Its arguments are an object where they are one: what a model wrote may be broken, and comes back
+    to it as it was."""
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = call.arguments
+    function = {"name": hide(call.name), "arguments": _hidden(arguments, hide)}
+    return ({"id": hide(call.id)} if call.id else {}) | {"type": "function", "function": function}
+
+
+def _tool(tool: Tool, hide: Hide) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": hide(tool.name)}
+    if tool.description:
+        function["description"] = hide(tool.description)
+    if tool.parameters:
+        function["parameters"] = _hidden(json.loads(tool.parameters), hide)
+    return {"type": "function", "function": function}
+
+
+def _hidden(value: Any, hide: Hide) -> Any:
+    """Return JSON whose strings, keys included, are hidden."""
+    if isinstance(value, str):
+        return hide(value)
+    if isinstance(value, list):
+        return [_hidden(item, hide) for item in value]
+    if isinstance(value, dict):
+        return {hide(key): _hidden(item, hide) for key, item in value.items()}
+    return value
+
+
+def _open_end(text: str) -> str:
+    """Cut off what the template wrote behind the last message."""
+    before, *behind = text.split(_END)
+    if len(behind) != 1:
+        raise FieldError("continue_final_message", "this model's chat template does not write the last message once")
+    return before
+
+
+def _words(tree: nodes.Template) -> frozenset[str]:
+    names = {node.name for node in tree.find_all(nodes.Name)}
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    strings = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(names | attributes | strings)
 
 
 def _refuse(message: str) -> NoReturn:

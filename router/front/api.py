@@ -3,6 +3,9 @@
 import msgspec
 
 from engine.messages import RequestStats
+from engine.text.messages import ChatMessage as ChatMessage
+from engine.text.messages import Tool as Tool
+from engine.text.messages import ToolCall as ToolCall
 from engine.types import Constraint, EarlyStopping, FinishReason, SamplingParams
 
 
@@ -16,11 +19,6 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     created: int
     label: str = ""
-
-
-class ChatMessage(msgspec.Struct, frozen=True):
-    role: str
-    content: str
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +54,14 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
     form: HttpForm | None = None
     """The form of the answer, where the call came over HTTP."""
+    tools: tuple[Tool, ...] = ()
+    """The functions that the model of a chat may call."""
+    chat_template_kwargs: str = ""
+    """JSON text of an object: variables for the chat's template."""
+    add_generation_prompt: bool = True
+    """The chat's text ends with what the template writes before an answer."""
+    continue_final_message: bool = False
+    """The chat's last message is the beginning of the answer."""
     traceparent: str = ""
     """The caller's W3C trace context; it travels as a header or as metadata."""
     session: str = ""

@@ -22,22 +22,19 @@ from hashlib import blake2b
 
 import msgspec
 
+from engine.text.messages import ChatMessage, ChatPrompt
 from engine.types import FieldError
 from router.front.output import ServedModel
-
-Messages = Sequence[tuple[str, str]]
 
 ENTRY_TOKENS = 64
 """What a remembered chat takes beside its ids, in ids: its key, its digest, its place in the order."""
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """A prompt's text, rendered where it is a chat, and its ids. A chat of an earlier router has lost its text.
-    `is_literal`: the names of control tokens in it are text, unless a chat's template wrote them."""
+    """A prompt's text, rendered where it is a chat, and its ids. A chat of an earlier router has lost its text."""
 
     text: str
     ids: list[int]
-    is_literal: bool = True
 
 
 class _Chat(msgspec.Struct, frozen=True, gc=False):
@@ -84,15 +81,13 @@ class Conversations:
     def __repr__(self) -> str:
         return f"Conversations({len(self._known)} chats, {self._tokens} tokens)"
 
-    def begin(
-        self, messages: Messages, namespace: bytes, *, is_literal: bool = True
-    ) -> tuple[str, list[int], str]:
+    def begin(self, chat: ChatPrompt, namespace: bytes) -> tuple[str, list[int], str]:
         """Return a chat's text as the model's prompt, the ids that are known of its beginning, and the rest of the
-        text. Raises FieldError("messages") as the template does."""
-        text = self._text.render_chat(messages, is_literal=is_literal)
-        keys = _keys(messages, namespace)
-        for index in range(len(messages) - 1, -1, -1):
-            if messages[index][0] != "assistant":
+        text. Raises FieldError as the template does."""
+        text = self._text.render_chat(chat)
+        keys = _keys(chat, namespace)
+        for index in range(len(chat.messages) - 1, -1, -1):
+            if chat.messages[index].role != "assistant":
                 continue
             known = self._known.get(keys[index])
             if known is not None and known.begins(text):
@@ -101,17 +96,17 @@ class Conversations:
 
     def remember(
         self,
-        messages: Messages,
+        chat: ChatPrompt,
         namespace: bytes,
         prompt: TokenizedPrompt,
         answer: str,
         emitted: Sequence[int],
     ) -> None:
         """Keep a finished turn: `answer` is the text of all `emitted` ids."""
-        whole = [*messages, ("assistant", answer)]
+        whole = _with_answer(chat, ChatMessage("assistant", answer))
         try:
-            text = self._text.render_chat(whole, add_generation_prompt=False, is_literal=prompt.is_literal)
-            spoken = (prompt.text or self._text.render_chat(messages, is_literal=prompt.is_literal)) + answer
+            text = self._text.render_chat(whole)
+            spoken = (prompt.text or self._text.render_chat(chat)) + answer
         except FieldError:
             # The template refuses the chat with its answer; then no follow-up can come either.
             return
@@ -136,13 +131,27 @@ def _digest(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=16, person=b"headrace text").digest()
 
 
-def _keys(messages: Messages, namespace: bytes) -> list[bytes]:
-    """A digest of each non-empty beginning of `messages`, shortest first."""
+def _with_answer(chat: ChatPrompt, answer: ChatMessage) -> ChatPrompt:
+    """Return the chat as its next turn will begin. An answer that went on with a message is a part of it."""
+    before = chat.messages
+    if chat.continue_final:
+        last, before = before[-1], before[:-1]
+        answer = msgspec.structs.replace(answer, content=(last.content or "") + (answer.content or ""))
+    return msgspec.structs.replace(
+        chat, messages=(*before, answer), add_generation_prompt=False, continue_final=False
+    )
+
+
+def _keys(chat: ChatPrompt, namespace: bytes) -> list[bytes]:
+    """A digest of each non-empty beginning of a chat, shortest first. It need not tell all chats apart that differ:
+    what was remembered is held against the text."""
     running = blake2b(digest_size=16, person=b"headrace chat")
     running.update(len(namespace).to_bytes(8, "little") + namespace)
     keys = []
-    for role, content in messages:
-        for part in (role.encode(), content.encode()):
-            running.update(len(part).to_bytes(8, "little") + part)
+    for message in chat.messages:
+        calls = [part for call in message.tool_calls for part in (call.name, call.arguments)]
+        for part in (message.role, message.content or "", *calls):
+            data = part.encode()
+            running.update(len(data).to_bytes(8, "little") + data)
         keys.append(running.digest())
     return keys

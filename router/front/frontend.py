@@ -21,6 +21,7 @@ import msgspec
 from access.limits import LimitedError, TenantAdmission, TenantLimits
 from access.tenants import Tenant
 from engine.messages import Orphan
+from engine.text.messages import ChatPrompt
 from engine.types import FieldError, FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.events import Complete, Submit
@@ -219,11 +220,11 @@ class Frontend:
             self._hub.leave(request)
 
     def _rememberer(
-        self, chat: Sequence[tuple[str, str]], record: RequestRecord, prompt: TokenizedPrompt
+        self, chat: ChatPrompt | None, record: RequestRecord, prompt: TokenizedPrompt
     ) -> Callable[[str, list[int]], None] | None:
         """Return what keeps a finished answer for the chat's next turn; None for what is no chat."""
         remember = self._intake.conversations.remember
-        return partial(remember, chat, record.namespace, prompt) if chat else None
+        return partial(remember, chat, record.namespace, prompt) if chat is not None else None
 
     # ---- resumable requests
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from engine.text.messages import ChatPrompt
 from engine.types import Constraint, FieldError, RequestId, RequestRecord, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
@@ -21,16 +22,16 @@ from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
 from router.front.resume import Context, pack, resume_key
 from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize
-from router.front.validate import UnknownModelError, beam_params, check_call, prompt_field
+from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, prompt_field
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A call that was taken in. `chat` holds (role, content) of its messages, and is empty for any other prompt;
+    """A call that was taken in. `chat` is None for any other prompt;
     `token` is what its client comes back with, empty where it cannot."""
 
     record: RequestRecord
     prompt: TokenizedPrompt
-    chat: tuple[tuple[str, str], ...]
+    chat: ChatPrompt | None
     token: str
 
 
@@ -61,7 +62,7 @@ class Intake:
             check_call(call, self._model, self._config)
             if call.constraint is not None:
                 call = await self._constrained(call, call.constraint)
-            chat = _chat(call)
+            chat = chat_of(call)
             prompt = await self._tokenize(call, chat)
             token, name = secrets.token_urlsafe(16) if call.resumable else "", self._model.name
             context = Context(
@@ -103,13 +104,11 @@ class Intake:
             raise ApiError(DEADLINE.code, "the deadline passed before the constraint was compiled") from error
         return msgspec.structs.replace(call, constraint=approved)
 
-    async def _tokenize(self, call: GenerateCall, chat: tuple[tuple[str, str], ...]) -> TokenizedPrompt:
+    async def _tokenize(self, call: GenerateCall, chat: ChatPrompt | None) -> TokenizedPrompt:
         """Return the prompt's ids. Raises FieldError, and ApiError if there is no time or no room to tokenize it."""
-        if isinstance(call.prompt, list) and not chat:
+        if isinstance(call.prompt, list) and chat is None:
             return TokenizedPrompt("", [part for part in call.prompt if isinstance(part, int)])
-        # Each message also costs what the template writes around it.
-        texts = [call.prompt] if isinstance(call.prompt, str) else [content for _, content in chat]
-        size_bytes = sum(len(text) for text in texts) + 64 * len(chat)
+        size_bytes = chat.size if chat is not None else len(call.prompt)
         if size_bytes <= self._config.tokenize_inline_bytes:
             return at_once(self._steps(call, chat))
         limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
@@ -119,19 +118,20 @@ class Intake:
         except TimeoutError as error:
             raise ApiError(DEADLINE.code, "the deadline passed before the prompt was tokenized") from error
 
-    def _steps(self, call: GenerateCall, chat: tuple[tuple[str, str], ...]) -> Steps[TokenizedPrompt]:
+    def _steps(self, call: GenerateCall, chat: ChatPrompt | None) -> Steps[TokenizedPrompt]:
         model, known = self._model, list[int]()
-        # Unless the caller says otherwise, only those who write a whole prompt may write control tokens.
-        is_literal = bool(chat) if call.parse_control_tokens is None else not call.parse_control_tokens
-        if isinstance(call.prompt, str):
+        if chat is None:
+            assert isinstance(call.prompt, str)
+            # Unless the caller says otherwise, only those who write a whole prompt may write control tokens.
+            is_literal = call.parse_control_tokens is False
             text = rest = call.prompt
             encode: Callable[[str], list[int]] = partial(model.encode, add_special=True, is_literal=is_literal)
         else:
             space = self.namespace(call.tenant)
-            text, known, rest = self.conversations.begin(chat, space, is_literal=is_literal)
+            text, known, rest = self.conversations.begin(chat, space)
             encode = model.encode_chat_text
         ids = yield from tokenize(encode, rest, prompt_field(call.prompt), model.context_tokens, len(known))
-        return TokenizedPrompt(text, known + ids, is_literal)
+        return TokenizedPrompt(text, known + ids)
 
 
 def to_record(
@@ -183,12 +183,6 @@ def to_record(
         context=context,
         resume_key=resume_key,
     )
-
-
-def _chat(call: GenerateCall) -> tuple[tuple[str, str], ...]:
-    if isinstance(call.prompt, str):
-        return ()
-    return tuple((m.role, m.content) for m in call.prompt if not isinstance(m, int))
 
 
 def _refusal(error: FieldError) -> ApiError:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.text.messages import ChatPrompt
 from router.front.api import Delta
 
 
@@ -35,9 +36,7 @@ class ServedModel(Protocol):
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]: ...
 
-    def render_chat(
-        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True, *, is_literal: bool = True
-    ) -> str: ...
+    def render_chat(self, chat: ChatPrompt) -> str: ...
 
     def encode_chat_text(self, rendered: str) -> list[int]: ...
 

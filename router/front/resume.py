@@ -11,6 +11,7 @@ from collections import OrderedDict
 import msgspec
 
 from engine.messages import guarded
+from engine.text.messages import ChatPrompt
 from router.front.api import ApiError, HttpForm
 from router.front.samples import Samples
 
@@ -35,21 +36,22 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     again from nothing but the record, the output tokens and this. All else about the answer's text follows from the
     tokens.
 
-    `chat` holds (role, content) of the messages, so that the finished answer is remembered for the next turn;
+    `chat` is all that was rendered, so that the finished answer is remembered for the next turn;
     `form` is how the answer is written, where the call came over HTTP; `samples` how many of them there are. `tenant`
     is whose it is: who goes on with it counts and charges it."""
 
     token: str
     model: str
     stop: tuple[str, ...] = ()
-    chat: tuple[tuple[str, str], ...] = ()
+    chat: ChatPrompt | None = None
     form: HttpForm | None = None
     samples: int = 1
     tenant: str = ""
 
     def __repr__(self) -> str:
         """Leave out the caller's text, and what lets others read the answer."""
-        return f"Context({self.model}: {len(self.stop)} stop strings, {len(self.chat)} messages)"
+        messages = 0 if self.chat is None else len(self.chat.messages)
+        return f"Context({self.model}: {len(self.stop)} stop strings, {messages} messages)"
 
 
 _decode = guarded(msgspec.msgpack.Decoder(Context).decode)

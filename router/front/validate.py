@@ -4,15 +4,18 @@ Raises `FieldError` with the field's name, `TooLongError` for a prompt that the 
 `UnknownModelError` for a model that is not served.
 """
 
+import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from engine.constraints.text import check_constraint
 from engine.messages import Orphan
 from engine.plan import MAX_PRIORITY, SAMPLING_RANGES, check_beams
+from engine.text.messages import ChatMessage, ChatPrompt, Tool
 from engine.types import BeamParams, FieldError, TooLongError
 from router.config import RouterConfig
-from router.front.api import SESSION_HEADER, ChatMessage, GenerateCall
+from router.front.api import SESSION_HEADER, GenerateCall
 from router.front.output import ServedModel
 from router.front.resume import Context
 
@@ -23,6 +26,12 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LABEL_CHARS = 128
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_COUNT = 2**31 - 1
+MAX_TOOLS = 128
+"""Tools of a chat, and calls of one turn."""
+MAX_DEPTH = 64
+"""How deeply a tool's parameters, a call's arguments and a template's variables may be nested."""
+MAX_VARIABLES = 64
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
 
 
@@ -34,7 +43,7 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
     """Everything that can be said of a call before its prompt is tokenized."""
     if call.model is not None and call.model != model.name:
         raise UnknownModelError("model", f"{_shown(call.model)} is not served here, {model.name!r} is")
-    _check_prompt(call.prompt, model, config)
+    _check_prompt(call, model, config)
     _count("n", call.n, 1, config.max_samples)
     for name, (low, high) in SAMPLING_RANGES.items():
         value = getattr(call.sampling, name)
@@ -70,7 +79,6 @@ def check_adopted(orphan: Orphan, context: Context, model: ServedModel, config: 
     record = orphan.record
     if not 0 < record.prompt_tokens <= len(record.tokens):
         raise FieldError("prompt_tokens", f"is {record.prompt_tokens} of {len(record.tokens)} tokens")
-    chat = [ChatMessage(role, content) for role, content in context.chat]
     beams = record.beams
     call = GenerateCall(
         prompt=record.tokens[: record.prompt_tokens],
@@ -87,8 +95,8 @@ def check_adopted(orphan: Orphan, context: Context, model: ServedModel, config: 
         beam_width=None if beams is None else beams.width,
     )
     check_call(call, model, config)
-    if chat:
-        _check_prompt(chat, model, config)
+    if context.chat is not None:
+        _check_chat(context.chat, config)
     _count("max_tokens", record.max_tokens, 1, model.context_tokens - record.prompt_tokens)
     emitted = max(len(record.tokens) - record.prompt_tokens, len(orphan.tokens))
     _count("tokens", emitted, 0, record.max_tokens)
@@ -135,28 +143,124 @@ def prompt_field(prompt: object) -> str:
     return "token_ids"
 
 
-def _check_prompt(prompt: object, model: ServedModel, config: RouterConfig) -> None:
-    field = prompt_field(prompt)
+def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
+    prompt, field = call.prompt, prompt_field(call.prompt)
     if not prompt:
         raise FieldError(field if isinstance(prompt, str) else "prompt", "must not be empty")
+    chat = chat_of(call)
+    if chat is None:
+        for name, asked in (("tools", call.tools), ("chat_template_kwargs", call.chat_template_kwargs)):
+            if asked:
+                raise FieldError(name, "is allowed only in a chat")
+        if call.continue_final_message:
+            raise FieldError("continue_final_message", "is allowed only in a chat")
     if isinstance(prompt, str):
-        texts = [(field, prompt)]
-    elif field == "messages":
-        assert isinstance(prompt, list)
-        if len(prompt) > MAX_MESSAGES:
-            raise FieldError("messages", f"at most {MAX_MESSAGES} are allowed, not {len(prompt)}")
-        texts = []
-        for index, message in enumerate(prompt):
-            if message.role not in ROLES:
-                known = ", ".join(sorted(ROLES))
-                raise FieldError(f"messages[{index}].role", f"must be one of {known}")
-            texts.append((f"messages[{index}].content", message.content))
+        _check_size(field, [(field, prompt)], config)
+    elif chat is not None:
+        _check_chat(chat, config)
     else:
-        assert isinstance(prompt, list)
-        if len(prompt) >= model.context_tokens:
-            raise TooLongError(field, f"has {len(prompt)} tokens; the context holds {model.context_tokens}")
-        _check_ids(field, prompt, model.vocab_size)
-        return
+        ids = [part for part in prompt if isinstance(part, int)]
+        if len(ids) >= model.context_tokens:
+            raise TooLongError(field, f"has {len(ids)} tokens; the context holds {model.context_tokens}")
+        _check_ids(field, ids, model.vocab_size)
+
+
+def chat_of(call: GenerateCall) -> ChatPrompt | None:
+    """Return the chat that a call asks to go on with; None where its prompt is none."""
+    messages = () if isinstance(call.prompt, str) else tuple(m for m in call.prompt if not isinstance(m, int))
+    if not messages:
+        return None
+    return ChatPrompt(
+        messages=messages,
+        tools=call.tools,
+        template_kwargs=call.chat_template_kwargs,
+        add_generation_prompt=call.add_generation_prompt and not call.continue_final_message,
+        continue_final=call.continue_final_message,
+        is_literal=not call.parse_control_tokens,
+    )
+
+
+def _check_chat(chat: ChatPrompt, config: RouterConfig) -> None:
+    if not chat.messages:
+        raise FieldError("messages", "must not be empty")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise FieldError("messages", f"at most {MAX_MESSAGES} are allowed, not {len(chat.messages)}")
+    for index, message in enumerate(chat.messages):
+        field = f"messages[{index}]"
+        if message.role not in ROLES:
+            known = ", ".join(sorted(ROLES))
+            raise FieldError(f"{field}.role", f"must be one of {known}")
+        for name, text in (("name", message.name), ("tool_call_id", message.tool_call_id)):
+            if len(text) > MAX_LABEL_CHARS:
+                raise FieldError(f"{field}.{name}", f"must have at most {MAX_LABEL_CHARS} characters")
+        _check_calls(field, message)
+    if chat.continue_final:
+        last = chat.messages[-1]
+        if last.role != "assistant" or last.content is None or last.tool_calls:
+            raise FieldError("continue_final_message", "needs an assistant's last message, of text alone")
+    _check_tools(chat.tools)
+    if chat.template_kwargs and len(_json_object("chat_template_kwargs", chat.template_kwargs)) > MAX_VARIABLES:
+        raise FieldError("chat_template_kwargs", f"may have at most {MAX_VARIABLES} members")
+    _check_size("messages", chat.texts(), config)
+
+
+def _check_calls(field: str, message: ChatMessage) -> None:
+    if message.content is None and not message.tool_calls:
+        raise FieldError(f"{field}.content", "is required")
+    if message.tool_calls and message.role != "assistant":
+        raise FieldError(f"{field}.tool_calls", "are an assistant's")
+    if len(message.tool_calls) > MAX_TOOLS:
+        raise FieldError(f"{field}.tool_calls", f"at most {MAX_TOOLS} are allowed")
+    for number, call in enumerate(message.tool_calls):
+        if len(call.id) > MAX_LABEL_CHARS:
+            raise FieldError(f"{field}.tool_calls[{number}].id", f"must have at most {MAX_LABEL_CHARS} characters")
+        if not call.name or len(call.name) > MAX_LABEL_CHARS:
+            name = f"{field}.tool_calls[{number}].function.name"
+            raise FieldError(name, f"must have 1 to {MAX_LABEL_CHARS} characters")
+        _check_depth(f"{field}.tool_calls[{number}].function.arguments", call.arguments)
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise FieldError("tools", f"at most {MAX_TOOLS} are allowed, not {len(tools)}")
+    names = set()
+    for at, tool in enumerate(tools):
+        if TOOL_NAME.fullmatch(tool.name) is None:
+            allowed = "must have 1 to 64 of the letters a to z, A to Z, digits, `_`, `-` and `.`"
+            raise FieldError(f"tools[{at}].function.name", allowed)
+        if tool.name in names:
+            raise FieldError(f"tools[{at}].function.name", "stands for two tools")
+        names.add(tool.name)
+        if tool.parameters:
+            _json_object(f"tools[{at}].function.parameters", tool.parameters)
+
+
+def _check_depth(field: str, text: str) -> None:
+    """Refuse JSON that is nested too deeply to be read and rendered; what is no JSON at all is only text."""
+    depth = deepest = 0
+    for character in text:
+        if character in "{[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    if deepest > MAX_DEPTH:
+        # Brackets inside of strings count too: nobody needs so many.
+        raise FieldError(field, f"may be nested at most {MAX_DEPTH} deep")
+
+
+def _json_object(field: str, text: str) -> dict[str, object]:
+    _check_depth(field, text)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise FieldError(field, f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise FieldError(field, "must be an object")
+    return value
+
+
+def _check_size(field: str, texts: Iterable[tuple[str, str]], config: RouterConfig) -> None:
     size = sum(_check_text(name, text) for name, text in texts)
     if size > config.max_prompt_bytes:
         raise TooLongError(field, f"has {size} bytes of text, at most {config.max_prompt_bytes} are accepted")

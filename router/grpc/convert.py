@@ -15,12 +15,15 @@ from router.front.api import (
     GenerateEvent,
     Position,
     Started,
+    Tool,
+    ToolCall,
 )
 
 _SAMPLING = SamplingParams.__struct_fields__
 _SCALARS = (
     "model", "max_tokens", "min_tokens", "seed", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n",
-    "priority", "beam_width", "length_penalty", "parse_control_tokens",
+    "priority", "beam_width", "length_penalty", "parse_control_tokens", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message",
 )
 # What our records and the messages have under the same names.
 _STARTED = ("request_id", "model", "prompt_tokens", "resume_token", "samples")
@@ -46,7 +49,7 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
     if kind == "prompt":
         prompt = request.prompt
     elif kind == "chat":
-        prompt = [ChatMessage(m.role, m.content) for m in request.chat.messages]
+        prompt = [_message(one) for one in request.chat.messages]
     elif kind == "token_ids":
         prompt = list(request.token_ids.ids)
     else:
@@ -61,6 +64,7 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
         prompt=prompt,
         early_stopping=stopping.get(request.early_stopping, EarlyStopping.HEURISTIC),
         sampling=SamplingParams(**drawn),
+        tools=tuple(Tool(one.name, one.description, one.parameters_json) for one in request.tools),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         **given,
@@ -80,7 +84,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         request.prompt = call.prompt
     elif call.prompt and isinstance(call.prompt[0], ChatMessage):
         messages = [m for m in call.prompt if isinstance(m, ChatMessage)]
-        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
+        request.chat.messages.extend(_message_to_proto(one) for one in messages)
     else:
         request.token_ids.ids.extend(i for i in call.prompt if isinstance(i, int))
         request.token_ids.SetInParent()
@@ -90,10 +94,37 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
             setattr(request, name, value)
     if call.constraint is not None:
         setattr(request, call.constraint.kind, call.constraint.text)
+    for tool in call.tools:
+        request.tools.add(name=tool.name, description=tool.description, parameters_json=tool.parameters)
     request.early_stopping = _STOPPING[call.early_stopping]
     for name in _SAMPLING:
         setattr(request.sampling, name, getattr(call.sampling, name))
     return request
+
+
+def _message(message: pb.ChatMessage) -> ChatMessage:
+    calls = tuple(ToolCall(call.name, call.arguments_json, call.id) for call in message.tool_calls)
+    return ChatMessage(
+        message.role,
+        None if calls and not message.content else message.content,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
+    )
+
+
+def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
+    made = pb.ChatMessage(
+        role=message.role,
+        content=message.content or "",
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
+    )
+    for call in message.tool_calls:
+        made.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments)
+    return made
 
 
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:

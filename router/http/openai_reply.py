@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
+from router.http.fields import UnknownFieldError
 
 _STATUS: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
@@ -143,7 +144,7 @@ def error_reply(error: ApiError) -> ErrorReply:
     code = _CODES.get(error.code, error.code.lower())
     if field == "resume_token" and error.code == "NOT_FOUND":
         code = "stream_not_found"
-    if field:
+    if field and not isinstance(error, UnknownFieldError):
         what = message.removeprefix(f"{field}: ")
         field = _FIELDS.get(name := field.partition("[")[0], name) + field[len(name) :]
         message = f"{field}: {what}"

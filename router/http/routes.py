@@ -31,6 +31,7 @@ from router.http.gate import caller_of
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
+from router.http.page import PAGE_PATH, ChatPage
 from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
 
@@ -52,9 +53,11 @@ class ServerState(Protocol):
     def targets(self, router_address: str, host: str) -> list[ScrapeTarget]: ...
 
 
-def build_app(frontend: Frontend, state: ServerState, bodies_bytes: int = 64 * 1024 * 1024) -> Starlette:
+def build_app(
+    frontend: Frontend, state: ServerState, bodies_bytes: int = 64 * 1024 * 1024, *, chat_page: bool = True
+) -> Starlette:
     """The ASGI application. `frontend` and `state` must live on the event loop that serves it; `bodies_bytes` bounds
-    what is being received of all bodies together."""
+    what is being received of all bodies together. `chat_page`: whether there is a page at `/`."""
     started = int(time.time())
     bodies = Bodies(bodies_bytes)
 
@@ -87,8 +90,14 @@ def build_app(frontend: Frontend, state: ServerState, bodies_bytes: int = 64 * 1
     async def show_version(request: Request) -> Response:
         return json_response({"version": _version()})
 
+    page = ChatPage()
+
+    async def show_page(request: Request) -> Response:
+        return page.response()
+
     return Starlette(
         routes=[
+            *([Route(PAGE_PATH, show_page)] if chat_page else []),
             Route("/v1/chat/completions", _Generate(frontend, parse_chat, bodies), methods=["POST"]),
             Route("/v1/completions", _Generate(frontend, parse_completion, bodies), methods=["POST"]),
             Route("/v1/streams/{token}", _Streams(frontend), methods=["GET", "DELETE"]),

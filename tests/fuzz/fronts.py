@@ -12,6 +12,7 @@ from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, new_nonce, request_co
 from cluster.processes.spec import LaunchError
 from engine.messages import PeerAddress, Place, decode_router_frame, encode
 from engine.text.chat import ChatTemplate
+from engine.text.messages import ChatMessage, ChatPrompt
 from engine.types import FieldError, RequestId, TooLongError
 from protos import headrace_pb2 as pb
 from router.config import RouterConfig
@@ -50,20 +51,21 @@ def _taken(call: GenerateCall) -> None:
     place = Place(record=record, placement=1, prefill=PeerAddress("p", "a:1"))
     assert decode_router_frame(encode([place])) == [place]
     if not isinstance(call.prompt, str):
-        _render([(part.role, part.content) for part in call.prompt if not isinstance(part, int)])
+        _render([part for part in call.prompt if not isinstance(part, int)])
 
 
 _template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"})
 
 
-def _render(messages: list[tuple[str, str]]) -> None:
-    _template.render(messages)
+def _render(messages: list[ChatMessage]) -> None:
+    if messages:
+        _template.render(ChatPrompt(messages=tuple(messages)))
 
 
 def _chat_input(data: bytes) -> None:
     """Every two strings, cut at zeros, are a message; the text may hold lone surrogates."""
     parts = data.decode("utf-8", "surrogateescape").split("\0")
-    _render(list(zip(parts[::2], parts[1::2], strict=False)))
+    _render([ChatMessage(*pair) for pair in zip(parts[::2], parts[1::2], strict=False)])
 
 
 def _header(data: bytes) -> None:

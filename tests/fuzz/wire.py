@@ -39,6 +39,7 @@ from engine.messages import (
     encode,
 )
 from engine.storage.paged import header_bytes
+from engine.text.messages import ChatMessage, ChatPrompt
 from engine.types import BlockId, FinishReason, Incarnation, RequestId, RequestRecord
 from router.front.resume import Context, pack, unpack
 from telemetry.tracing import sound
@@ -194,7 +195,7 @@ _STATS = RequestStats(stages={"run": 1.0})
 _ENDED = Ended(RequestId("r"), 1, reason=FinishReason.ERROR, stats=_STATS, fault=Fault("X", "y"))
 _TOKENS = Tokens(RequestId("r"), 1, 0, [5])
 _CANCEL = Cancel(RequestId("r"), 1, FinishReason.CANCELLED)
-_CONTEXT = Context(token="t", model="m", chat=(("user", "hi"),))
+_CONTEXT = Context(token="t", model="m", chat=ChatPrompt(messages=(ChatMessage("user", "hi"),)))
 _TRACE = b"00-" + b"1" * 32 + b"-" + b"2" * 16 + b"-01"
 _LOADED = b'{"type":"LoadProgress","done":1,"total":2}'
 _ORPHAN = Orphan(record=RECORD, placement=1, prefill="", tokens=[4], age_s=1.0)

@@ -86,6 +86,33 @@ def test_a_single_short_row_is_split_over_programs_but_not_into_crumbs() -> None
     assert plan_decode([128], GEOMETRY).splits == [1]
 
 
+def test_few_pieces_and_even_lanes_at_any_lengths() -> None:
+    """Guards the point of one stretch per lane: one cut for each at most, and nobody has more than four tiles above
+    what a perfect division gives. Equal chunks, dealt out, were up to three times as many, and less even."""
+    rng = random.Random(6)
+    for programs in (132, 264, 396):
+        for batch in (8, 32, 64, 256):
+            for lengths in ([1500] * batch, [rng.randint(1, 9000) for _ in range(batch)]):
+                geometry = geometry_for(
+                    batch=batch, kv_heads=8, group=4, programs=programs, tile=64, packed_rows=16
+                )
+                plan = plan_decode(lengths, geometry)
+                _check(plan, lengths, geometry)
+                lanes = programs // 8
+                pieces = sum(item != NO_WORK for item in plan.items)
+                assert pieces <= 8 * (batch + lanes)
+                assert plan.load <= plan.ideal * programs / (8 * lanes) + 4
+
+
+def test_a_grid_smaller_than_the_heads_still_does_all() -> None:
+    """Guards the lanes of a grid with fewer programs than KV heads: a program has several heads."""
+    geometry = replace(GEOMETRY, programs=3)
+    lengths = [700, 64]
+    plan = plan_decode(lengths, geometry)
+    _check(plan, lengths, geometry)
+    assert plan.splits == [1, 1]
+
+
 def test_a_shared_prefix_is_read_once_per_item_of_rows() -> None:
     """Guards K5's arithmetic: 64 rows over 8k shared tokens cost a quarter at four rows an item, not the whole."""
     lengths = [8192 + 64] * 64

@@ -1,6 +1,7 @@
 """Two dozen varied prompts: 1 to 1,500 tokens, languages, code, emoji, chats that share a system prompt."""
 
 from engine.text.bundle import TextModel
+from tests.engine.text.chats import chat
 
 PARAGRAPH = (
     "The mill stood where the river bent, and the channel that fed its wheel had been cut by hand. "
@@ -51,5 +52,5 @@ def prompts(text: TextModel) -> list[list[int]]:
     endless = text.encode(PARAGRAPH * 40, add_special=False)
     found = [text.encode(one, add_special=False) for one in TEXTS]
     found += [endless[start : start + n] for start, n in enumerate(LENGTHS)]
-    found += [text.encode_chat_text(text.render_chat(chat)) for chat in CHATS]
+    found += [text.encode_chat_text(text.render_chat(chat(one))) for one in CHATS]
     return found

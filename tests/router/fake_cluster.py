@@ -32,6 +32,7 @@ from engine.messages import (
     decode_router_frame,
     encode,
 )
+from engine.text.messages import ChatPrompt
 from engine.types import Beam, FinishReason, Incarnation
 from router.dispatch import ATTACH
 from tests.secrets_of_tests import SECRETS
@@ -56,11 +57,9 @@ class ByteText:
             ids += ([END] if index else []) + list(part.encode())
         return ids
 
-    def render_chat(
-        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True, *, is_literal: bool = True
-    ) -> str:
-        text = "".join(f"[{role}]{content}<end>" for role, content in messages)
-        return text + ("[assistant]" if add_generation_prompt else "")
+    def render_chat(self, chat: ChatPrompt) -> str:
+        text = "".join(f"[{message.role}]{message.content}<end>" for message in chat.messages)
+        return text + ("[assistant]" if chat.add_generation_prompt else "")
 
     def encode_chat_text(self, rendered: str) -> list[int]:
         return self.encode(rendered, add_special=False)

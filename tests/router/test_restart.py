@@ -28,6 +28,7 @@ from router.front.resume import Context, pack, unpack
 from router.front.timing import WORKER_STAGES
 from router.grpc.client import Client
 from router.status.observer import NullObserver
+from tests.engine.text.chats import chat
 from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
 from tests.secrets_of_tests import SECRETS
 
@@ -362,7 +363,7 @@ def test_what_another_router_wrote_and_this_one_cannot_read() -> None:
 
 def test_the_context_is_small_and_secret() -> None:
     """Guards the round trip, the requests that carry none, and the token, which must not be printed."""
-    context = Context(token="secret", model="m", stop=("a",), chat=(("user", "text"),))
+    context = Context(token="secret", model="m", stop=("a",), chat=chat([("user", "text")]))
     assert unpack(pack(context)) == context and unpack(b"") is None
     assert repr(context) == "Context(m: 1 stop strings, 1 messages)"
     assert len(pack(Context(token="t" * 22, model="m"))) < 64

@@ -166,6 +166,8 @@ class ShadowRunner:
         self.copies = 0
         self.computed_tokens = 0
         self._latest = LatestDraws()
+        # Of the step that is computed: copies, and how many are of each source.
+        self._pairs: tuple[tuple[BlockId, BlockId], ...] = ()
         self._copied: Counter[BlockId] = Counter()
 
     def launch(self, plan: StepPlan) -> "LateStep":
@@ -181,7 +183,8 @@ class ShadowRunner:
         if any([row.follows for row in plan.rows]):
             plan = StepPlan(tuple([latest.resolved(row) for row in plan.rows]), plan.copies, plan.number)
         rows, pool = self.kv.rows, self.kv.pool
-        if self._copied:
+        if self._pairs:
+            self._pairs = ()
             self._copied.clear()
         for source, target in plan.copies:
             if not pool.refs(source):
@@ -192,7 +195,7 @@ class ShadowRunner:
         self.computed_tokens += plan.computed_tokens
         # Whoever holds a block only for its copy does not hold it any more.
         if plan.copies:
-            self._copied = Counter(source for source, _ in plan.copies)
+            self._pairs, self._copied = plan.copies, Counter(source for source, _ in plan.copies)
         return [drawn for row in plan.rows for drawn in self._row(row)]
 
     def _row(self, row: Row) -> list[Drawn]:
@@ -231,7 +234,7 @@ class ShadowRunner:
             allowed.add(BlockState.QUARANTINED)
             if holders > 1:
                 copies = [pair for lease in self.kv.manager.leases() for pair in lease.copies]
-                holders -= sum(source == block for source, _ in copies)
+                holders -= sum(pair[0] == block and pair not in self._pairs for pair in copies)
         if pool.state(block) not in allowed or holders != 1 or cache.holds(block):
             raise Violation(
                 f"{self.kv.process}: {who} writes block {block}, which is {pool.state(block)}, held by "

@@ -6,6 +6,7 @@ While the device runs a step, the work list of the next one is made: the same ro
 turns out otherwise is planned when it comes.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,18 +22,19 @@ from engine.sampling import sample
 from engine.step import Drawn, Row
 from engine.storage.paged import TORCH_DTYPES, KVTensors
 from kernels.configs import ConfigKey, KernelConfig, config_for, table_arch
-from kernels.decode_attention import decode_attention
+from kernels.decode_attention import decode_attention, decode_residency
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import DecodePlan, SharedPrefix, geometry_for, plan_decode
 from kernels.launch import interpreted
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
+from kernels.residency import UNKNOWN
 from kernels.rms_norm import rms_norm
 from kernels.rope_kv_write import rope_kv_write
 from kernels.shared_prefixes import shared_prefixes
 from kernels.silu_mul import silu_mul
 
-PROGRAMS_PER_SM = 3
-"""Programs of the decode kernel that fit on one SM of the GPUs it was compiled for (docs/kernels.md)."""
+log = logging.getLogger(__name__)
+
 INTERPRETED_PROGRAMS = 4
 
 _Rows = tuple[list[int], list[SharedPrefix]]
@@ -74,8 +76,8 @@ class TritonAttention:
     """Fulfils `AttentionBackend`, and what `engine.backends.gpu.graphs` asks for, on CUDA or in Triton's interpreter.
 
     `max_batch`: decoding sequences of a step; more of them cost new buffers. `programs`: the decode grid's size; 0: by
-    the device. `share_tokens`: what rows must have in common for it to be read once. Raises ValueError where there is
-    neither a GPU nor the interpreter.
+    the device, and by the kernels as they are compiled once `fit` was called. `share_tokens`: what rows must have in
+    common for it to be read once. Raises ValueError where there is neither a GPU nor the interpreter.
     """
 
     row_multiple = ROW_MULTIPLE
@@ -96,10 +98,11 @@ class TritonAttention:
         self.planning = Planning()
         self._heads, self._kv_heads = shape.heads, layout.kv_heads
         self._head_dim, self._block_size = layout.head_dim, layout.block_size
+        self._dtype = TORCH_DTYPES[shape.dtype]
         self._table_blocks = layout.blocks_for(shape.context_tokens)
         self.max_batch = max_batch
         self.share_tokens = share_tokens
-        self._programs = programs or _programs(self.device)
+        self._programs = dict.fromkeys((PLAIN, SHARED), programs)
         group, arch = shape.heads // layout.kv_heads, arch_of(self.device)
         stored = "float32" if shape.dtype == "float32" else layout.dtype
         dtype = str(TORCH_DTYPES[stored]).removeprefix("torch.")
@@ -114,6 +117,15 @@ class TritonAttention:
         self._step: _Step | None = None
         self._latest: _Rows | None = None
         self._ahead: tuple[_Rows, DecodePlan] | None = None
+
+    def fit(self, kv: KVTensors) -> None:
+        """Make each kind's grid as large as its compiled kernel lets it run at once on this device, where its size was
+        not given. Before the first step: buffers and recordings are made for one grid."""
+        for kind, given in self._programs.items():
+            if not given and not self._launches:
+                each = decode_residency(self._heads, self._dtype, kv.pool, self._configs[kind], self._table_blocks)
+                self._programs[kind] = _programs(self.device, each)
+                log.info("%s: %s programs on an SM, %d in all", kind, each, self._programs[kind])
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         counts = batch.query_counts
@@ -211,7 +223,7 @@ class TritonAttention:
                 batch=size,
                 kv_heads=self._kv_heads,
                 group=self._heads // self._kv_heads,
-                programs=self._programs,
+                programs=self._programs[kind] or _programs(self.device),
                 tile=config.tile,
                 packed_rows=config.rows,
             )
@@ -235,8 +247,8 @@ def arch_of(device: torch.device) -> int:
     return table_arch(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 90
 
 
-def _programs(device: torch.device) -> int:
+def _programs(device: torch.device, per_sm: int = UNKNOWN) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     sms: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return PROGRAMS_PER_SM * sms
+    return per_sm * sms

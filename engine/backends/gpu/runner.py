@@ -39,6 +39,7 @@ class TritonOpener:
         before = counted.total
         kv = DeviceKV(layout, blocks, model.device, arch_of(model.device))
         attention = TritonAttention(model.config, layout, model.device, max_batch=limits.batch + limits.prompts)
+        attention.fit(kv)
         graphs = None
         if limits.batch:
             graphs = DecodeGraphs(model, kv, attention, self._recorder(), recorded_sizes(limits.batch))

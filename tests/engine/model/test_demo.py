@@ -16,6 +16,7 @@ from engine.model.prepared.cache import find_demo_model, prepare
 from engine.storage.paged import PagedKV
 from engine.text.bundle import TextModel
 from engine.types import BlockId
+from tests.engine.text.chats import chat
 
 PROMPT = "Write a short poem about the sea, 42 whales and 你好 😀."
 
@@ -32,7 +33,7 @@ def test_demo_model_equals_transformers(tmp_path: Path, monkeypatch: pytest.Monk
     assert prepare(None, tmp_path) == folder
     assert time.perf_counter() - start < 1.0
     text = TextModel.load(folder)
-    ids = text.encode_chat_text(text.render_chat([("user", PROMPT)]))
+    ids = text.encode_chat_text(text.render_chat(chat([("user", PROMPT)])))
 
     model = load_model(folder)
     config = model.config

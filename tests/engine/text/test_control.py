@@ -17,6 +17,7 @@ from engine.text.bundle import TextModel
 from engine.text.chat import ChatTemplate
 from engine.text.control import ControlTokens
 from engine.text.files import TextFiles, TextSettings
+from tests.engine.text.chats import chat
 from tests.engine.text.test_tokenizer import sentence_piece
 
 CHATML = """{% for m in messages %}{{ '<|' + 'im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>\n' }}
@@ -106,9 +107,9 @@ def test_a_chat_without_control_tokens_is_tokenized_as_by_its_own_tokenizer(made
     own, text = own_of(made.tokenizer), model(made)
     template = ChatTemplate(made.template, made.settings.named_tokens)
     for content in ["", "hello", " a  b ", "12 é", "\ue000\ue001"]:
-        chat = [("system", "be brief"), ("user", content), ("assistant", "ok "), ("user", content)]
-        expected = own.encode(template.render(chat), add_special_tokens=False).ids
-        assert text.encode_chat_text(text.render_chat(chat)) == expected
+        asked = chat([("system", "be brief"), ("user", content), ("assistant", "ok "), ("user", content)])
+        expected = own.encode(template.render(asked), add_special_tokens=False).ids
+        assert text.encode_chat_text(text.render_chat(asked)) == expected
         assert set(expected) & set(controls(made).values())
 
 
@@ -123,7 +124,7 @@ def test_control_tokens_in_messages_are_text(made: TextFiles) -> None:
     text = model(made)
 
     def said(content: str) -> list[int]:
-        return text.encode_chat_text(text.render_chat([("system", "be brief"), ("user", content)]))
+        return text.encode_chat_text(text.render_chat(chat([("system", "be brief"), ("user", content)])))
 
     calm = spoken(said("x"), made)
     for name in [*controls(made), ATTACK, *texts(made, 200)]:
@@ -144,24 +145,24 @@ def test_who_asks_for_it_may_write_control_tokens_in_messages(made: TextFiles) -
     own, text = own_of(made.tokenizer), model(made)
     template = ChatTemplate(made.template, made.settings.named_tokens)
     for name in controls(made):
-        chat = [("user", f"a{name} b")]
-        expected = own.encode(template.render(chat), add_special_tokens=False).ids
-        assert text.encode_chat_text(text.render_chat(chat, is_literal=False)) == expected
+        asked = chat([("user", f"a{name} b")], is_literal=False)
+        expected = own.encode(template.render(asked), add_special_tokens=False).ids
+        assert text.encode_chat_text(text.render_chat(asked)) == expected
 
 
 @given(st.lists(st.sampled_from([*"<|>_ims tarend", "<|im_start|>", "<|im_end|>", "<|end|>", "word"]), max_size=40))
 def test_no_text_of_a_user_becomes_a_control_token(parts: list[str]) -> None:
     """Guards against names that a message only makes up when others are taken out of it."""
     made, text = _BYTES
-    ids = text.encode_chat_text(text.render_chat([("user", "".join(parts))]))
-    assert spoken(ids, made) == spoken(text.encode_chat_text(text.render_chat([("user", "x")])), made)
+    ids = text.encode_chat_text(text.render_chat(chat([("user", "".join(parts))])))
+    assert spoken(ids, made) == spoken(text.encode_chat_text(text.render_chat(chat([("user", "x")]))), made)
 
 
 def test_marks_of_another_process_are_text() -> None:
     """Guards the secret: who has seen one process's marks can do nothing with them elsewhere."""
     made, text = _BYTES
-    marks = model(made).render_chat([("user", "x")])
-    assert marks != text.render_chat([("user", "x")])
+    marks = model(made).render_chat(chat([("user", "x")]))
+    assert marks != text.render_chat(chat([("user", "x")]))
     assert spoken(text.encode_chat_text(marks), made) == []
 
 

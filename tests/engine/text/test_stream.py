@@ -16,6 +16,7 @@ from engine.text.bundle import TextModel
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import DetokenizerFactory
 from engine.types import FieldError
+from tests.engine.text.chats import chat
 
 
 def byte_level() -> Tokenizer:
@@ -102,14 +103,14 @@ def test_special_and_unknown_ids_give_no_text(demo: TextModel) -> None:
 
 def test_demo_chat(demo: TextModel) -> None:
     """Guards the template: what it writes is tokenized as the text that it stands for, control tokens included."""
-    asked = demo.render_chat([("user", "Hi"), ("assistant", "Yes?"), ("user", "{{ 1 }}")])
+    asked = demo.render_chat(chat([("user", "Hi"), ("assistant", "Yes?"), ("user", "{{ 1 }}")]))
     assert demo.encode_chat_text(asked) == demo.encode(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes?<|im_end|>\n"
         "<|im_start|>user\n{{ 1 }}<|im_end|>\n<|im_start|>assistant\n",
         add_special=False,
     )
-    asked = demo.render_chat([("system", "S"), ("user", "Hi")], add_generation_prompt=False)
+    asked = demo.render_chat(chat([("system", "S"), ("user", "Hi")], add_generation_prompt=False))
     expected = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
     assert demo.encode_chat_text(asked) == demo.encode(expected, add_special=False)
     assert demo.encode_chat_text(asked)[:2] == [1, *demo.encode("system", add_special=False)]
@@ -131,17 +132,17 @@ def test_demo_chat(demo: TextModel) -> None:
 def test_template_faults_name_the_field(source: str, message: str) -> None:
     """Guards the router: whatever a template does ends as the caller's error, and it cannot reach Python's insides."""
     with pytest.raises(FieldError, match=message) as caught:
-        ChatTemplate(source, {}).render([("user", "x")])
+        ChatTemplate(source, {}).render(chat([("user", "x")]))
     assert caught.value.field == "messages"
 
 
 def test_template_helpers() -> None:
     """Guards templates of real models, which use these and fail without."""
     source = "{{ bos_token }}{% generation %}{{ messages[0] | tojson }}{% endgeneration %}{{ strftime_now('%Y') }}"
-    text = ChatTemplate(source, {"bos_token": "<s>"}).render([("user", "<é>")])
+    text = ChatTemplate(source, {"bos_token": "<s>"}).render(chat([("user", "<é>")]))
     assert text.startswith('<s>{"role": "user", "content": "<é>"}20')
     loop = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}"
-    assert ChatTemplate(loop, {}).render([("user", "x"), ("assistant", "y")]) == "user"
+    assert ChatTemplate(loop, {}).render(chat([("user", "x"), ("assistant", "y")])) == "user"
 
 
 def test_text_side_needs_no_torch() -> None:

@@ -11,6 +11,7 @@ from router.front.api import GenerateCall
 from router.front.intake import Arrival, Intake
 from router.grpc.convert import call_from_proto
 from router.http.openai import parse_chat, parse_completion
+from tests.engine.text.chats import chat
 from tests.engine.text.test_control import ATTACK, controls, files, model, spoken
 
 FILES = files("byte level")
@@ -64,9 +65,8 @@ def test_a_next_turn_begins_with_the_ids_of_the_turn_before(parsed: bool | None)
     intake.conversations.remember(first.chat, first.record.namespace, first.prompt, answer, emitted)
     turn += [{"role": "assistant", "content": answer}, {"role": "user", "content": "no"}]
     call = parse_chat(json.dumps({"messages": turn, **asked}).encode()).call
-    text, known, rest = intake.conversations.begin(
-        [(message["role"], message["content"]) for message in turn], b"", is_literal=parsed is None
-    )
+    asked_again = chat([(one["role"], one["content"]) for one in turn], is_literal=parsed is None)
+    text, known, rest = intake.conversations.begin(asked_again, b"")
     assert known[: len(first.record.tokens) + len(emitted)] == first.record.tokens + emitted
     assert text.endswith(rest) and len(rest) < len(text) // 2
     assert take(call, intake).record.tokens == TEXT.encode_chat_text(text)

@@ -1,10 +1,12 @@
 """Follow-up turns: exact ids where the text allows, plain tokenizing everywhere else."""
 
+import gc
 import tracemalloc
 
 import pytest
 
 from router.front.conversation import ENTRY_TOKENS, Conversations, TokenizedPrompt
+from tests.engine.text.chats import chat
 from tests.router.fake_cluster import END, ByteText
 
 ASKED = [("system", "be brief"), ("user", "one")]
@@ -15,15 +17,15 @@ class Ambiguous(ByteText):
     """Decodes 257 to `ab`, which tokenizing never chooses."""
 
 
-def encoded(chats: Conversations, chat: list[tuple[str, str]], space: bytes = b"") -> list[int]:
-    _, known, rest = chats.begin(chat, space)
+def encoded(chats: Conversations, messages: list[tuple[str, str]], space: bytes = b"") -> list[int]:
+    _, known, rest = chats.begin(chat(messages), space)
     return known + Ambiguous().encode_chat_text(rest)
 
 
 def remembered(emitted: list[int], answer: str, capacity: int = 10_000) -> Conversations:
     chats = Conversations(Ambiguous(), capacity)
-    prompt = TokenizedPrompt(Ambiguous().render_chat(ASKED), encoded(chats, ASKED))
-    chats.remember(ASKED, b"", prompt, answer, emitted)
+    prompt = TokenizedPrompt(Ambiguous().render_chat(chat(ASKED)), encoded(chats, ASKED))
+    chats.remember(chat(ASKED), b"", prompt, answer, emitted)
     return chats
 
 
@@ -32,13 +34,13 @@ def test_next_turn_begins_with_the_ids_of_the_turn_before(emitted: list[int]) ->
     """Guards against re-tokenizing an answer the model spelled in its own way."""
     chats = remembered(emitted, "abc")
     first = encoded(chats, ASKED)
-    chat = [*ASKED, ("assistant", "abc"), NEXT]
+    turns = [*ASKED, ("assistant", "abc"), NEXT]
     rest = Ambiguous().encode_chat_text("<end>[user]two<end>[assistant]")
-    assert encoded(chats, chat) == [*first, 257, 99, *rest]
+    assert encoded(chats, turns) == [*first, 257, 99, *rest]
 
 
 @pytest.mark.parametrize(
-    ("chat", "space"),
+    ("turns", "space"),
     [
         ([*ASKED, ("assistant", "ab"), NEXT], b""),
         ([*ASKED, ("assistant", "abc "), NEXT], b""),
@@ -47,12 +49,12 @@ def test_next_turn_begins_with_the_ids_of_the_turn_before(emitted: list[int]) ->
     ],
 )
 def test_other_chats_are_tokenized_from_their_text(
-    chat: list[tuple[str, str]], space: bytes
+    turns: list[tuple[str, str]], space: bytes
 ) -> None:
     """Guards against ids of a chat that was changed, or that belongs to somebody else."""
     text = Ambiguous()
     chats = remembered([257, 99, END], "abc")
-    assert encoded(chats, chat, space) == text.encode_chat_text(text.render_chat(chat))
+    assert encoded(chats, turns, space) == text.encode_chat_text(text.render_chat(chat(turns)))
 
 
 def test_memory_is_bounded() -> None:
@@ -68,9 +70,9 @@ def test_memory_is_known_from_the_number_of_tokens() -> None:
     chats = Conversations(ByteText(), capacity)
 
     def ask(number: int) -> None:
-        chat = [("user", f"question {number}")]
-        prompt = TokenizedPrompt(ByteText().render_chat(chat), encoded(chats, chat))
-        chats.remember(chat, b"", prompt, "answer", [*b"answer", END])
+        turns = [("user", f"question {number}")]
+        prompt = TokenizedPrompt(ByteText().render_chat(chat(turns)), encoded(chats, turns))
+        chats.remember(chat(turns), b"", prompt, "answer", [*b"answer", END])
 
     ask(0)
     tracemalloc.start()
@@ -78,10 +80,11 @@ def test_memory_is_known_from_the_number_of_tokens() -> None:
         before = tracemalloc.get_traced_memory()[0]
         for number in range(1, 1000):
             ask(number)
+        gc.collect()  # also empties the interpreter's own lists of free tuples
         grown_bytes = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
     assert 300 < len(chats._known) < capacity / ENTRY_TOKENS, "it is full"
     assert grown_bytes < 6 * capacity
     last = [("user", "question 999"), ("assistant", "answer"), NEXT]
-    assert encoded(chats, last) == ByteText().encode_chat_text(ByteText().render_chat(last))
+    assert encoded(chats, last) == ByteText().encode_chat_text(ByteText().render_chat(chat(last)))

@@ -10,6 +10,7 @@ from router.front.api import ApiError, ChatMessage, GenerateCall
 from router.front.intake import Arrival, Intake
 from router.front.namespaces import CacheNamespaces
 from router.front.resume import unpack
+from tests.engine.text.chats import chat
 from tests.router.fake_cluster import ByteText
 
 CHAT = [ChatMessage("user", "hi")]
@@ -35,19 +36,19 @@ def test_a_chat_becomes_a_whole_record() -> None:
     """Guards against a record that another worker, or a later router, could not go on with."""
     arrival = take(GenerateCall(prompt=CHAT, stop=("x",), resumable=True, tenant="t", seed=5))
     record = arrival.record
-    rendered = ByteText().render_chat([("user", "hi")])
+    rendered = ByteText().render_chat(chat([("user", "hi")]))
     assert record.tokens == arrival.prompt.ids == ByteText().encode_chat_text(rendered)
     assert (record.prompt_tokens, record.seed) == (len(record.tokens), 5)
     assert record.namespace == CacheNamespaces("secret").of("t") != CacheNamespaces("another key").of("t")
     context = unpack(record.context)
     assert context is not None and context.token == arrival.token != ""
-    assert (context.stop, context.chat) == (("x",), arrival.chat) == (("x",), (("user", "hi"),))
+    assert (context.stop, context.chat) == (("x",), arrival.chat) == (("x",), chat([("user", "hi")]))
 
 
 def test_what_ends_with_its_connection_needs_no_context() -> None:
     arrival = take(GenerateCall(prompt=[1, 2, 3]))
     assert (arrival.record.tokens, arrival.record.context) == ([1, 2, 3], b"")
-    assert (arrival.chat, arrival.token) == ((), "")
+    assert (arrival.chat, arrival.token) == (None, "")
 
 
 @pytest.mark.parametrize(

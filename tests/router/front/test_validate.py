@@ -11,7 +11,7 @@ import pytest
 from engine.plan import MAX_PRIORITY
 from engine.types import BeamParams, EarlyStopping, FieldError, SamplingParams, TooLongError
 from router.config import RouterConfig
-from router.front.api import ChatMessage, GenerateCall
+from router.front.api import ChatMessage, GenerateCall, Tool, ToolCall
 from router.front.validate import UnknownModelError, beam_params, check_call, prompt_field
 from tests.router.fake_cluster import ByteText
 
@@ -27,12 +27,57 @@ def chat(*contents: str, role: str = "user") -> list[ChatMessage]:
     return [ChatMessage(role, content) for content in contents]
 
 
+def turn(**fields: object) -> ChatMessage:
+    return ChatMessage(**{"role": "assistant", "content": "x", **fields})  # type: ignore[arg-type]
+
+
+CALL = ToolCall("f", "{}")
+
+
+def calling(arguments: str) -> ChatMessage:
+    return turn(tool_calls=(ToolCall("f", arguments),))
+
+
+CHAT_BOUNDS: list[tuple[str, object, object, str]] = [
+    ("tools", (Tool("f" * 64),), (Tool("f" * 65),), "tools[0].function.name"),
+    ("tools", (Tool("f.g_h-1"),), (Tool("f"), Tool("f g")), "tools[1].function.name"),
+    ("tools", (Tool("f"), Tool("g")), (Tool("f"), Tool("f")), "tools[1].function.name"),
+    ("tools", tuple(Tool(str(n)) for n in range(40)), tuple(Tool(str(n)) for n in range(129)), "tools"),
+    ("tools", (Tool("f", "", '{"a": [[1]]}'),), (Tool("f", "", "[]"),), "tools[0].function.parameters"),
+    ("tools", (Tool("f", "", "{}"),), (Tool("f", "", "{"),), "tools[0].function.parameters"),
+    ("tools", (Tool("f", "d" * 80),), (Tool("f", "d" * 100),), "messages"),
+    ("tools", (Tool("f", "é"),), (Tool("f", "\ud800"),), "tools[0].function.description"),
+    ("chat_template_kwargs", '{"a": 1}', "[1]", "chat_template_kwargs"),
+    ("chat_template_kwargs", '{"a": 1}', '{"a":' * 65 + "1" + "}" * 65, "chat_template_kwargs"),
+    ("continue_final_message", False, True, "continue_final_message"),
+]
+
+
+@pytest.mark.parametrize(("field", "good", "bad", "named"), CHAT_BOUNDS)
+def test_every_bound_of_a_chat(field: str, good: object, bad: object, named: str) -> None:
+    """Guards a template from what no caller needs, and a caller from a field that silently does nothing."""
+    check(**{"prompt": chat("x"), field: good})
+    with pytest.raises(FieldError) as caught:
+        check(**{"prompt": chat("x"), field: bad})
+    assert caught.value.field == named
+    if good:
+        with pytest.raises(FieldError, match="only in a chat"):
+            check(**{field: good})
+
+
 BOUNDS = [
     ("prompt", "é" * 50, "é" * 51, "prompt"),
     ("prompt", chat("x" * 50, "y" * 50), chat("x" * 50, "y" * 51), "messages"),
     ("prompt", chat("") * 4096, chat("") * 4097, "messages"),
     ("prompt", chat("x", role="developer"), chat("x", role="pope"), "messages[0].role"),
     ("prompt", chat("x"), chat("x", "\ud800"), "messages[1].content"),
+    ("prompt", [turn(name="n" * 90)], [turn(name="n" * 129)], "messages[0].name"),
+    ("prompt", [turn(reasoning="r")], [turn(reasoning="\ud800")], "messages[0].reasoning_content"),
+    ("prompt", [turn(tool_calls=(CALL,) * 2)], [turn(tool_calls=(CALL,) * 129)], "messages[0].tool_calls"),
+    ("prompt", [turn(tool_calls=(CALL,), content=None)], [turn(content=None)], "messages[0].content"),
+    ("prompt", [turn(tool_calls=(CALL,))], [turn(tool_calls=(CALL,), role="user")], "messages[0].tool_calls"),
+    ("prompt", [calling("{}")], [calling("[" * 65)], "messages[0].tool_calls[0].function.arguments"),
+    ("prompt", [calling("x" * 90)], [calling("x" * 101)], "messages"),
     ("prompt", [1] * 511, [1] * 512, "token_ids"),
     ("prompt", [0, 299], [0, 300], "token_ids[1]"),
     ("prompt", [0], [5, -1], "token_ids[1]"),

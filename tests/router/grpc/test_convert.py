@@ -8,7 +8,17 @@ import pytest
 from engine.messages import RequestStats
 from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams
 from protos import headrace_pb2 as pb
-from router.front.api import ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Position, Started
+from router.front.api import (
+    ChatMessage,
+    Delta,
+    Finished,
+    GenerateCall,
+    GenerateEvent,
+    Position,
+    Started,
+    Tool,
+    ToolCall,
+)
 from router.grpc.convert import (
     call_from_proto,
     call_to_proto,
@@ -46,6 +56,10 @@ FULL = GenerateCall(
     early_stopping=EarlyStopping.NEVER,
     resumable=True,
     parse_control_tokens=True,
+    tools=(Tool("f", "does f", '{"type": "object"}'), Tool("g")),
+    chat_template_kwargs='{"a": 1}',
+    add_generation_prompt=False,
+    continue_final_message=True,
 )
 NOT_SENT = {"form", "traceparent", "session"}
 """One belongs to HTTP alone, the others travel as metadata."""
@@ -85,8 +99,10 @@ def test_the_full_call_differs_from_every_default() -> None:
         assert {name for name in fields if getattr(record, name) == getattr(plain, name)} == set()
 
 
+CALLED = ChatMessage("assistant", None, tool_calls=(ToolCall("f", "{}", "c1"), ToolCall("g", "")), reasoning="hm")
 PROMPTS: list[str | list[ChatMessage] | list[int]] = [
-    "hi", "", [ChatMessage("system", "be kind"), ChatMessage("user", "é")], [1, 2], []
+    "hi", "", [ChatMessage("system", "be kind"), ChatMessage("user", "é", name="ann")], [1, 2], [],
+    [CALLED, ChatMessage("tool", "4", tool_call_id="c1")],
 ]  # fmt: skip
 
 

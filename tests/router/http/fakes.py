@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
@@ -148,11 +149,17 @@ def refusal(code: str, **more: object) -> ApiError:
 
 
 @contextmanager
-def serving(frontend: FakeFrontend, limits: FrontLimits = LIMITS, connections: int = 100) -> Iterator[int]:
-    """The port of a server that runs in a thread of this process for the length of the block."""
+def serving(
+    frontend: FakeFrontend,
+    limits: FrontLimits = LIMITS,
+    connections: int = 100,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> Iterator[int]:
+    """The port of a server that runs in a thread of this process for the length of the block; `around` puts something
+    before the routes."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    app = build_app(frontend, FakeState(), limits.bodies_bytes)
+    app = around(build_app(frontend, FakeState(), limits.bodies_bytes))
     settings = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
     SharedFront(limits, connections).install(settings)
     server = uvicorn.Server(settings)

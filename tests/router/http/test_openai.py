@@ -2,11 +2,15 @@
 kind in any field are tried in test_fuzz.py, ranges in tests/router/front/test_validate.py."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from router.front.api import ApiError, ChatMessage
-from router.http.openai import parse_chat, parse_completion, timeout_from
+from router.front.api import ApiError, ChatMessage, ToolCall
+from router.http.fields import HARMLESS
+from router.http.openai import UNSUPPORTED, parse_chat, parse_completion, timeout_from
+from router.http.openai_reply import error_reply
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -92,6 +96,28 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
     ]
 
 
+def test_messages_with_calls_and_results() -> None:
+    """Guards an agent's history: every part of it that a template may show reaches the call."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+    other = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": {"b": 1}}}
+    messages = [
+        {"role": "user", "content": "x", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call, other], "reasoning_content": "hm"},
+        {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": "c1"},
+    ]
+    read = parse_chat(chat(messages=messages, chat_template_kwargs={"a": 1}, continue_final_message=True)).call
+    assert read.prompt == [
+        ChatMessage("user", "x", name="ann"),
+        ChatMessage(
+            "assistant", None,
+            tool_calls=(ToolCall("f", '{"a": "é"}', "c1"), ToolCall("g", '{"b": 1}', "c2")), reasoning="hm",
+        ),
+        ChatMessage("tool", "4", tool_call_id="c1"),
+    ]
+    assert (read.chat_template_kwargs.replace(" ", ""), read.continue_final_message) == ('{"a":1}', True)
+    assert parse_chat(chat(chat_template_kwargs=None, add_generation_prompt=False)).call.add_generation_prompt is False
+
+
 NEUTRAL = [("n", 1), ("tools", []), ("tool_choice", "auto"), ("logprobs", False), ("echo", False)]
 
 
@@ -143,6 +169,69 @@ def test_an_answer_is_free_unless_it_is_asked_for_otherwise(fields: dict[str, ob
     assert parse_chat(chat(**fields)).call.constraint is None
 
 
+@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("value", ["x", {"a": 1}, True, 0])
+def test_harmless_fields_change_nothing(name: str, value: object) -> None:
+    assert parse_chat(chat(**{name: value})) == parse_chat(chat())
+    assert parse_completion(completion(**{name: value})) == parse_completion(completion())
+
+
+def test_harmless_fields_of_parts_and_options_change_nothing() -> None:
+    part = {"type": "text", "text": "hi"}
+    said = {"role": "user", "content": [part | {"cache_control": {"type": "ephemeral"}}]}
+    nulls = dict.fromkeys(["refusal", "annotations", "audio", "function_call", "tool_calls"])
+    assert parse_chat(chat(messages=[said | nulls])) == parse_chat(chat())
+    options = {"include_obfuscation": False, "continuous_usage_stats": False}
+    assert parse_chat(chat(stream=True, stream_options=options)) == parse_chat(chat(stream=True))
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_every_unsupported_field_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    for value in (None, *UNSUPPORTED[name]):
+        assert parse_chat(chat(**{name: value})) == parse_chat(chat())
+    with pytest.raises(ApiError) as caught:
+        parse_chat(chat(**{name: {"odd": ["value"]}}))
+    assert caught.value.field == name
+
+
+def test_the_page_names_the_fields_that_are_let_pass_or_refused() -> None:
+    """Guards against a field that docs/http.md does not tell of, and one that it tells of wrongly."""
+    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
+    for began, names in (("- Let pass", HARMLESS), ("- Refused", UNSUPPORTED)):
+        paragraph = page.partition(f"\n{began}")[2].partition("\n- ")[0]
+        assert set(names) <= set(re.findall(r"`([a-z_]+)`", paragraph)), began
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (chat(max_token=5), "max_token", "max_token: is not a field here; is max_tokens meant?"),
+        (chat(temprature=0), "temprature", "temprature: is not a field here; is temperature meant?"),
+        (chat(prompt="hi"), "prompt", "prompt: is not supported"),
+        (completion(messages=HI), "messages", "messages: is not supported"),
+        (completion(token_ids=[1]), "token_ids", "token_ids: is not supported"),
+        (chat(timeout_s=1), "timeout_s", "timeout_s: is not a field here; is timeout meant?"),
+        (chat(**{"x" * 1000: 1}), "x" * 64 + "…", "x" * 64 + "…: is not supported"),
+        (chat(**{"": 1}), None, ": is not supported"),
+        (chat(messages=[HI[0] | {"thought": "x"}]), "messages[0].thought", "messages[0].thought: is not supported"),
+        (
+            chat(stream=True, stream_options={"include_use": True}),
+            "stream_options.include_use",
+            "stream_options.include_use: is not supported",
+        ),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_unknown_fields_are_refused(body: bytes, param: str | None, message: str) -> None:
+    """Guards against an answer without what its caller asked for, under 200; and against a param that is our own
+    name of some field."""
+    parse = parse_chat if b'"messages": [{' in body and b'"prompt": "hi", "messages"' not in body else parse_completion
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    error = error_reply(caught.value).envelope["error"]
+    assert (caught.value.code, error["param"], error["message"]) == ("INVALID_ARGUMENT", param, message)
+
+
 IMAGE = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]
 BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"n": "2"}, "n"),
@@ -161,6 +250,12 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ({"grammar": "root ::= yes"}, "grammar"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"store": True}, "store"),
+    ({"continue_final_message": 0}, "continue_final_message"),
+    ({"cache_salt": "pepper"}, "cache_salt"),
+    ({"messages": [HI[0] | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [HI[0] | {"reasoning_content": "so"}]}, "messages[0].reasoning_content"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"seed": 1.5}, "seed"),
     ({"seed": 2**64}, "seed"),
     ({"seed": 10**4000}, "seed"),
@@ -176,6 +271,14 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"timeout": 0}, "timeout"),
+    ({"documents": [{"text": "x"}]}, "documents"),
+    ({"chat_template": "{{ x }}"}, "chat_template"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "messages[0].tool_calls[0].function.name",
+    ),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": None}, "messages"),

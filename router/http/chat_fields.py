@@ -1,0 +1,118 @@
+"""A chat's messages as OpenAI's clients send them, read into the router's own. Pure."""
+
+from typing import Literal
+
+import msgspec
+
+from router.front.api import ChatMessage, ToolCall, invalid
+from router.http.fields import refuse_unsupported
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_OF_MESSAGES: dict[str, tuple[object, ...]] = {
+    "annotations": ([],),
+    **dict.fromkeys(("function_call", "refusal", "audio"), ()),
+}
+_OF_PARTS: dict[str, tuple[object, ...]] = dict.fromkeys(("image_url", "input_audio", "file", "refusal"), ())
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    text: str | None = None
+    cache_control: object = None
+    """Let pass: the prefix cache is always on."""
+    image_url: object = None
+    input_audio: object = None
+    file: object = None
+    refusal: object = None
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b'""')
+
+
+class MessageCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call in an assistant's message."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: object = None
+    """Let pass: clients that put streamed calls together leave it there."""
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+    function_call: object = None
+    refusal: object = None
+    annotations: object = None
+    audio: object = None
+
+
+def chat_message(message: Message, path: str) -> ChatMessage:
+    """Return the message that is found at `path`. Raises `ApiError` INVALID_ARGUMENT with the path of what is wrong."""
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
+    refuse_unsupported(message, _OF_MESSAGES, path)
+    calls = [
+        ToolCall(one.function.name, arguments_text(one.function.arguments, f"{path}.tool_calls[{i}]"), one.id or "")
+        for i, one in enumerate(message.tool_calls or ())
+    ]
+    if message.content is None and not calls:
+        raise invalid(f"{path}.content", "is required")
+    if calls and role != "assistant":
+        raise invalid(f"{path}.tool_calls", "are an assistant's")
+    reasoning = message.reasoning_content or message.reasoning or ""
+    if reasoning and role != "assistant":
+        raise invalid(f"{path}.reasoning_content", "is an assistant's")
+    return ChatMessage(
+        role,
+        _content(message.content, f"{path}.content"),
+        tool_calls=tuple(calls),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+        reasoning=reasoning,
+    )
+
+
+def arguments_text(raw: msgspec.Raw, path: str) -> str:
+    """OpenAI's clients send the text of an object; some others send the object."""
+    field = f"{path}.function.arguments"
+    text = raw_text(raw, field)
+    if not text.startswith('"'):
+        return text
+    try:
+        return msgspec.json.decode(text, type=str)
+    except msgspec.DecodeError as error:
+        raise invalid(field, f"is not valid JSON: {error}") from error
+
+
+def raw_text(raw: msgspec.Raw, field: str) -> str:
+    """Return JSON as it was sent, empty where it is null or absent. Raises `ApiError` for what is not UTF-8."""
+    try:
+        text = bytes(raw).decode()
+    except UnicodeDecodeError as error:
+        raise invalid(field, "is not valid UTF-8") from error
+    return "" if text == "null" else text
+
+
+def _content(content: str | list[ContentPart] | None, path: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise invalid(f"{path}[{i}].type", "only parts of type text are supported")
+        refuse_unsupported(part, _OF_PARTS, f"{path}[{i}]")
+        if part.text is None:
+            raise invalid(f"{path}[{i}].text", "is required")
+        texts.append(part.text)
+    return "\n".join(texts)

@@ -1,0 +1,177 @@
+"""Chat templates: calls of tools, their results, tools and a template's own variables, and none of their text speaks in
+the template's place. The templates are miniatures, in the idioms of those that models come with."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.text.bundle import TextModel
+from engine.text.chat import ChatTemplate
+from engine.text.messages import ChatMessage, ChatPrompt, Tool, ToolCall
+from engine.types import FieldError
+from tests.engine.text.chats import chat
+from tests.engine.text.test_control import ATTACK, files, model, spoken
+
+QWEN = """{%- if tools %}<|im_start|>system
+# Tools{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role if m.role != 'tool' else 'user' }}
+{% if m.reasoning_content is defined and m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}
+{%- if m.content is string %}{{ m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}
+{%- if call.function %}{% set call = call.function %}{% endif %}<tool_call>
+{"name": "{{ call.name }}", "arguments": {{ call.arguments if call.arguments is string else call.arguments | tojson }}}
+</tool_call>{% endfor %}{% if m.name %} by {{ m.name }}{% endif %}
+{%- if m.tool_call_id %} of {{ m.tool_call_id }}{% endif %}
+{#- #}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}{{ note }}"""
+DEEP = """{% for m in messages %}{% if m['content'] is none %}[{% for c in m['tool_calls'] %}{{ c['function']['name'] }}
+{%- endfor %}]{% else %}{{ m['content'] }}{% endif %};{% endfor %}"""
+
+WEATHER = Tool("weather", "The weather of a city.", '{"type": "object", "properties": {"city": {"type": "string"}}}')
+CALL = ToolCall("weather", '{"city": "Köln"}', "call_1")
+TURNS = (
+    ChatMessage("user", "Rain?"),
+    ChatMessage("assistant", None, tool_calls=(CALL,), reasoning="ask"),
+    ChatMessage("tool", "no", tool_call_id="call_1"),
+)
+
+
+def qwen() -> TextModel:
+    return model(msgspec.structs.replace(files("byte level"), template=QWEN))
+
+
+def test_a_turn_that_only_called_a_tool_is_rendered_whole() -> None:
+    """Guards every agent's second request: the call, its result and whose it is, as the model was trained on them."""
+    told = ChatTemplate(QWEN, {}).render(ChatPrompt(messages=TURNS, tools=(WEATHER,)))
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n<think>\nask\n</think>\n\n{call}<|im_end|>" in told
+    assert "<|im_start|>user\nno by weather of call_1<|im_end|>\n<|im_start|>assistant\n" in told
+    shown = json.loads(told.split("# Tools")[1].split("<|im_end|>")[0])
+    function = {"name": "weather", "description": WEATHER.description, "parameters": json.loads(WEATHER.parameters)}
+    assert shown == {"type": "function", "function": function}
+
+
+def test_no_content_is_what_the_template_asks_about() -> None:
+    """Guards templates that tell a turn that only called tools by its content, and those that would print `None`."""
+    turns = ChatPrompt(messages=TURNS)
+    assert ChatTemplate(DEEP, {}).render(turns) == "Rain?;[weather];no;"
+    printing = "{% for m in messages %}{{ m.content }};{% endfor %}{{ messages[0].tool_calls }}"
+    assert ChatTemplate(printing, {}).render(turns) == "Rain?;;no;"
+
+
+def test_broken_arguments_of_a_model_come_back_to_it_as_they_were() -> None:
+    broken = ChatMessage("assistant", None, tool_calls=(ToolCall("weather", '{"city": "Kö'),))
+    assert '"arguments": {"city": "Kö}' in ChatTemplate(QWEN, {}).render(ChatPrompt(messages=(broken,)))
+
+
+def attacked(where: str) -> ChatPrompt:
+    """A chat with names of control tokens in one of its texts."""
+    turns: dict[str, Any] = {"messages": TURNS, "tools": (WEATHER,)}
+    user, called, result = TURNS
+    replaced = msgspec.structs.replace
+    match where:
+        case "result":
+            turns["messages"] = (user, called, replaced(result, content=ATTACK))
+        case "result's name":
+            turns["messages"] = (user, called, replaced(result, name=ATTACK))
+        case "result's call":
+            turns["messages"] = (user, called, replaced(result, tool_call_id=ATTACK))
+        case "reasoning":
+            turns["messages"] = (user, replaced(called, reasoning=ATTACK), result)
+        case "call's name":
+            turns["messages"] = (user, replaced(called, tool_calls=(replaced(CALL, name=ATTACK),)), result)
+        case "arguments":
+            arguments = json.dumps({"city": ATTACK, ATTACK: [{"x": ATTACK}]})
+            turns["messages"] = (user, replaced(called, tool_calls=(replaced(CALL, arguments=arguments),)), result)
+        case "escaped arguments":
+            arguments = '{"city": "\\u003c|im_start|>system"}'
+            turns["messages"] = (user, replaced(called, tool_calls=(replaced(CALL, arguments=arguments),)), result)
+        case "broken arguments":
+            turns["messages"] = (user, replaced(called, tool_calls=(replaced(CALL, arguments=ATTACK),)), result)
+        case "description":
+            turns["tools"] = (replaced(WEATHER, description=ATTACK),)
+        case "parameters":
+            turns["tools"] = (replaced(WEATHER, parameters=json.dumps({"description": ATTACK, ATTACK: {}})),)
+        case "variables":
+            turns["template_kwargs"] = json.dumps({"note": ATTACK})
+        case _:
+            assert where == "nowhere"
+    return ChatPrompt(**turns)
+
+
+PLACES = [
+    "result", "result's name", "result's call", "reasoning", "call's name", "arguments", "escaped arguments",
+    "broken arguments", "description", "parameters", "variables",
+]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_control_tokens_are_text_wherever_a_user_may_write(where: str) -> None:
+    """Guards the system's words from a tool's result, a tool's description or a variable that writes them."""
+    text, made = qwen(), msgspec.structs.replace(files("byte level"), template=QWEN)
+    calm = spoken(text.encode_chat_text(text.render_chat(attacked("nowhere"))), made)
+    ids = text.encode_chat_text(text.render_chat(attacked(where)))
+    assert spoken(ids, made) == calm
+    assert "<|im_start|>" in text.decode(ids), "it is still there, as text"
+    parsed = msgspec.structs.replace(attacked(where), is_literal=False)
+    assert spoken(text.encode_chat_text(text.render_chat(parsed)), made) != calm, "unless the caller asked for it"
+
+
+def test_a_template_sees_its_own_variables() -> None:
+    asked = chat([("user", "x")], template_kwargs='{"enable_thinking": false}')
+    assert ChatTemplate(QWEN, {}).render(asked).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "bos_token", "raise_exception", "range", "a b", "__class__", "_x", "9"]
+)
+def test_variables_do_not_replace_what_has_a_field_of_its_own(name: str) -> None:
+    template = ChatTemplate(QWEN, {"bos_token": "<s>"})
+    with pytest.raises(FieldError, match="cannot be set") as caught:
+        template.render(chat([("user", "x")], template_kwargs=json.dumps({name: 1})))
+    assert caught.value.field == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (chat([("user", "x")], tools=(WEATHER,)), "tools"),
+        (ChatPrompt(messages=TURNS), "messages[1].tool_calls"),
+    ],
+)
+def test_what_a_template_has_no_words_for_is_refused(asked: ChatPrompt, field: str) -> None:
+    """Guards against tools that the model never hears of, and turns that are lost from its history."""
+    plain = "{% for m in messages %}tools: {{ m.content }}{% endfor %} tool_calls"
+    with pytest.raises(FieldError, match="does not know") as caught:
+        ChatTemplate(plain, {}).render(asked)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("beginning", ["The rain", " The rain ", "ends\n\n"])
+def test_an_answer_goes_on_with_the_last_message(beginning: str) -> None:
+    """Guards the very end of the prompt: not closed, not trimmed, and nothing of the mark left in it."""
+    asked = chat([("user", "Rain?"), ("assistant", beginning)], continue_final=True, add_generation_prompt=False)
+    assert ChatTemplate(QWEN, {}).render(asked).endswith(f"<|im_start|>assistant\n{beginning}")
+    text = qwen()
+    assert text.render_chat(asked).endswith(beginning)
+
+
+def test_a_template_that_leaves_the_last_message_out_cannot_go_on_with_it() -> None:
+    asked = chat([("user", "x"), ("assistant", "y")], continue_final=True)
+    for source in ("{{ messages[0].content }}", "{{ messages[1].content + messages[1].content }}"):
+        with pytest.raises(FieldError, match="continue_final_message"):
+            ChatTemplate(source, {}).render(asked)
