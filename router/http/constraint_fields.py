@@ -8,6 +8,7 @@ from engine.constraints.text import JSON_OBJECT, choices_constraint
 from engine.types import Constraint, ConstraintKind, FieldError
 from router.front.api import invalid
 from router.http.chat_fields import raw_text
+from router.http.fields import refuse_unsupported
 
 ABSENT = msgspec.Raw()
 
@@ -34,6 +35,18 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    disable_fallback: object = None
+    """Let pass: there is one backend."""
+    disable_any_whitespace: object = None
+    disable_additional_properties: object = None
+    whitespace_pattern: object = None
+    structural_tag: object = None
+
+
+_OF_STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), (False,)),
+    **dict.fromkeys(("whitespace_pattern", "structural_tag"), ()),
+}
 
 
 class ConstraintFields(msgspec.Struct, kw_only=True):
@@ -76,6 +89,7 @@ def requested_constraint(request: ConstraintFields) -> tuple[str, Constraint | N
     choose("guided_choice", request.guided_choice)
     add("guided_grammar", ConstraintKind.LARK, request.guided_grammar)
     if (asked := request.structured_outputs) is not None:
+        refuse_unsupported(asked, _OF_STRUCTURED_OUTPUTS, "structured_outputs")
         add("structured_outputs.json", ConstraintKind.JSON_SCHEMA, _schema(asked.json, "structured_outputs.json"))
         add("structured_outputs.regex", ConstraintKind.REGEX, asked.regex)
         choose("structured_outputs.choice", asked.choice)
