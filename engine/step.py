@@ -24,7 +24,7 @@ class Row(msgspec.Struct, frozen=True):
     blocks: Sequence[BlockId]
     draw: bool
     banned: tuple[int, ...] = ()
-    """Of tokens that its constraint allows, there may be none but banned ones: then they are not."""
+    """Where its constraint allows nothing but banned tokens, they are not banned."""
     candidates: int = 0
     """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
     follows: bool = False
