@@ -20,6 +20,7 @@ from engine.backends.gpu.graphs import DecodeGraphs
 from engine.batch import Followed, ForwardBatch
 from engine.constraints.matchers import Mask, Matchers
 from engine.cores import Cores
+from engine.logprobs import QueuedDraws, StepLogprobs
 from engine.model.llama import Llama
 from engine.sampling import needs_tokens
 from engine.step import DeadEnd, Drawn, LatestDraws, Row, StepPlan
@@ -96,11 +97,16 @@ class Done(_Marked):
 
 
 class Queued(_Marked):
-    """A step that is queued on a device. `tokens` int64 `[draws]` will be there; `places`: where that of each row with
-    `draw` is, in the order of the plan."""
+    """A step that is queued on a device. `tokens` int64 `[draws]` will be there, and `logprobs`, where any are asked
+    for; `places`: where the token of each row with `draw` is, in the order of the plan."""
 
     def __init__(
-        self, tokens: Tensor, places: list[int], began: Any, dead: Mapping[int, DeadEnd] | None = None
+        self,
+        tokens: Tensor,
+        places: list[int],
+        began: Any,
+        logprobs: StepLogprobs | None = None,
+        dead: Mapping[int, DeadEnd] | None = None,
     ) -> None:
         """`dead`: draws whose token means nothing, by their place."""
         self.tokens = tokens
@@ -108,11 +114,14 @@ class Queued(_Marked):
         self._dead = dead or {}
         self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=tokens.is_cuda)
         self._host.copy_(tokens, non_blocking=True)
+        self._logprobs = None if logprobs is None else logprobs.to_host()
         super().__init__(began, _mark(tokens.device))
 
     def wait(self) -> Sequence[Drawn]:
         self._ended.synchronize()
         drawn = self._host.tolist()
+        if self._logprobs is not None:
+            drawn = self._logprobs.joined(drawn)
         return [self._dead.get(at, drawn[at]) for at in self.places]
 
 
@@ -179,8 +188,10 @@ class ModelRunner:
         dead = self._mask(draws, masks)
         drawn = self._attention.sample(logits, draws)
         launched: Queued | Done
-        if isinstance(drawn, Tensor):
-            launched = Queued(drawn, sorted(range(len(drawing)), key=drawing.__getitem__), began, dead)
+        if isinstance(drawn, Tensor | QueuedDraws):
+            tokens, logprobs = (drawn, None) if isinstance(drawn, Tensor) else drawn
+            places = sorted(range(len(drawing)), key=drawing.__getitem__)
+            launched = Queued(tokens, places, began, logprobs, dead)
         else:
             told = [dead.get(at, token) for at, token in enumerate(drawn)]
             in_order = [told[at] for at in sorted(range(len(drawing)), key=drawing.__getitem__)]

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from engine.types import BlockId, RequestId, RequestRecord
+from engine.types import BlockId, DrawnToken, RequestId, RequestRecord, id_of
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class DeadEnd(msgspec.Struct, frozen=True):
     code: str = "INVALID_ARGUMENT"
 
 
-Drawn = int | Candidates | DeadEnd
+Drawn = DrawnToken | Candidates | DeadEnd
 """The result of a row with `draw`."""
 
 
@@ -74,9 +74,10 @@ class LatestDraws:
             return row
         assert self.step is not None
         token = self.step.wait()[self.number(row)]
-        if isinstance(token, DeadEnd):
-            token = 0  # the request has ended: what is computed behind is dropped
-        return msgspec.structs.replace(row, tokens=[*row.tokens, token], follows=False)
+        assert not isinstance(token, tuple), "nothing follows a search"
+        # Behind a dead end the request has ended: what is computed is dropped.
+        follows = 0 if isinstance(token, DeadEnd) else id_of(token)
+        return msgspec.structs.replace(row, tokens=[*row.tokens, follows], follows=False)
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from engine.kv.layout import KVLayout
 from engine.runner import Done, HostMark
 from engine.step import Candidates, DeadEnd, Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import PagedKV
-from engine.types import BlockId
+from engine.types import BlockId, TokenLogprobs
 
 
 def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
@@ -47,6 +47,17 @@ def fake_candidates(
     """Return the likeliest tokens after `tokens`, computed without any KV memory."""
     rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
     return _candidates(rows, vocab, count, banned)
+
+
+def fake_logprobs(tokens: Sequence[int], layout: KVLayout, vocab: int, token: int, count: int) -> TokenLogprobs:
+    """Return the log probabilities of `token` after `tokens`, and of the `count` likeliest."""
+    rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
+    return _logprobs(rows, vocab, token, count)
+
+
+def _logprobs(rows: np.ndarray, vocab: int, token: int, count: int) -> TokenLogprobs:
+    known = _candidates(rows, vocab, vocab, ())
+    return TokenLogprobs(token, dict(known)[token], known[:count])
 
 
 def _candidates(rows: np.ndarray, vocab: int, count: int, banned: Sequence[int]) -> Candidates:
@@ -111,10 +122,13 @@ class FakeRunner:
                 there = np.concatenate(planes, axis=-1)
                 if row.candidates:
                     drawn.append(_candidates(there, self._vocab, row.candidates, row.banned))
-                elif row.record.constraint is not None:
-                    drawn.append(self._constrained(there, row))
-                else:
-                    drawn.append(_hash(there, self._vocab))
+                    continue
+                wanted = row.record.logprobs
+                token = self._constrained(there, row) if row.record.constraint else _hash(there, self._vocab)
+                if isinstance(token, DeadEnd):
+                    drawn.append(token)
+                    continue
+                drawn.append(token if wanted is None else _logprobs(there, self._vocab, token, wanted))
         return drawn
 
     def _constrained(self, rows: np.ndarray, row: Row) -> int | DeadEnd:

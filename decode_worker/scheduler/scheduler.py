@@ -124,7 +124,7 @@ class DecodeScheduler:
                 return self.endings.router_lost(link, now)
             case FromPeer(_, FirstToken() as message):
                 request = self.prefills.handoffs.first_token(message)
-                return [] if request is None else self.endings.follow(request, message.token, now)
+                return [] if request is None else self.endings.follow(request, message.drawn, now)
             case FromPeer() | PeerUp() | PeerDown() | Received():
                 return self.endings.settle(self.prefills.handle(event, now), now)
             case FromReader() | ReaderUp() | ReaderLost() | ReaderDead() | Posted() | Sent():
@@ -209,7 +209,7 @@ class DecodeScheduler:
         for request, token in self.batch.complete(plan, drawn):
             if isinstance(token, DeadEnd):
                 commands += self.endings.give_up(request, token, now)
-            elif not isinstance(token, int):
+            elif isinstance(token, tuple):
                 answers = self.batch.search(request, token)
                 if answers is not None:
                     kept, reason = sum(len(beam.ids) for beam in answers), answers[0].reason
