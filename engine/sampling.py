@@ -1,8 +1,8 @@
 """Draws a step's tokens from its logits: one draw per row that wants one, as its request's record says.
 
 What is done to a row's logits, in this order: log probabilities are taken from them as they are; what is not allowed is
-left out; biases are added; penalties; what would end the answer too early is left out; what a constraint forbids is left
-out; then temperature, top-k, top-p, min-p, and the draw.
+left out; biases are added; penalties; what would end the answer too early is left out; so is what a constraint forbids;
+then temperature, top-k, top-p, min-p, and the draw.
 """
 
 from collections.abc import Sequence
