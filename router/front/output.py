@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from engine.text.messages import ChatPrompt
+from engine.types import SamplingParams
 from router.front.api import Delta
 from router.front.logprobs import PackedLogprobs
 
@@ -34,6 +35,7 @@ class ServedModel(Protocol):
     stop_ids: frozenset[int]
     model_dir: Path | None
     """The prepared model, for those who read more of it; None where there is none."""
+    sampling: SamplingParams
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]: ...
 

@@ -81,7 +81,9 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "
 
 
 @pytest.mark.parametrize(
-    "fields", [{"response_format": FORMAT}, {"guided_json": PET}, {"structured_outputs": {"json": PET}}], ids=lambda value: str(value)[:30]
+    "fields",
+    [{"response_format": FORMAT}, {"guided_json": PET}, {"structured_outputs": {"json": PET}}],
+    ids=lambda fields: str(fields)[:30],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_schema_is_kept(served: Served, fields: dict[str, Any], temperature: float) -> None:

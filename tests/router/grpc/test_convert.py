@@ -12,7 +12,6 @@ from engine.types import (
     EarlyStopping,
     FieldError,
     FinishReason,
-    SamplingParams,
     TokenLogprobs,
 )
 from protos import headrace_pb2 as pb
@@ -23,6 +22,7 @@ from router.front.api import (
     GenerateCall,
     GenerateEvent,
     Position,
+    SamplingOverrides,
     Started,
     Tool,
     ToolCall,
@@ -42,7 +42,7 @@ FULL = GenerateCall(
     model="m",
     max_tokens=9,
     min_tokens=2,
-    sampling=SamplingParams(
+    sampling=SamplingOverrides(
         temperature=0.5,
         top_k=3,
         top_p=0.25,
