@@ -29,14 +29,13 @@ def fingerprint(model_dir: Path) -> str:
 class TextModel:
     """Stateless after `load`, and safe to share between threads. `stop_ids` end an answer."""
 
-    def __init__(self, files: TextFiles, control: ControlTokens, folder: Path | None = None) -> None:
-        """`folder` is where the files are read again when they are asked for."""
-        self._folder = folder
+    def __init__(self, files: TextFiles, control: ControlTokens, model_dir: Path | None = None) -> None:
         settings = files.settings
         self.name = settings.name
         self.vocab_size = settings.vocab_size
         self.context_tokens = settings.context_tokens
         self.stop_ids: frozenset[int] = frozenset(settings.stop_ids)
+        self.model_dir = model_dir
         self.sampling = settings.sampling or SamplingParams()
         """What its publisher recommends."""
         self._control = control
@@ -109,9 +108,9 @@ class TextModel:
     def tokenizer_files(self) -> dict[str, str]:
         """Return what another program needs to tokenize and to render chats as this one does: file contents by name, as
         they lie in a Hugging Face directory. Raises ModelError where the files are gone."""
-        if self._folder is None:
+        if self.model_dir is None:
             raise ModelError(Path(TOKENIZER_FILE), "was not read from a folder")
-        return TextFiles.load(self._folder).as_hugging_face()
+        return TextFiles.load(self.model_dir).as_hugging_face()
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""

@@ -9,11 +9,17 @@ from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from engine.types import SamplingParams, TokenLogprobs
+from engine.constraints.text import JSON_OBJECT, choices_constraint
+from engine.types import Constraint, ConstraintKind, FieldError, SamplingParams, TokenLogprobs
 from router.front.api import ApiError, Finished, GenerateCall, invalid
 
 _NEUTRAL_AT_0 = ("top_p", "repetition_penalty")
 _PLAIN = ("top_k", "min_p", "frequency_penalty", "presence_penalty")
+_KINDS = {
+    "json_schema": ConstraintKind.JSON_SCHEMA,
+    "regex": ConstraintKind.REGEX,
+    "grammar": ConstraintKind.LARK,
+}
 _REFUSED = ("mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
 
 
@@ -28,9 +34,7 @@ def call_from_vllm(request: Any) -> GenerateCall:
     if kind is None:
         raise invalid("input", "one of tokenized and text must be set")
     asked = request.sampling_params
-    constraint = asked.WhichOneof("constraint")
-    if constraint is not None:
-        raise invalid(constraint, "is not supported")
+    field = asked.WhichOneof("constraint")
     optional = {
         name: getattr(asked, name)
         for name in ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
@@ -48,8 +52,23 @@ def call_from_vllm(request: Any) -> GenerateCall:
         ignore_eos=asked.ignore_eos,
         logit_bias=tuple(sorted(asked.logit_bias.items())),
         request_id=request.request_id,
+        constraint=None if field is None else _constraint(asked, field),
+        constraint_field=field or "constraint",
         **optional,
     )
+
+
+def _constraint(asked: Any, field: str) -> Constraint | None:
+    if field == "choice":
+        try:
+            return choices_constraint(asked.choice.choices, field)
+        except FieldError as error:
+            raise invalid(field, error.message) from error
+    if field == "json_object":
+        return JSON_OBJECT if asked.json_object else None
+    if field not in _KINDS:
+        raise invalid(field, "is not supported")
+    return Constraint(_KINDS[field], getattr(asked, field))
 
 
 def _sampling(asked: Any) -> SamplingParams:

@@ -17,8 +17,9 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from engine.constraints.text import JSON_OBJECT, choices_constraint
 from engine.messages import Cancel, Place
-from engine.types import TokenLogprobs
+from engine.types import Constraint, ConstraintKind, TokenLogprobs
 from router.front.api import ApiError
 from router.grpc.client import Client
 from router.grpc.vllm.messages import call_from_vllm, output_logprobs
@@ -155,6 +156,24 @@ def test_what_is_not_served_is_refused(asked: Any, field: str) -> None:
     with pytest.raises(ApiError) as raised:
         call_from_vllm(asked)
     assert (raised.value.code, raised.value.field) == ("INVALID_ARGUMENT", field)
+
+
+def test_constraints_are_ours() -> None:
+    for given, constraint in (
+        (vllm.SamplingParams(json_schema="{}"), Constraint(ConstraintKind.JSON_SCHEMA, "{}")),
+        (vllm.SamplingParams(regex="a+"), Constraint(ConstraintKind.REGEX, "a+")),
+        (vllm.SamplingParams(grammar='start: "a"'), Constraint(ConstraintKind.LARK, 'start: "a"')),
+        (vllm.SamplingParams(json_object=True), JSON_OBJECT),
+        (
+            vllm.SamplingParams(choice=vllm.ChoiceConstraint(choices=["a", "b"])),
+            choices_constraint(["a", "b"], "choice"),
+        ),
+    ):
+        call = call_from_vllm(vllm.GenerateRequest(text="x", sampling_params=given))
+        assert call.constraint == constraint and call.constraint_field == given.WhichOneof("constraint")
+    for given in (vllm.SamplingParams(structural_tag="{}"), vllm.SamplingParams(choice=vllm.ChoiceConstraint())):
+        with pytest.raises(ApiError):
+            call_from_vllm(vllm.GenerateRequest(text="x", sampling_params=given))
 
 
 def test_log_probabilities_stand_in_columns() -> None:
