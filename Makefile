@@ -50,10 +50,11 @@ observe: $(DEV)
 dashboards: $(DEV)
 	$(BIN)/python -m telemetry.dashboards
 
-# The README's picture, from a run like that of `make observe`.
+# The README's pictures: the dashboard from a run like that of `make observe`, the page at / from a headless Chromium.
 picture: $(DEV)
 	$(PIP) --editable ".[picture]"
 	$(BIN)/python -m tests.integration.picture docs/overview.png
+	$(BIN)/python -m tests.integration.chat_picture docs/chat.png
 
 # `ray up` for real, on three hosts made of namespaces of this machine (2-5 minutes). Needs root, openssh-server, rsync
 # and iproute2; says what is missing and skips without them.

@@ -96,6 +96,9 @@ class HexText:
     def detokenizer(self) -> Detokenizer:
         return self._detokenizers.make()
 
+    def token_bytes(self, token: int) -> tuple[bytes, bool]:
+        return self._detokenizers.token_bytes(token)
+
 
 def _ticks() -> int:
     return int(time.monotonic() / TICK_S) % VOCABULARY

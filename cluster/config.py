@@ -117,6 +117,7 @@ _MAY_BE_ZERO = frozenset(
 )
 MAX_WORKERS = 1024
 """The most workers of a pool: more is a slip of the keyboard."""
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _SHARES = (".digest_sample", "tracing.sample", ".device_share")
 _POOL_SIZES = ("prefill_workers", "decode_workers", "routers")
@@ -159,6 +160,9 @@ def problem(key: str, value: object) -> str | None:
             return f"{value!r} is not one of {', '.join(DTYPE_BYTES)}, auto"
         if key.endswith("engine.device") and not _DEVICE.fullmatch(str(value)):
             return f"{value!r} is not cpu, cuda or cuda:N"
+        for origin in value if key == "router.cors_origins" and isinstance(value, tuple) else ():
+            if not _ORIGIN.fullmatch(origin):
+                return f"{origin!r} is neither * nor an origin such as https://example.org"
         for name in _policies(key, value):
             if name not in POLICIES:
                 return f"{name!r} is not one of {', '.join(POLICIES)}"

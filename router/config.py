@@ -34,6 +34,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes a free port."""
     http_port: int = 8000
     """0 takes a free port, -1 means no HTTP front."""
+    chat_page: bool = True
+    """Whether the HTTP front has a page at `/`."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins ("https://example.org") may ask the HTTP front from a browser; "*": those of all."""
     policy: str = "least-cost"
     """`least-cost`, or one of the simpler ones of `router.core.policies`, for comparison."""
     local_prefill: LocalPrefill = "never"

@@ -41,7 +41,7 @@ class Steps:
         self.said.mkdir()
         self._tools.mkdir()
         # `find` lists shared memory, where other programs of this machine may have some.
-        for name in ("make", "g++", "prometheus", "promtool", "sshd", "rsync", "ip", "apt-get", "find"):
+        for name in ("make", "g++", "prometheus", "promtool", "chromium", "sshd", "rsync", "ip", "apt-get", "find"):
             tool = self._tools / name
             tool.write_text(MAKE if name == "make" else NOTHING)
             tool.chmod(0o755)

@@ -89,6 +89,11 @@ class TextModel:
         detokenizer = self.detokenizer()
         return detokenizer.push(ids) + detokenizer.flush()
 
+    def token_bytes(self, token: int) -> tuple[bytes, bool]:
+        """Return the bytes that a token stands for, and whether answers show them; of one that they skip, those of its
+        name."""
+        return self._detokenizers.token_bytes(token)
+
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""
         return self._detokenizers.make()

@@ -6,7 +6,7 @@ from engine.messages import RequestStats
 from engine.text.messages import ChatMessage as ChatMessage
 from engine.text.messages import Tool as Tool
 from engine.text.messages import ToolCall as ToolCall
-from engine.types import EarlyStopping, FinishReason, SamplingParams
+from engine.types import EarlyStopping, FinishReason, SamplingParams, TokenLogprobs
 
 
 class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +19,8 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     created: int
     label: str = ""
+    logprobs: int | None = None
+    """How many alternatives are written beside each token's log probability; None: neither is written."""
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,14 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     timeout_s: float | None = None
     priority: int = 0
+    logprobs: int | None = None
+    """So many alternatives beside the log probability of each output token; None: no log probabilities."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """What is added to the logits of these tokens."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; empty: all."""
     beam_width: int | None = None
     """Beam search in place of drawing: the `n` best answers of so many hypotheses."""
     length_penalty: float = 1.0
@@ -74,6 +84,9 @@ class Started(msgspec.Struct, frozen=True):
     resume_token: str = ""
     form: HttpForm | None = None
     samples: int = 1
+    had_ids: tuple[tuple[int, ...], ...] = ()
+    """The output tokens that the client of a stream that goes on has, by sample, where the form's text offsets go on
+    behind them."""
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -82,6 +95,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     text: str
     token_ids: tuple[int, ...]
     sample: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those of each of the tokens, where they are asked for."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):

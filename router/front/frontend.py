@@ -182,15 +182,21 @@ class Frontend:
             history=history,
         )
 
-    async def _serve(self, samples: Samples, reader: SamplesReader) -> AsyncGenerator[GenerateEvent, None]:
-        """Yield what `reader` takes, until the end or until the client leaves."""
+    async def _serve(
+        self,
+        samples: Samples,
+        reader: SamplesReader,
+        had: Callable[[], tuple[tuple[int, ...], ...]] | None = None,
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Yield what `reader` takes, until the end or until the client leaves. `had` returns the tokens that its client
+        has, where it wants to be reminded."""
         token = samples.started.resume_token
         try:
             while (event := await reader.next()) is not None:
                 if isinstance(event, Started):
                     if token:
                         self._resumables.keep(token, samples)
-                    yield event
+                    yield event if had is None else msgspec.structs.replace(event, had_ids=had())
                     continue
                 at, item = event
                 stream = reader.streams[at]
@@ -247,7 +253,12 @@ class Frontend:
             raise unknown_token()
         reader = samples.read(positions, outlet)
         self._resumables.attached(token)
-        async with aclosing(self._serve(samples, reader)) as events:
+        form = samples.started.form
+        had = None
+        if form is not None and form.logprobs is not None and not form.chat:
+            indexes = [at.next_index for at in positions] or [0] * len(reader.streams)
+            had = partial(_had_ids, reader.streams, indexes)
+        async with aclosing(self._serve(samples, reader, had)) as events:
             async for event in events:
                 yield event
 
@@ -378,6 +389,10 @@ class Frontend:
     def _give_up(self, late: list[Samples]) -> None:
         for samples in late:
             self._abandon(samples)
+
+
+def _had_ids(streams: Sequence[SampleStream], indexes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(stream.ids[:index]) for stream, index in zip(streams, indexes, strict=True)])
 
 
 def _least_tokens(call: GenerateCall, record: RequestRecord) -> int:

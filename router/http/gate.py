@@ -1,11 +1,14 @@
 """Stands before the HTTP routes: nobody without a credential gets past it, nor has a body read.
 
-`/health` and `/ready` are open, for probes that have no credential. Metrics, and where they are, are for monitors.
+`/health` and `/ready` are open, for probes that have no credential, and so is the page at `/`, which asks for one.
+Metrics, and where they are, are for monitors. Browsers let pages of other origins read answers where `with_cors` says
+so: it stands before the gate, since a browser asks whether it may before it shows a credential.
 """
 
 from asyncio import Transport
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -15,9 +18,10 @@ from access.tenants import ANYONE, Caller
 from access.tls import names_in
 from router.front.access import check_monitor, let_in
 from router.front.api import ApiError
-from router.http.answers import error_response
+from router.http.answers import RESUME_TOKEN_HEADER, error_response
+from router.http.page import PAGE_PATH
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", PAGE_PATH})
 MONITORED_PATHS = frozenset({"/metrics", "/sd"})
 _NAMES = "certificate_names"
 _CALLER = "caller"
@@ -43,6 +47,20 @@ class HttpGate:
                 return
             state[_CALLER] = caller
         await self._app(scope, receive, send)
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let pages of `origins` ("*": of all) ask `app` and read its answers, with keys but without cookies. Without
+    origins, `app` is returned as it is."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", RESUME_TOKEN_HEADER, "retry-after"),
+    )
 
 
 class CertificateProtocol(H11Protocol):

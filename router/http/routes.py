@@ -8,6 +8,7 @@ generation goes on in `router/front/frontend.py`.
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
@@ -31,6 +32,7 @@ from router.http.gate import caller_of
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
+from router.http.page import PAGE_PATH, ChatPage
 from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
 
@@ -52,9 +54,11 @@ class ServerState(Protocol):
     def targets(self, router_address: str, host: str) -> list[ScrapeTarget]: ...
 
 
-def build_app(frontend: Frontend, state: ServerState, bodies_bytes: int = 64 * 1024 * 1024) -> Starlette:
+def build_app(
+    frontend: Frontend, state: ServerState, bodies_bytes: int = 64 * 1024 * 1024, *, chat_page: bool = True
+) -> Starlette:
     """The ASGI application. `frontend` and `state` must live on the event loop that serves it; `bodies_bytes` bounds
-    what is being received of all bodies together."""
+    what is being received of all bodies together. `chat_page`: whether there is a page at `/`."""
     started = int(time.time())
     bodies = Bodies(bodies_bytes)
 
@@ -87,8 +91,14 @@ def build_app(frontend: Frontend, state: ServerState, bodies_bytes: int = 64 * 1
     async def show_version(request: Request) -> Response:
         return json_response({"version": _version()})
 
+    page = ChatPage()
+
+    async def show_page(request: Request) -> Response:
+        return page.response()
+
     return Starlette(
         routes=[
+            *([Route(PAGE_PATH, show_page)] if chat_page else []),
             Route("/v1/chat/completions", _Generate(frontend, parse_chat, bodies), methods=["POST"]),
             Route("/v1/completions", _Generate(frontend, parse_completion, bodies), methods=["POST"]),
             Route("/v1/streams/{token}", _Streams(frontend), methods=["GET", "DELETE"]),
@@ -114,6 +124,7 @@ class _Generate:
         self._frontend = frontend
         self._parse = parse
         self._bodies = bodies
+        self._token_bytes = partial(_token_bytes, frontend)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -142,9 +153,9 @@ class _Generate:
         call = msgspec.structs.replace(call, resumable=resumable, traceparent=trace, session=session)
         outlet = Outlet()
         events = self._frontend.generate(call, outlet)
-        answer: ASGIApp = WholeAnswer(events, parsed.form, outlet)
+        answer: ASGIApp = WholeAnswer(events, parsed.form, self._token_bytes, outlet)
         if parsed.stream:
-            answer = StreamedAnswer(events, parsed.form, outlet=outlet)
+            answer = StreamedAnswer(events, parsed.form, self._token_bytes, outlet=outlet)
         await _attended(answer, scope, receive, send)
 
 
@@ -154,6 +165,7 @@ class _Streams:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
+        self._token_bytes = partial(_token_bytes, frontend)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
@@ -182,7 +194,11 @@ class _Streams:
         had = [Position(one.next_index, one.text_bytes) for one in at]
         outlet = Outlet()
         events = self._frontend.resume(token, had, tenant, outlet)
-        await _attended(StreamedAnswer(events, None, at, outlet), scope, receive, send)
+        await _attended(StreamedAnswer(events, None, self._token_bytes, at, outlet), scope, receive, send)
+
+
+def _token_bytes(frontend: Frontend, token: int) -> tuple[bytes, bool]:
+    return frontend.model.token_bytes(token)
 
 
 async def _attended(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

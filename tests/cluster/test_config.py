@@ -152,6 +152,9 @@ def test_one_pool_is_two_settings_and_what_follows() -> None:
         ([], {"HEADRACE_DECODE__MAX_BATCH": "-1"}, r"decode.max_batch .*-1 is negative"),
         (["--set", "router.policy=best"], {}, r"router.policy \(flag --set\): 'best' is not one of least-cost, "),
         (["--set", "router.shadow_policies=random,best"], {}, r"router.shadow_policies .*'best' is not one of"),
+        (["--set", "router.cors_origins=https://a.example/"], {}, r"router.cors_origins .*neither \* nor an origin"),
+        (["--set", "router.cors_origins=a.example"], {}, r"router.cors_origins .*neither \* nor an origin"),
+        (["--set", "router.cors_origins=null"], {}, r"router.cors_origins .*neither \* nor an origin"),
         (["--set", "prefill.transfer.wire=int4"], {}, r"prefill.transfer.wire .*'int4' is not one of"),
         (
             ["--set", "decode.transfer.wire=fp8", "--set", "decode.engine.deterministic=on"],

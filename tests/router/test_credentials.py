@@ -180,7 +180,7 @@ def test_http_asks_for_a_key_but_for_probes(runner: asyncio.Runner, keys: Keys) 
             twice = [("authorization", f"Bearer {keys.acme}"), ("authorization", f"Bearer {keys.globex}")]
             assert (await client.get(site.url("/v1/models"), headers=twice)).status_code == 401
             for path, anyone, tenant, monitor in (
-                *(("/health", 200, 200, 200), ("/ready", 200, 200, 200)),
+                *(("/health", 200, 200, 200), ("/ready", 200, 200, 200), ("/", 200, 200, 200)),
                 *(("/metrics", 401, 403, 200), ("/sd", 401, 403, 200)),
                 *(("/v1/models", 401, 200, 200), ("/version", 401, 200, 200), ("/nowhere", 401, 404, 404)),
             ):

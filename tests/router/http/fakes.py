@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
@@ -63,6 +64,15 @@ ANSWER: list[GenerateEvent] = [
 ]
 
 
+def token_bytes(token: int) -> tuple[bytes, bool]:
+    """Stand for a vocabulary of bytes and one control token."""
+    return (bytes([token]), True) if token < 256 else (b"<end>", False)
+
+
+class FakeModel:
+    token_bytes = staticmethod(token_bytes)
+
+
 class FakeFrontend:
     """Plays `script`: an event is yielded, an exception raised, a number slept.
 
@@ -75,6 +85,7 @@ class FakeFrontend:
         self.calls: list[GenerateCall] = []
         self.open = 0
         self.yielded = 0
+        self.model = FakeModel()
 
     async def generate(self, call: GenerateCall, outlet: Outlet | None = None) -> AsyncGenerator[GenerateEvent, None]:
         self.calls.append(call)
@@ -148,11 +159,17 @@ def refusal(code: str, **more: object) -> ApiError:
 
 
 @contextmanager
-def serving(frontend: FakeFrontend, limits: FrontLimits = LIMITS, connections: int = 100) -> Iterator[int]:
-    """The port of a server that runs in a thread of this process for the length of the block."""
+def serving(
+    frontend: FakeFrontend,
+    limits: FrontLimits = LIMITS,
+    connections: int = 100,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> Iterator[int]:
+    """The port of a server that runs in a thread of this process for the length of the block; `around` puts something
+    before the routes."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    app = build_app(frontend, FakeState(), limits.bodies_bytes)
+    app = around(build_app(frontend, FakeState(), limits.bodies_bytes))
     settings = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
     SharedFront(limits, connections).install(settings)
     server = uvicorn.Server(settings)
