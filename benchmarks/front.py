@@ -42,6 +42,7 @@ from engine.messages import (
     frames,
 )
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
+from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import FinishReason, Incarnation
 from router.config import FrontLimits, RouterConfig
@@ -73,6 +74,7 @@ class HexText:
     vocab_size = VOCABULARY + 1
     context_tokens = CONTEXT_TOKENS
     stop_ids = frozenset({VOCABULARY})
+    dialect = Dialect()
 
     def __init__(self) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -93,8 +95,8 @@ class HexText:
     def encode_chat_text(self, rendered: str) -> list[int]:
         return self.encode(rendered, add_special=False)
 
-    def detokenizer(self) -> Detokenizer:
-        return self._detokenizers.make()
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        return self._detokenizers.make(shown)
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:
         return self._detokenizers.token_bytes(token)

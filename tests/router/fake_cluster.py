@@ -31,6 +31,7 @@ from engine.messages import (
     decode_router_frame,
     encode,
 )
+from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import Beam, FinishReason, Incarnation, TokenLogprobs
 from router.dispatch import ATTACH
@@ -51,6 +52,7 @@ class ByteText:
     vocab_size = 300
     context_tokens = 512
     stop_ids = frozenset({END})
+    dialect = Dialect()
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
         if is_literal:
@@ -67,7 +69,7 @@ class ByteText:
     def encode_chat_text(self, rendered: str) -> list[int]:
         return self.encode(rendered, add_special=False)
 
-    def detokenizer(self) -> ByteDetokenizer:
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> ByteDetokenizer:
         return ByteDetokenizer()
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from engine.text.messages import ChatPrompt
 from router.front.parsers.harmony import MARKS, HarmonyParser
 from router.front.parsers.hermes import HermesParser
 from router.front.parsers.llama import TAG, LlamaParser
@@ -39,6 +40,15 @@ _MARKS = {
     "harmony": MARKS,
     "think": (OPEN, CLOSE),
 }
+
+
+def opens_thinking(chat: ChatPrompt, prompt: str) -> bool:
+    """Return whether the answer begins inside of a think block: the template opens it, or the message does that the
+    answer goes on with."""
+    if not chat.continue_final:
+        return chat.add_generation_prompt and prompt.rstrip().endswith(OPEN)
+    begun = chat.messages[-1].content or ""
+    return begun.rfind(OPEN) > begun.rfind(CLOSE)
 
 
 def parser_of(parsing: Parsing) -> AnswerParser:

@@ -65,8 +65,8 @@ FULL = GenerateCall(
     add_generation_prompt=False,
     continue_final_message=True,
 )
-NOT_SENT = {"form", "traceparent", "session"}
-"""One belongs to HTTP alone, the others travel as metadata."""
+NOT_SENT = {"form", "tool_choice", "parallel_tool_calls", "traceparent", "session"}
+"""Some belong to HTTP alone, the others travel as metadata."""
 FINISHED = Finished(
     reason=FinishReason.LENGTH,
     prompt_tokens=5,
