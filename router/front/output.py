@@ -13,6 +13,7 @@ import msgspec
 
 from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
+from engine.types import SamplingParams
 from router.front.api import Delta
 from router.front.logprobs import PackedLogprobs
 from router.front.parsers.pieces import AnswerParser
@@ -34,6 +35,7 @@ class ServedModel(Protocol):
     context_tokens: int
     stop_ids: frozenset[int]
     dialect: Dialect
+    sampling: SamplingParams
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]: ...
 

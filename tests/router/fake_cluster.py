@@ -33,7 +33,7 @@ from engine.messages import (
 )
 from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
-from engine.types import Beam, FinishReason, Incarnation, TokenLogprobs
+from engine.types import Beam, FinishReason, Incarnation, SamplingParams, TokenLogprobs
 from router.dispatch import ATTACH
 from tests.secrets_of_tests import SECRETS
 
@@ -53,6 +53,7 @@ class ByteText:
     context_tokens = 512
     stop_ids = frozenset({END})
     dialect = Dialect()
+    sampling = SamplingParams()
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
         if is_literal:
