@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -75,6 +76,7 @@ class HexText:
     context_tokens = CONTEXT_TOKENS
     stop_ids = frozenset({VOCABULARY})
     dialect = Dialect()
+    model_dir: Path | None = None
     sampling = SamplingParams()
 
     def __init__(self) -> None:
