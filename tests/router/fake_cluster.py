@@ -32,6 +32,7 @@ from engine.messages import (
     decode_router_frame,
     encode,
 )
+from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import Beam, FinishReason, Incarnation, SamplingParams, TokenLogprobs
 from router.dispatch import ATTACH
@@ -52,6 +53,7 @@ class ByteText:
     vocab_size = 300
     context_tokens = 512
     stop_ids = frozenset({END})
+    dialect = Dialect()
     model_dir: Path | None = None
     sampling = SamplingParams()
 
@@ -79,7 +81,7 @@ class ByteText:
     def tokenizer_files(self) -> dict[str, str]:
         return {"tokenizer.json": "{}"}
 
-    def detokenizer(self) -> ByteDetokenizer:
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> ByteDetokenizer:
         return ByteDetokenizer()
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:
