@@ -27,6 +27,8 @@ class Row(msgspec.Struct, frozen=True):
     candidates: int = 0
     """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
     follows: bool = False
+    scored: int = 0
+    """So many of its tokens, from `start` on, have a next one in the prompt whose log probability is wanted."""
 
     @property
     def draw_key(self) -> tuple[int, int, int]:
@@ -73,6 +75,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     rows: tuple[Row, ...]
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
     number: int = 0
+    is_scored: bool = False
+    """True where some row is `scored`."""
 
     @property
     def computed_tokens(self) -> int:

@@ -97,6 +97,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     sample: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of each of the tokens, where they are asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first of sample 0: those of the prompt's tokens from the second on, where they are asked for."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
