@@ -101,7 +101,7 @@ class RouterHello(Record):
 
 class Claim(Record):
     """Give me the requests of this `RequestRecord.resume_key`, whoever has them: their client has come to me. Of this
-    cache namespace only, where one is named. Answered by their `Orphan`s, then `ClaimTold`."""
+    owner's only (`engine.identity.owner`), where one is named. Answered by their `Orphan`s, then `ClaimTold`."""
 
     key: bytes
     namespace: bytes | None = None

@@ -133,7 +133,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     emitted_logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of the tokens behind the prompt, where a router may come that has not heard them."""
     namespace: bytes = b""
-    """The part of the cache that its blocks are found in: a tenant's, or nobody's."""
+    """The part of the cache that its blocks are found in: a tenant's, or nobody's, or a part of either that a salt
+    sets apart (`engine.identity.owner`)."""
     cache_share: float = 0.0
     """The part of each worker's blocks, up to 1, that are its namespace's own (`engine.kv.shares`); 0: what is left."""
     remaining_s: float | None = None

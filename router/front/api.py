@@ -58,6 +58,10 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     resumable: bool = False
     """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
+    truncate_prompt_tokens: int | None = None
+    """Keep so many tokens of a longer prompt, its last ones; -1: as many as the context leaves room for."""
+    cache_salt: str = ""
+    """Only requests of the same tenant with the same salt find each other's prompts in the cache."""
     form: HttpForm | None = None
     """The form of the answer, where the call came over HTTP."""
     tools: tuple[Tool, ...] = ()
@@ -72,6 +76,13 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """The caller's W3C trace context; it travels as a header or as metadata."""
     session: str = ""
     """The caller's name for a conversation, whose requests are to go to the same workers; a header, or metadata."""
+
+
+class TokenizedText(msgspec.Struct, frozen=True):
+    """A text's token ids, and if they were asked for, the tokens as the vocabulary writes them."""
+
+    ids: list[int]
+    strings: list[str]
 
 
 class Started(msgspec.Struct, frozen=True):

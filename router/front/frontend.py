@@ -11,8 +11,8 @@ request can keep more than its `max_tokens`.
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,13 +20,14 @@ import msgspec
 
 from access.limits import LimitedError, TenantAdmission, TenantLimits
 from access.tenants import Tenant
+from engine.identity import owner
 from engine.messages import Orphan
 from engine.text.messages import ChatPrompt
 from engine.types import FieldError, FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.events import Complete, Submit
 from router.front.access import limited
-from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started
+from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started, TokenizedText
 from router.front.conversation import TokenizedPrompt
 from router.front.intake import Arrival, Intake
 from router.front.outlet import Outlet, WakeQueue
@@ -110,6 +111,32 @@ class Frontend:
             async for event in events:
                 yield event
 
+    async def tokenize(
+        self, call: GenerateCall, *, add_special: bool | None = None, strings: bool = False
+    ) -> TokenizedText:
+        """Return the ids of the call's text or chat (`Intake.tokenize`). Raises ApiError."""
+        with self._admitted(call.tenant):
+            return await self._intake.tokenize(call, add_special=add_special, strings=strings)
+
+    async def detokenize(
+        self, ids: list[int], model: str | None = None, tenant: str = "", field: str = "token_ids"
+    ) -> str:
+        """Return the text of token ids; `field` is where the caller wrote them. Raises ApiError."""
+        with self._admitted(tenant):
+            return await self._intake.detokenize(ids, model, field)
+
+    @contextmanager
+    def _admitted(self, tenant: str) -> Iterator[None]:
+        """Count work without a sample as one that runs meanwhile and spends nothing. Raises ApiError."""
+        try:
+            admission = self._limits.admit(tenant, 1, self._clock())
+        except LimitedError as error:
+            raise limited(error) from error
+        try:
+            yield
+        finally:
+            admission.close()
+
     async def _take(self, call: GenerateCall, now: float) -> tuple[Arrival, TenantAdmission]:
         """Take a call in, within what its tenant may use. Raises ApiError."""
         try:
@@ -130,7 +157,7 @@ class Frontend:
         deadline_s = received_s + (self._config.default_timeout_s if call.timeout_s is None else call.timeout_s)
         started = Started(record.request, self.model.name, record.prompt_tokens, arrival.token, call.form, call.n)
         remember = self._rememberer(arrival.chat, record, arrival.prompt)
-        samples = Samples(started, self._turns, remember, record.namespace)
+        samples = Samples(started, self._turns, remember, owner(record.namespace))
         event = Submit(
             record,
             deadline_s,
@@ -327,7 +354,7 @@ class Frontend:
         return True
 
     def _is_of(self, namespace: bytes, tenant: str | None) -> bool:
-        """Return whether a request in `namespace` is `tenant`'s; None stands for everybody."""
+        """Return whether the owner of a namespace is `tenant`; None stands for everybody."""
         return tenant is None or namespace == self._intake.namespace(tenant)
 
     def revive(self, orphan: Orphan, now: float) -> SampleStream | None:
@@ -339,7 +366,7 @@ class Frontend:
         context = unpack(record.context)
         if context is None or context.model != self.model.name:
             return None
-        if context.token in self._unwanted and self._is_of(record.namespace, self._unwanted[context.token]):
+        if context.token in self._unwanted and self._is_of(owner(record.namespace), self._unwanted[context.token]):
             return None
         try:
             check_adopted(orphan, context, self.model, self._config)
@@ -357,7 +384,7 @@ class Frontend:
             started = Started(name, context.model, tokens, context.token, context.form, context.samples)
             prompt = TokenizedPrompt("", record.tokens[:tokens])
             remember = self._rememberer(context.chat, record, prompt)
-            samples = Samples(started, self._turns, remember, record.namespace)
+            samples = Samples(started, self._turns, remember, owner(record.namespace))
             self._resumables.keep(context.token, samples)
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
         # It is let in there already, and its output so far is charged there: what comes from now on is charged here.

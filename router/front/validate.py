@@ -26,6 +26,7 @@ MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 4096
 MAX_LABEL_CHARS = 128
 MAX_TIMEOUT_S = 24 * 3600.0
+MAX_SALT_BYTES = 1024
 MAX_COUNT = 2**31 - 1
 MAX_TOOLS = 128
 """Tools of a chat, and calls of one turn."""
@@ -42,8 +43,7 @@ class UnknownModelError(FieldError):
 
 def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
     """Everything that can be said of a call before its prompt is tokenized."""
-    if call.model is not None and call.model != model.name:
-        raise UnknownModelError("model", f"{_shown(call.model)} is not served here, {model.name!r} is")
+    _check_model(call.model, model)
     _check_prompt(call, model, config)
     _count("n", call.n, 1, config.max_samples)
     for name, (low, high) in SAMPLING_RANGES.items():
@@ -67,6 +67,10 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
         if len(label) > MAX_LABEL_CHARS:
             raise FieldError(field, f"must have at most {MAX_LABEL_CHARS} characters")
         _check_text(field, label)
+    if call.truncate_prompt_tokens != -1:
+        _count("truncate_prompt_tokens", call.truncate_prompt_tokens, 1, model.context_tokens - 1)
+    if _check_text("cache_salt", call.cache_salt) > MAX_SALT_BYTES:
+        raise FieldError("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes")
     _count("priority", call.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_search(call)
     if call.timeout_s is not None and not 0 < call.timeout_s <= MAX_TIMEOUT_S:
@@ -166,6 +170,19 @@ def prompt_field(prompt: object) -> str:
     return "token_ids"
 
 
+def check_ids(field: str, ids: Sequence[int], asked: str | None, model: ServedModel) -> None:
+    """Check ids that are to become text. Raises FieldError."""
+    _check_model(asked, model)
+    if len(ids) > model.context_tokens:
+        raise TooLongError(field, f"has {len(ids)} tokens; the context holds {model.context_tokens}")
+    _check_ids(field, ids, model.vocab_size)
+
+
+def _check_model(asked: str | None, model: ServedModel) -> None:
+    if asked is not None and asked != model.name:
+        raise UnknownModelError("model", f"{_shown(asked)} is not served here, {model.name!r} is")
+
+
 def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
     prompt, field = call.prompt, prompt_field(call.prompt)
     if not prompt:
@@ -183,7 +200,7 @@ def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) 
         _check_chat(chat, config)
     else:
         ids = [part for part in prompt if isinstance(part, int)]
-        if len(ids) >= model.context_tokens:
+        if len(ids) >= model.context_tokens and call.truncate_prompt_tokens is None:
             raise TooLongError(field, f"has {len(ids)} tokens; the context holds {model.context_tokens}")
         _check_ids(field, ids, model.vocab_size)
 

@@ -34,7 +34,7 @@ _STOPPING = {
 }
 _SAME = (
     "n", "model", "min_tokens", "seed", "ignore_eos", "resumable", "priority", "tenant", "beam_width", "length_penalty",
-    "parse_control_tokens",
+    "parse_control_tokens", "truncate_prompt_tokens", "cache_salt",
 )
 """Fields that a call has under the same name, and with the same values."""
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -61,7 +61,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "bad_words": ([],),
     "logits_processors": ([],),
-    **dict.fromkeys(("chat_template", "reasoning_effort", "truncate_prompt_tokens", "cache_salt"), ()),
+    **dict.fromkeys(("chat_template", "reasoning_effort"), ()),
     # What other servers call constraints on the answer: dropped, the answer would break what its reader relies on.
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), ()
@@ -109,6 +109,8 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     parse_control_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    cache_salt: str | None = None
     logprobs: bool | Int | None = None
     top_logprobs: Int | None = None
     logit_bias: dict[str, float] | None = None

@@ -33,6 +33,7 @@ from router.http.openai import Parsed, parse_chat, parse_completion, timeout_fro
 from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
 from router.http.page import PAGE_PATH, ChatPage
+from router.http.tokens import TokenRoutes
 from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
 
@@ -61,6 +62,7 @@ def build_app(
     what is being received of all bodies together. `chat_page`: whether there is a page at `/`."""
     started = int(time.time())
     bodies = Bodies(bodies_bytes)
+    tokens = TokenRoutes(frontend, bodies)
 
     def card(name: str) -> dict[str, object]:
         return {"id": name, "object": "model", "created": started, "owned_by": "headrace"}
@@ -102,6 +104,8 @@ def build_app(
             Route("/v1/chat/completions", _Generate(frontend, parse_chat, bodies), methods=["POST"]),
             Route("/v1/completions", _Generate(frontend, parse_completion, bodies), methods=["POST"]),
             Route("/v1/streams/{token}", _Streams(frontend), methods=["GET", "DELETE"]),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),

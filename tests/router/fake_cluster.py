@@ -67,6 +67,12 @@ class ByteText:
     def encode_chat_text(self, rendered: str) -> list[int]:
         return self.encode(rendered, add_special=False)
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return ["<end>" if token == END else chr(token) for token in ids]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return "".join(self.token_strings(ids))
+
     def detokenizer(self) -> ByteDetokenizer:
         return ByteDetokenizer()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request
+from engine.identity import owner
 from engine.messages import Claim, Ended, Orphan
 from engine.types import Incarnation, RequestId, RequestRecord
 
@@ -72,7 +73,7 @@ class ResumeIndex(Generic[T]):
     def find(self, claim: Claim) -> list[T]:
         """Return what is kept of the requests that a router claims, the oldest first."""
         found = self._kept.get(claim.key, {}).values()
-        return [kept for record, kept in found if claim.namespace in (None, record.namespace)]
+        return [kept for record, kept in found if claim.namespace in (None, owner(record.namespace))]
 
 
 class Orphans:

@@ -200,7 +200,7 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"grammar": "root ::= yes"}, "grammar"),
     ({"store": True}, "store"),
     ({"continue_final_message": 0}, "continue_final_message"),
-    ({"cache_salt": "pepper"}, "cache_salt"),
+    ({"cache_salt": 7}, "cache_salt"),
     ({"messages": [HI[0] | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [HI[0] | {"reasoning_content": "so"}]}, "messages[0].reasoning_content"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
