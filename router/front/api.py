@@ -21,6 +21,16 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""
     logprobs: int | None = None
     """How many alternatives are written beside each token's log probability; None: neither is written."""
+    prompts: int = 1
+    """The number of prompts that are answered as one: each has as many samples."""
+    echo: tuple[str, ...] | None = None
+    """The prompts as they were given, which the text begins with; empty where they were token ids. None: no echo."""
+    says_prompt: bool = False
+    """Log probabilities of the prompt's tokens are written."""
+    is_prompt_only: bool = False
+    """No output is written: the one token of it that was drawn was not asked for."""
+    best: int = 0
+    """So many samples of each prompt are written, those with the greatest mean log probability; 0: all."""
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +105,8 @@ class Started(msgspec.Struct, frozen=True):
     resume_token: str = ""
     form: HttpForm | None = None
     samples: int = 1
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
+    """The prompt, where more is said of it; several where several requests are answered as one."""
     had_ids: tuple[tuple[int, ...], ...] = ()
     """The output tokens that the client of a stream that goes on has, by sample, where the form's text offsets go on
     behind them."""

@@ -19,7 +19,15 @@ import msgspec
 
 from router.front.api import Delta, Finished, HttpForm, Started, invalid
 from router.http.logprobs import TokenBytes, characters
-from router.http.openai_reply import ReplyChoice, ReplyText, encoded, last_choice, usage, written_logprobs
+from router.http.openai_reply import (
+    ReplyChoice,
+    ReplyText,
+    echoed_text,
+    encoded,
+    last_choice,
+    usage,
+    written_logprobs,
+)
 
 FIELD = "Last-Event-ID"
 _ID = re.compile(r"([A-Za-z0-9_-]+)((?:\.[0-9]{1,9}\.[0-9]{1,9}\.[0-9])+)", re.ASCII)
@@ -78,6 +86,7 @@ class StreamWriter:
         self._form = form
         self._at = list(at) or [EventPosition()] * started.samples
         self._ends: dict[int, Finished] = {}
+        self._echoed: set[int] = set()
         self._around: dict[int, tuple[bytes, bytes, bytes]] = {}
 
     def delta(self, item: Delta) -> bytes:
@@ -89,6 +98,8 @@ class StreamWriter:
         at = self._at[sample]
         if at.closing:
             raise invalid(FIELD, "lies behind the end of the output")
+        if self._form.echo is not None and sample not in self._echoed:
+            return self._echo(sample) + self.delta(item)
         is_first = not self._has_output(sample)
         size = len(text) if text.isascii() else len(text.encode())
         self._at[sample] = EventPosition(at.next_index + len(ids), at.text_bytes + size)
@@ -104,6 +115,13 @@ class StreamWriter:
         before, between, after = around
         written = _encode(ids) if self._form.return_token_ids else b""
         return self._event(b"".join((before, _encode(text), between, written, after)))
+
+    def _echo(self, sample: int) -> bytes:
+        """One event with the prompt's text, before all output of a sample."""
+        self._echoed.add(sample)
+        prompt = sample * self._form.prompts // len(self._at)
+        text = echoed_text(self._started, self._form, prompt, self._token_bytes)
+        return self._event(self._output(sample, text, (), is_first=True)) if text else b""
 
     def _with_logprobs(self, item: Delta, *, is_first: bool) -> bytes:
         """One event for all output, whether it has text or not."""
@@ -155,7 +173,7 @@ class StreamWriter:
             return events
         bodies = [DONE]
         if self._form.include_usage:
-            use = usage(list(self._ends.values()))
+            use = usage([self._ends[sample] for sample in sorted(self._ends)], self._form)
             bodies.insert(0, self._chunk([], end if is_later else None, use))
         had = self._at[0].closing - 1
         if had > len(bodies) or any(one.closing != 1 for one in self._at[1:]):
