@@ -108,7 +108,7 @@ def check_prompt(reference: Reference, prompt: list[int], told: list[TokenLogpro
 def test_prompts_agree_with_transformers_by_either_worker(
     model_dir: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """Guards chunks, and logits that are made some at a time: by the prefill worker, cold and then with all of it cached,
+    """Guards chunks, and logits that are made some at a time: by the prefill worker, cold and then with all cached,
     and by a decode worker alone."""
     config = EngineConfig(model_dir=str(model_dir), threads=1)
     engine = Colocated(open_device(config), open_device(config))

@@ -73,3 +73,15 @@ def test_long_text_is_tokenized_in_a_thread(text: str, is_inline: bool) -> None:
     take(GenerateCall(prompt=text), model)
     (thread,) = model.threads
     assert (thread == threading.main_thread().name) is is_inline
+
+
+def test_what_is_said_of_a_prompt_is_bounded_by_its_tokens() -> None:
+    """Guards routers and workers from a message of many megabytes: it is refused before a worker sees it."""
+
+    class Wide(ByteText):
+        context_tokens = 10**6
+
+    take(GenerateCall(prompt=[1] * (65_536 // 21), prompt_logprobs=20), Wide())
+    with pytest.raises(ApiError) as caught:
+        take(GenerateCall(prompt=[1] * (65_536 // 21 + 1), prompt_logprobs=20), Wide())
+    assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "prompt_logprobs")
