@@ -24,11 +24,15 @@ class Row(msgspec.Struct, frozen=True):
     blocks: Sequence[BlockId]
     draw: bool
     banned: tuple[int, ...] = ()
+    """Where its constraint allows nothing but banned tokens, they are not banned."""
     candidates: int = 0
     """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
     follows: bool = False
     scored: int = 0
     """So many of its tokens, from `start` on, have a next one in the prompt whose log probability is wanted."""
+    allowed: bytes = b""
+    """A bit for each token, in 32-bit words, set where the record's constraint allows it; empty: all are allowed. The
+    runner fills it in, while the device computes."""
 
     @property
     def draw_key(self) -> tuple[int, int, int]:
@@ -39,7 +43,14 @@ class Row(msgspec.Struct, frozen=True):
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
-Drawn = DrawnToken | Candidates
+class DeadEnd(msgspec.Struct, frozen=True):
+    """Nothing can be drawn: what the record asks of the answer could not be compiled, or has become too costly."""
+
+    message: str
+    code: str = "INVALID_ARGUMENT"
+
+
+Drawn = DrawnToken | Candidates | DeadEnd
 """The result of a row with `draw`."""
 
 
@@ -66,7 +77,9 @@ class LatestDraws:
         assert self.step is not None
         token = self.step.wait()[self.number(row)]
         assert not isinstance(token, tuple), "nothing follows a search"
-        return msgspec.structs.replace(row, tokens=[*row.tokens, id_of(token)], follows=False)
+        # Behind a dead end the request has ended: what is computed is dropped.
+        follows = 0 if isinstance(token, DeadEnd) else id_of(token)
+        return msgspec.structs.replace(row, tokens=[*row.tokens, follows], follows=False)
 
 
 class StepPlan(msgspec.Struct, frozen=True):
