@@ -310,6 +310,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int, 
         manager=manager,
         memory=MemoryUse(),
         compilations=Compilations(),
+        matchers=None,
     )
 
 
