@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.types import TokenLogprobs
+from engine.types import FinishReason, TokenLogprobs
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 from router.http.fields import UnknownFieldError
 from router.http.logprobs import TokenBytes, chat_logprobs, completion_logprobs, prompt_logprobs
+from router.http.parsed_answer import PartsReader
 
 _STATUS: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
@@ -45,8 +46,8 @@ class ReplyText(msgspec.Struct):
 class ReplyChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     text: str | msgspec.UnsetType = msgspec.UNSET
-    message: ReplyText | msgspec.UnsetType = msgspec.UNSET
-    delta: ReplyText | dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    message: ReplyText | dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    delta: ReplyText | dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -83,7 +84,11 @@ def whole(
         for at in sorted(samples, key=lambda at: -_mean(answers[at]))[: form.best] if form.best else samples:
             deltas, choice = [] if form.is_prompt_only else answers[at], last_choice(ends[at])
             choice.index, text = len(choices), "".join(delta.text for delta in deltas)
-            if form.chat:
+            if form.parsing is not None:
+                reader = PartsReader(form.parsing, started.request_id, at)
+                choice.message = reader.message(text)
+                choice.finish_reason = finish_reason(ends[at], reader)
+            elif form.chat:
                 choice.message = ReplyText(text, refusal=None)
             else:
                 choice.text = about[prompt].text + text
@@ -173,6 +178,13 @@ def _headrace(started: Started, end: Finished) -> dict[str, Any]:
     }
 
 
+def finish_reason(end: Finished, reader: PartsReader | None) -> str:
+    """Return OpenAI's word for how a sample ended."""
+    if reader is not None and reader.calls and end.reason is FinishReason.STOP:
+        return "tool_calls"
+    return end.reason.value
+
+
 def last_choice(end: Finished) -> ReplyChoice:
     """The choice that says how a sample ended, without its text."""
     choice = ReplyChoice(index=end.sample, finish_reason=end.reason.value)
@@ -183,6 +195,8 @@ def last_choice(end: Finished) -> ReplyChoice:
 
 def usage(ends: Sequence[Finished], form: HttpForm) -> dict[str, Any]:
     """Sums up all samples, in their order: those of one prompt share it."""
+    has_reasoning = form.parsing is not None and form.parsing.reasoning
+    reasoned = {"completion_tokens_details": {"reasoning_tokens": sum(end.reasoning_tokens for end in ends)}}
     each = len(ends) // form.prompts
     firsts = range(0, len(ends), each)
     prompt = sum(ends[at].prompt_tokens for at in firsts)
@@ -193,7 +207,7 @@ def usage(ends: Sequence[Finished], form: HttpForm) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    } | (reasoned if has_reasoning else {})
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
