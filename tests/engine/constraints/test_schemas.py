@@ -1,5 +1,5 @@
 """Two hundred schemas over the demo's own tokens, without its weights: every one of them can be kept, and whatever is
-written under it is valid. What the demo itself writes is in tests/parity/test_schemas.py."""
+written under it is valid."""
 
 import json
 from pathlib import Path
