@@ -43,7 +43,7 @@ SCHEMA = {
 CONSTRAINT = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA))
 
 
-class Cost(NamedTuple):
+class ConstraintCost(NamedTuple):
     """Medians, in milliseconds: a step without constraints, one with, and the masks of one, computed alone."""
 
     rows: int
@@ -52,7 +52,7 @@ class Cost(NamedTuple):
     mask_ms: float
 
 
-class Lane:
+class Decoded:
     """One sequence that is decoded. `blocks` are its own."""
 
     def __init__(self, number: int, prompt: list[int], most: int, blocks: list[BlockId], is_free: bool) -> None:
@@ -74,7 +74,7 @@ class Lane:
         return row_of(self.record, self.tokens, self.known, len(self.tokens), self.blocks, stop_ids)
 
 
-def step(device: EngineDevice, lanes: list[Lane]) -> float:
+def step(device: EngineDevice, lanes: list[Decoded]) -> float:
     """Run one step of all lanes; return the seconds it took."""
     plan = StepPlan(tuple(lane.row(device.stop_ids) for lane in lanes))
     began_s = time.perf_counter()
@@ -88,7 +88,7 @@ def step(device: EngineDevice, lanes: list[Lane]) -> float:
     return took_s
 
 
-def masked(device: EngineDevice, lanes: list[Lane]) -> float:
+def masked(device: EngineDevice, lanes: list[Decoded]) -> float:
     """Return the seconds in which the masks of the lanes' next step are computed, when nothing else is."""
     assert device.matchers is not None
     # Under other names: the step that follows is to find its matchers as it left them.
@@ -99,14 +99,14 @@ def masked(device: EngineDevice, lanes: list[Lane]) -> float:
     return time.perf_counter() - began_s
 
 
-def measure(device: EngineDevice, prompt: list[int], rows: int, steps: int) -> Cost:
+def measure(device: EngineDevice, prompt: list[int], rows: int, steps: int) -> ConstraintCost:
     """Decode so many rows for so many steps, with a constraint and without."""
     most = 2 * (steps + WARM) + 2
     each = device.layout.blocks_for(len(prompt) + most)
     if 2 * rows * each > device.blocks:
         raise SystemExit(f"{rows} rows need {2 * rows * each} blocks, the pool has {device.blocks}: give it more")
     lanes = [
-        Lane(number, prompt, most, [BlockId(number * each + at) for at in range(each)], is_free=number >= rows)
+        Decoded(number, prompt, most, [BlockId(number * each + at) for at in range(each)], is_free=number >= rows)
         for number in range(2 * rows)
     ]
     constrained, free = lanes[:rows], lanes[rows:]
@@ -116,7 +116,7 @@ def measure(device: EngineDevice, prompt: list[int], rows: int, steps: int) -> C
         if turn >= WARM:
             for kept, seconds in zip(times, took, strict=True):
                 kept.append(1e3 * seconds)
-    return Cost(rows, *(statistics.median(one) for one in times))
+    return ConstraintCost(rows, *(statistics.median(one) for one in times))
 
 
 def main() -> None:
