@@ -95,7 +95,7 @@ def _blocks(started: Started, form: HttpForm) -> AnswerBlocks:
 
 
 def _response(started: Started, form: HttpForm, items: list[dict[str, Any]], end: Finished | None) -> dict[str, Any]:
-    echo: dict[str, Any] = msgspec.json.decode(form.echo or "{}")
+    echo: dict[str, Any] = msgspec.json.decode(form.repeated or "{}")
     is_cut = end is not None and end.reason is FinishReason.LENGTH
     status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
     if is_cut and items:

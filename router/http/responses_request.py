@@ -133,7 +133,7 @@ def parse_response(body: bytes, *, label: str = "", timeout_s: float | None = No
         created=created,
         label=label,
         api="responses",
-        echo=msgspec.json.encode(_echo(request)).decode(),
+        repeated=msgspec.json.encode(_echo(request)).decode(),
     )
     sampling = {name: value for name in ("temperature", "top_p") if (value := getattr(request, name)) is not None}
     names = ("seed", "priority", "tenant", "model", "parallel_tool_calls")

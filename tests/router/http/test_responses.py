@@ -24,7 +24,7 @@ TOOL = {"type": "function", "name": "rain", "description": "of a city", "paramet
 
 
 def script(body: bytes, answer: str = ANSWER, size: int = 5, **end: Any) -> FakeFrontend:
-    form = msgspec.structs.replace(FORM, echo=parse_response(body).form.echo)
+    form = msgspec.structs.replace(FORM, repeated=parse_response(body).form.repeated)
     deltas = [Delta(answer[at : at + size], (at,)) for at in range(0, len(answer), size)]
     return FakeFrontend(Started("r1", "tiny", 5, form=form), *deltas, msgspec.structs.replace(END, **end))
 
