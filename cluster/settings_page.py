@@ -61,7 +61,7 @@ def _sections(struct: type[msgspec.Struct], prefix: str, on_gpu: dict[str, Any])
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             inner.append((field.type, key + "."))
             continue
-        default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[operator]
+        default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
         other = _shown(on_gpu[key]) if key in on_gpu else ""
         rows.append(
             f"| `{field.name}` | {_kind(field.type)} | {_COMPUTED.get(key) or _shown(default)} | {other} "
