@@ -109,11 +109,13 @@ class RouterApp:
             ports.append(config.own_port)
         connections = connections_now(config.limits.connections, fronts=1 + len(ports))
         if ports:
+            from router.http.browsers import BrowserGuard
             from router.http.gate import HttpGate, with_cors
             from router.http.routes import build_app
 
             inner = build_app(self._frontend, self, config.limits.bodies_bytes, chat_page=config.chat_page)
-            app = with_cors(HttpGate(inner, self._authenticator), config.cors_origins)
+            guarded = BrowserGuard(HttpGate(inner, self._authenticator), config.host)
+            app = with_cors(guarded, config.cors_origins)
             self._https = [
                 _Http(config, port, app, connections, self._certificates, is_shared=is_shared and not at)
                 for at, port in enumerate(ports)
