@@ -6,7 +6,7 @@ shown is ever taken back. Half a character is never shown: that is the detokeniz
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -40,6 +40,10 @@ class ServedModel(Protocol):
     """The prepared model, for those who read more of it; None where there is none."""
     sampling: SamplingParams
 
+    @property
+    def added_ids(self) -> Mapping[str, int]:
+        """The tokens that were added to the vocabulary, by name."""
+
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]: ...
 
     def render_chat(self, chat: ChatPrompt) -> str: ...
@@ -49,6 +53,8 @@ class ServedModel(Protocol):
     def token_strings(self, ids: Sequence[int]) -> list[str]: ...
 
     def text_of(self, ids: Sequence[int]) -> str: ...
+
+    def tokenizer_files(self) -> Mapping[str, str]: ...
 
     def detokenizer(self, shown: frozenset[str] = frozenset()) -> IncrementalDecoder: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -54,6 +54,7 @@ class ByteText:
     context_tokens = 512
     stop_ids = frozenset({END})
     dialect = Dialect()
+    added_ids: Mapping[str, int] = {}
     model_dir: Path | None = None
     sampling = SamplingParams()
 
@@ -77,6 +78,9 @@ class ByteText:
 
     def text_of(self, ids: Sequence[int]) -> str:
         return "".join(self.token_strings(ids))
+
+    def tokenizer_files(self) -> dict[str, str]:
+        return {"tokenizer.json": "{}"}
 
     def detokenizer(self, shown: frozenset[str] = frozenset()) -> ByteDetokenizer:
         return ByteDetokenizer()
