@@ -8,11 +8,11 @@ from router.front.api import ChatMessage, ToolCall, invalid
 from router.http.fields import refuse_unsupported
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_OF_MESSAGES: dict[str, tuple[object, ...]] = {
+OF_MESSAGES: dict[str, tuple[object, ...]] = {
     "annotations": ([],),
     **dict.fromkeys(("function_call", "refusal", "audio"), ()),
 }
-_OF_PARTS: dict[str, tuple[object, ...]] = dict.fromkeys(("image_url", "input_audio", "file", "refusal"), ())
+OF_PARTS: dict[str, tuple[object, ...]] = dict.fromkeys(("image_url", "input_audio", "file", "refusal"), ())
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,7 +61,7 @@ def chat_message(message: Message, path: str) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
         raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
-    refuse_unsupported(message, _OF_MESSAGES, path)
+    refuse_unsupported(message, OF_MESSAGES, path)
     calls = [
         ToolCall(one.function.name, arguments_text(one.function.arguments, f"{path}.tool_calls[{i}]"), one.id or "")
         for i, one in enumerate(message.tool_calls or ())
@@ -111,7 +111,7 @@ def _content(content: str | list[ContentPart] | None, path: str) -> str | None:
     for i, part in enumerate(content):
         if part.type != "text":
             raise invalid(f"{path}[{i}].type", "only parts of type text are supported")
-        refuse_unsupported(part, _OF_PARTS, f"{path}[{i}]")
+        refuse_unsupported(part, OF_PARTS, f"{path}[{i}]")
         if part.text is None:
             raise invalid(f"{path}[{i}].text", "is required")
         texts.append(part.text)

@@ -73,7 +73,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("grammar", "regex", "ebnf", "allowed_token_ids"), ()),
 }
 """Fields, with the values beside null with which they ask for nothing."""
-_OF_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"continuous_usage_stats": (False,)}
+OF_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"continuous_usage_stats": (False,)}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,8 +134,8 @@ class Parsed(msgspec.Struct, frozen=True):
     stream: bool
 
 
-_chat = FieldsReader(ChatRequest, UNSUPPORTED)
-_completion = FieldsReader(CompletionRequest, UNSUPPORTED)
+CHAT = FieldsReader(ChatRequest, UNSUPPORTED)
+COMPLETION = FieldsReader(CompletionRequest, UNSUPPORTED)
 
 
 def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
@@ -144,7 +144,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
 
     Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault.
     """
-    request = _chat.read(body)
+    request = CHAT.read(body)
     if not request.messages:
         raise invalid("messages", "at least one message is needed")
     limit, other = request.max_tokens, request.max_completion_tokens
@@ -156,7 +156,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
 
 def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
     """Read a `/v1/completions` body: text, a list of one text, token ids, or a list of one list of token ids."""
-    request = _completion.read(body)
+    request = COMPLETION.read(body)
     return _parsed(request, _prompt(request.prompt), request.max_tokens, label, timeout_s, created)
 
 
@@ -181,7 +181,7 @@ def _parsed(
     if request.stream_options is not None:
         if not stream:
             raise invalid("stream_options", "is allowed only with stream: true")
-        refuse_unsupported(request.stream_options, _OF_STREAM_OPTIONS, "stream_options")
+        refuse_unsupported(request.stream_options, OF_STREAM_OPTIONS, "stream_options")
     if request.resumable and not stream:
         raise invalid("resumable", "is allowed only with stream: true")
     if request.seed is not None and request.seed.bit_length() > 64:
