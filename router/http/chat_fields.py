@@ -7,7 +7,8 @@ import msgspec
 from router.front.api import ChatMessage, ToolCall, invalid
 from router.http.fields import refuse_unsupported
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TEXT_PART = "text"
 OF_MESSAGES: dict[str, tuple[object, ...]] = {
     "annotations": ([],),
     **dict.fromkeys(("function_call", "refusal", "audio"), ()),
@@ -58,9 +59,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 def chat_message(message: Message, path: str) -> ChatMessage:
     """Return the message that is found at `path`. Raises `ApiError` INVALID_ARGUMENT with the path of what is wrong."""
-    role = _ROLES.get(message.role)
+    role = ROLES.get(message.role)
     if role is None:
-        raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
+        raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}")
     refuse_unsupported(message, OF_MESSAGES, path)
     calls = [
         ToolCall(one.function.name, arguments_text(one.function.arguments, f"{path}.tool_calls[{i}]"), one.id or "")
@@ -109,7 +110,7 @@ def _content(content: str | list[ContentPart] | None, path: str) -> str | None:
         return content
     texts = []
     for i, part in enumerate(content):
-        if part.type != "text":
+        if part.type != TEXT_PART:
             raise invalid(f"{path}[{i}].type", "only parts of type text are supported")
         refuse_unsupported(part, OF_PARTS, f"{path}[{i}]")
         if part.text is None:

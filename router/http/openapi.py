@@ -23,7 +23,7 @@ from router.http.answers import RESUME_TOKEN_HEADER
 from router.http.fields import FieldsReader
 from router.http.openai_reply import Reply, ReplyChoice
 from router.http.openai_stream import FIELD
-from router.http.routes import ServerState, build_app
+from router.http.routes import LABEL_LIMIT_CHARS, ServerState, build_app
 from router.http.schemas import ErrorEnvelope, Schema, SchemaWriter
 
 FILE = Path(__file__).parents[2] / "docs" / "openapi.json"
@@ -49,6 +49,9 @@ LIMITS: dict[str, Schema] = {
     "stop": {"minLength": 1, "maxItems": validate.MAX_STOP_STRINGS},
     "stop_token_ids": {"minimum": 0, "maxItems": validate.MAX_STOP_TOKEN_IDS},
     "messages": {"minItems": 1, "maxItems": validate.MAX_MESSAGES},
+    "role": {"enum": list(chat_fields.ROLES)},
+    "type": {"enum": [chat_fields.TEXT_PART]},
+    "prompt": {"minimum": 0},
     "tenant": {"maxLength": validate.MAX_LABEL_CHARS},
 }
 """What the checks behind the frontend say of a field's values."""
@@ -73,8 +76,8 @@ _REFUSED = {
 _LABEL: Schema = {
     "name": "x-request-id",
     "in": "header",
-    "schema": {"type": "string", "maxLength": validate.MAX_LABEL_CHARS},
-    "description": "The caller's own name for the request, which is sent back.",
+    "schema": {"type": "string"},
+    "description": f"The caller's own name for the request, sent back if it has at most {LABEL_LIMIT_CHARS} characters.",
 }
 
 

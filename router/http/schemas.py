@@ -22,6 +22,7 @@ _PLAIN: dict[type, Schema] = {
 }
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _LENGTHS = {"min_length": "minLength", "max_length": "maxLength"}
+_OF_TEXT = frozenset({*_LENGTHS.values(), "enum"})
 
 
 class SchemaWriter:
@@ -85,7 +86,7 @@ class SchemaWriter:
             return {"type": kind, **own, **{key: limits[key] for key in _BOUNDS.values() if key in limits}}
         if isinstance(found, inspect.StrType):
             own = {name: value for key, name in _LENGTHS.items() if (value := getattr(found, key)) is not None}
-            return {"type": "string", **own, **{key: limits[key] for key in _LENGTHS.values() if key in limits}}
+            return {"type": "string", **own, **{key: limits[key] for key in _OF_TEXT if key in limits}}
         return dict(_PLAIN[type(found)])
 
 
