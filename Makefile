@@ -83,6 +83,8 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m protos.generate --check
+	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against tests/protos/baseline
 	$(BIN)/python -m telemetry.dashboards --check
 
 # Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (2-4 minutes of two cores).

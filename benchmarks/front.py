@@ -16,7 +16,7 @@ import queue
 import re
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -93,8 +93,17 @@ class HexText:
     def encode_chat_text(self, rendered: str) -> list[int]:
         return self.encode(rendered, add_special=False)
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return [f"{token:04x}" for token in ids]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return " ".join(self.token_strings(ids))
+
     def detokenizer(self) -> Detokenizer:
         return self._detokenizers.make()
+
+    def token_bytes(self, token: int) -> tuple[bytes, bool]:
+        return self._detokenizers.token_bytes(token)
 
 
 def _ticks() -> int:

@@ -17,6 +17,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from cluster.processes.collector import spare_collector
 from decode_worker.scheduler.events import FromRouter, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    spare_collector()
     print(f"{args.rows} rows of {args.context} tokens, a step of {args.step_ms:g} ms, {args.steps} steps a round")
     for number in range(args.rounds):
         for ahead in (False, True):

@@ -18,6 +18,8 @@ from functools import lru_cache
 from hashlib import blake2b
 
 IDENTITY_BYTES = 16
+OWNER_BYTES = 16
+"""The beginning of a namespace that says whose it is; what follows only parts it further (a request's cache salt)."""
 SHORT_BYTES = 8
 """Beginning of an identity, where a coincidence would only make a belief wrong."""
 TOKEN_BYTES = 4
@@ -26,6 +28,11 @@ _KEY_BYTES = 64  # BLAKE2b's longest key
 _ROOT = b"headrace root"
 _NAMESPACE = b"headrace space"
 _BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=b"headrace block")
+
+
+def owner(namespace: bytes) -> bytes:
+    """Return whose namespace it is: all parts of one tenant's cache have one owner."""
+    return namespace[:OWNER_BYTES]
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.types import Beam, BlockId, FinishReason, Incarnation, RequestId, RequestRecord
+from engine.types import Beam, BlockId, DrawnToken, FinishReason, Incarnation, RequestId, RequestRecord, TokenLogprobs
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
@@ -101,7 +101,7 @@ class RouterHello(Record):
 
 class Claim(Record):
     """Give me the requests of this `RequestRecord.resume_key`, whoever has them: their client has come to me. Of this
-    cache namespace only, where one is named. Answered by their `Orphan`s, then `ClaimTold`."""
+    owner's only (`engine.identity.owner`), where one is named. Answered by their `Orphan`s, then `ClaimTold`."""
 
     key: bytes
     namespace: bytes | None = None
@@ -227,11 +227,13 @@ class NeedPrefill(PlacementMessage):
     was_full: bool = False
 
 
-class Tokens(PlacementMessage):
+class Tokens(PlacementMessage, omit_defaults=True):
     """Output tokens `index ..` of a request (0 is the first token after the prompt)."""
 
     index: int
     ids: list[int]
+    logprobs: list[TokenLogprobs] = []
+    """Those of each of the tokens, where they are asked for."""
 
 
 class Yielded(PlacementMessage, kw_only=True):
@@ -258,6 +260,8 @@ class Orphan(Record, kw_only=True):
     prefill: str
     """The prefill worker that serves it; empty where the decode worker prefills by itself."""
     tokens: list[int]
+    logprobs: list[TokenLogprobs] = []
+    """Those of each of the tokens, where they are asked for."""
     age_s: float
     """Time since this placement was accepted."""
     remaining_s: float | None = None
@@ -410,10 +414,16 @@ class FirstToken(HandoffMessage, kw_only=True):
     """Prefill is done. `chunks` offers were or will be made in all; the durations are on the prefill worker's clock."""
 
     token: int
+    logprobs: TokenLogprobs | None = None
+    """The token's, where they are asked for."""
     chunks: int
     queue_s: float
     run_s: float
     cached_tokens: int
+
+    @property
+    def drawn(self) -> DrawnToken:
+        return self.token if self.logprobs is None else self.logprobs
 
 
 class PrefillFailed(HandoffMessage):

@@ -34,6 +34,12 @@ SAMPLING_RANGES = {
 MAX_PRIORITY = 100
 MAX_BEAM_WIDTH = 16
 LENGTH_PENALTIES = (-10.0, 10.0)
+LOGIT_BIASES = (-100.0, 100.0)
+MAX_LOGPROBS = 20
+"""Alternatives beside a token."""
+MAX_PROMPT_VALUES = 65_536
+"""Log probabilities of one prompt: its tokens, times the alternatives and one. They travel as one message."""
+TOO_MANY_VALUES = "asks for {} values (prompt tokens times alternatives and one); at most {} are given"
 
 
 def refusal(record: RequestRecord, vocab: int, context_tokens: int) -> Fault | None:
@@ -68,8 +74,24 @@ def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None
     _require(record.sampling.top_k >= 0, "top_k", "must not be negative")
     is_known = -MAX_PRIORITY <= record.priority <= MAX_PRIORITY
     _require(is_known, "priority", "must lie in -{0} .. {0}", MAX_PRIORITY)
+    for field in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(record, field)
+        _require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, field, "must lie in 0 .. {}", MAX_LOGPROBS)
+    if record.prompt_logprobs is not None:
+        values = prompt * (record.prompt_logprobs + 1)
+        _require(values <= MAX_PROMPT_VALUES, "prompt_logprobs", TOO_MANY_VALUES, values, MAX_PROMPT_VALUES)
+    are_ids = all(0 <= token < vocab for token, _ in record.logit_bias)
+    _require(are_ids, "logit_bias", "must be of tokens in 0 .. {}", vocab - 1)
+    for _, amount in record.logit_bias:
+        _require_number("logit_bias", amount, LOGIT_BIASES)
+    are_ids = all(0 <= token < vocab for token in record.allowed_token_ids)
+    _require(are_ids, "allowed_token_ids", "must lie in 0 .. {}", vocab - 1)
     if record.beams is not None:
         check_beams(record.beams)
+        for field in ("logit_bias", "allowed_token_ids"):
+            _require(not getattr(record, field), field, "is not allowed with beam_width")
+        for field in ("logprobs", "prompt_logprobs"):
+            _require(getattr(record, field) is None, field, "is not allowed with beam_width")
 
 
 def check_beams(beams: BeamParams) -> None:
@@ -108,7 +130,10 @@ def banned_tokens(record: RequestRecord, output_tokens: int, stop_ids: frozenset
     """The ids that may not follow `output_tokens` output tokens: they would end the text before `min_tokens`."""
     if output_tokens >= record.min_tokens:
         return ()
-    return tuple(sorted(end_tokens(record, stop_ids)))
+    ends = end_tokens(record, stop_ids)
+    if record.allowed_token_ids and ends.issuperset(record.allowed_token_ids):
+        return ()  # nothing else may be drawn
+    return tuple(sorted(ends))
 
 
 def row_of(

@@ -17,6 +17,7 @@ from engine.backends.attention import AttentionBackend
 from engine.backends.gpu.graphs import DecodeGraphs
 from engine.batch import Followed, ForwardBatch
 from engine.cores import Cores
+from engine.logprobs import QueuedDraws, StepLogprobs
 from engine.model.llama import Llama
 from engine.sampling import has_penalties
 from engine.step import Drawn, LatestDraws, Row, StepPlan
@@ -93,19 +94,22 @@ class Done(_Marked):
 
 
 class Queued(_Marked):
-    """A step that is queued on a device. `tokens` int64 `[draws]` will be there; `places`: where that of each row with
-    `draw` is, in the order of the plan."""
+    """A step that is queued on a device. `tokens` int64 `[draws]` will be there, and `logprobs`, where any are asked
+    for; `places`: where the token of each row with `draw` is, in the order of the plan."""
 
-    def __init__(self, tokens: Tensor, places: list[int], began: Any) -> None:
+    def __init__(self, tokens: Tensor, places: list[int], began: Any, logprobs: StepLogprobs | None = None) -> None:
         self.tokens = tokens
         self.places = places
         self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=tokens.is_cuda)
         self._host.copy_(tokens, non_blocking=True)
+        self._logprobs = None if logprobs is None else logprobs.to_host()
         super().__init__(began, _mark(tokens.device))
 
     def wait(self) -> Sequence[Drawn]:
         self._ended.synchronize()
         drawn = self._host.tolist()
+        if self._logprobs is not None:
+            drawn = self._logprobs.joined(drawn)
         return [drawn[at] for at in self.places]
 
 
@@ -167,8 +171,10 @@ class ModelRunner:
         draws = [self._latest.resolved(row) if has_penalties(row) else row for row in rows if row.draw]
         drawn = self._attention.sample(logits, draws)
         launched: Queued | Done
-        if isinstance(drawn, Tensor):
-            launched = Queued(drawn, sorted(range(len(drawing)), key=drawing.__getitem__), began)
+        if isinstance(drawn, Tensor | QueuedDraws):
+            tokens, logprobs = (drawn, None) if isinstance(drawn, Tensor) else drawn
+            places = sorted(range(len(drawing)), key=drawing.__getitem__)
+            launched = Queued(tokens, places, began, logprobs)
         else:
             in_order = [token for _, token in sorted(zip(drawing, drawn, strict=True))]
             launched = Done(in_order, began, _mark(device))

@@ -1,4 +1,9 @@
-"""Draws a step's tokens from its logits: one draw per row that wants one, as its request's record says."""
+"""Draws a step's tokens from its logits: one draw per row that wants one, as its request's record says.
+
+What is done to a row's logits, in this order: log probabilities are taken from them as they are; what is not allowed is
+left out; biases are added; penalties; what would end the answer too early is left out; then temperature, top-k, top-p,
+min-p, and the draw.
+"""
 
 from collections.abc import Sequence
 
@@ -6,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import upload
+from engine.logprobs import step_logprobs
 from engine.step import Candidates, Drawn, Row
 from kernels.sampling import draw, penalize, philox_uniform, probabilities
 
@@ -14,7 +20,7 @@ def sample(logits: Tensor, draws: Sequence[Row]) -> list[Drawn]:
     """Draw a token, or list candidates, for each of `draws` from row i of `logits`, float32 `[>= draws, vocab]`. Greedy
     rows are taken together."""
     best = logits[: len(draws)].argmax(-1).tolist()
-    return [
+    drawn: list[Drawn] = [
         _likeliest(logits[row], want)
         if want.candidates
         else token
@@ -22,6 +28,12 @@ def sample(logits: Tensor, draws: Sequence[Row]) -> list[Drawn]:
         else _draw_one(logits[row], want)
         for row, (token, want) in enumerate(zip(best, draws, strict=True))
     ]
+    if all(want.record.logprobs is None for want in draws):
+        return drawn
+    tokens = [token if isinstance(token, int) else 0 for token in drawn]
+    asked = step_logprobs(logits, draws, torch.tensor(tokens, dtype=torch.int64))
+    assert asked is not None
+    return asked.joined(drawn)
 
 
 def _likeliest(logits: Tensor, want: Row) -> Candidates:
@@ -53,13 +65,22 @@ def _draw_one(logits: Tensor, want: Row) -> int:
 
 def is_adjusted(want: Row) -> bool:
     """True where `adjusted` changes the row's logits."""
-    return bool(want.banned) or has_penalties(want)
+    record = want.record
+    return bool(want.banned or record.logit_bias or record.allowed_token_ids) or has_penalties(want)
 
 
 def adjusted(logits: Tensor, want: Row) -> Tensor:
-    """`logits` `[vocab]` with the row's penalties and without its banned tokens: a copy where any apply. Their device
-    is not waited for."""
+    """`logits` `[vocab]` of the tokens that are allowed, with the row's biases and penalties, and without its banned
+    tokens: a copy where any apply. Their device is not waited for."""
     record, params = want.record, want.record.sampling
+    if record.allowed_token_ids:
+        allowed = upload(torch.tensor(record.allowed_token_ids, dtype=torch.int64), logits.device)
+        kept = torch.full_like(logits, float("-inf"))
+        logits = kept.index_copy(0, allowed, logits.index_select(0, allowed))
+    if record.logit_bias:
+        ids, amounts = zip(*record.logit_bias, strict=True)
+        biased = upload(torch.tensor(ids, dtype=torch.int64), logits.device)
+        logits = logits.index_add(0, biased, upload(torch.tensor(amounts, dtype=logits.dtype), logits.device))
     if has_penalties(want):
         tokens = torch.tensor(want.tokens, dtype=torch.int64)
         output, counts = tokens[record.prompt_tokens :].unique(return_counts=True)

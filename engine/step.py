@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from engine.types import BlockId, RequestId, RequestRecord
+from engine.types import BlockId, DrawnToken, RequestId, RequestRecord, id_of
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True):
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
-Drawn = int | Candidates
+Drawn = DrawnToken | Candidates
 """The result of a row with `draw`."""
 
 
@@ -63,7 +63,8 @@ class LatestDraws:
             return row
         assert self.step is not None
         token = self.step.wait()[self.number(row)]
-        return msgspec.structs.replace(row, tokens=[*row.tokens, token], follows=False)
+        assert not isinstance(token, tuple), "nothing follows a search"
+        return msgspec.structs.replace(row, tokens=[*row.tokens, id_of(token)], follows=False)
 
 
 class StepPlan(msgspec.Struct, frozen=True):

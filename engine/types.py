@@ -81,6 +81,23 @@ class Beam(msgspec.Struct, frozen=True):
     reason: FinishReason
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The log probability of a token, and of the likeliest ones in its place, likeliest first: the model's own, before
+    anything that sampling does to them."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+DrawnToken = int | TokenLogprobs
+"""A token that was drawn, with its log probabilities where its record asks for them."""
+
+
+def id_of(token: DrawnToken) -> int:
+    return token if isinstance(token, int) else token.token
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """All that any worker needs to run, or to resume, a request. It travels whole in every placement.
 
@@ -105,8 +122,19 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """What is added to the logits of these tokens."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; empty: all."""
+    logprobs: int | None = None
+    """So many alternatives are wanted beside the log probability of each output token; None: no log probabilities."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, from the second on. All of the prompt is computed for it, whatever is cached."""
+    emitted_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those of the tokens behind the prompt, where a router may come that has not heard them."""
     namespace: bytes = b""
-    """The part of the cache that its blocks are found in: a tenant's, or nobody's."""
+    """The part of the cache that its blocks are found in: a tenant's, or nobody's, or a part of either that a salt
+    sets apart (`engine.identity.owner`)."""
     cache_share: float = 0.0
     """The part of each worker's blocks, up to 1, that are its namespace's own (`engine.kv.shares`); 0: what is left."""
     remaining_s: float | None = None

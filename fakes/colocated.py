@@ -25,7 +25,7 @@ from engine.messages import (
     UsePrefill,
 )
 from engine.storage.tiers.opening import Tiering
-from engine.types import Incarnation, RequestId, RequestRecord
+from engine.types import Incarnation, RequestId, RequestRecord, TokenLogprobs
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import (
     Connect,
@@ -55,6 +55,7 @@ class ColocatedAnswer:
     record: RequestRecord
     fork_of: RequestId | None = None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     refused: int = 0
     ended: Ended | None = None
 
@@ -226,11 +227,12 @@ class Colocated:
 
     def _told(self, record: object) -> None:
         match record:
-            case Tokens(request, _, index, ids):
+            case Tokens(request, _, index, ids, logprobs):
                 answer = self.answers[request]
                 if index != len(answer.tokens):
                     raise RuntimeError(f"token {index} of {request} after {len(answer.tokens)}")
                 answer.tokens += ids
+                answer.logprobs += logprobs
             case NeedPrefill(request, placement):
                 # There is no other prefill worker here.
                 none_left = UsePrefill(request, placement, None)

@@ -15,7 +15,7 @@ from engine.kv.layout import KVLayout
 from engine.runner import Done, HostMark
 from engine.step import Candidates, Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import PagedKV
-from engine.types import BlockId
+from engine.types import BlockId, TokenLogprobs
 
 
 def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
@@ -46,6 +46,17 @@ def fake_candidates(
     """Return the likeliest tokens after `tokens`, computed without any KV memory."""
     rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
     return _candidates(rows, vocab, count, banned)
+
+
+def fake_logprobs(tokens: Sequence[int], layout: KVLayout, vocab: int, token: int, count: int) -> TokenLogprobs:
+    """Return the log probabilities of `token` after `tokens`, and of the `count` likeliest."""
+    rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
+    return _logprobs(rows, vocab, token, count)
+
+
+def _logprobs(rows: np.ndarray, vocab: int, token: int, count: int) -> TokenLogprobs:
+    known = _candidates(rows, vocab, vocab, ())
+    return TokenLogprobs(token, dict(known)[token], known[:count])
 
 
 def _candidates(rows: np.ndarray, vocab: int, count: int, banned: Sequence[int]) -> Candidates:
@@ -96,6 +107,7 @@ class FakeRunner:
                 there = np.concatenate(planes, axis=-1)
                 if row.candidates:
                     drawn.append(_candidates(there, self._vocab, row.candidates, row.banned))
-                else:
-                    drawn.append(_hash(there, self._vocab))
+                    continue
+                token, wanted = _hash(there, self._vocab), row.record.logprobs
+                drawn.append(token if wanted is None else _logprobs(there, self._vocab, token, wanted))
         return drawn

@@ -56,6 +56,21 @@ class HeadraceStub(object):
                 request_serializer=protos_dot_headrace__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=protos_dot_headrace__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.GetModel = channel.unary_unary(
+                '/headrace.v1.Headrace/GetModel',
+                request_serializer=protos_dot_headrace__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace__pb2.GetModelResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/headrace.v1.Headrace/Tokenize',
+                request_serializer=protos_dot_headrace__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/headrace.v1.Headrace/Detokenize',
+                request_serializer=protos_dot_headrace__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class HeadraceServicer(object):
@@ -89,6 +104,27 @@ class HeadraceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetModel(self, request, context):
+        """NOT_FOUND: it is not served here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """The ids with which the answer to the same text or chat would begin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids, control tokens by their names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HeadraceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +147,21 @@ def add_HeadraceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=protos_dot_headrace__pb2.ListModelsRequest.FromString,
                     response_serializer=protos_dot_headrace__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'GetModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModel,
+                    request_deserializer=protos_dot_headrace__pb2.GetModelRequest.FromString,
+                    response_serializer=protos_dot_headrace__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=protos_dot_headrace__pb2.TokenizeRequest.FromString,
+                    response_serializer=protos_dot_headrace__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=protos_dot_headrace__pb2.DetokenizeRequest.FromString,
+                    response_serializer=protos_dot_headrace__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +274,87 @@ class Headrace(object):
             '/headrace.v1.Headrace/ListModels',
             protos_dot_headrace__pb2.ListModelsRequest.SerializeToString,
             protos_dot_headrace__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Headrace/GetModel',
+            protos_dot_headrace__pb2.GetModelRequest.SerializeToString,
+            protos_dot_headrace__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Headrace/Tokenize',
+            protos_dot_headrace__pb2.TokenizeRequest.SerializeToString,
+            protos_dot_headrace__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Headrace/Detokenize',
+            protos_dot_headrace__pb2.DetokenizeRequest.SerializeToString,
+            protos_dot_headrace__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

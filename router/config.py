@@ -24,6 +24,9 @@ class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The time for a request's body, over HTTP."""
     idle_s: float = 75.0
     """The time that a connection without a request is kept."""
+    keepalive_s: float = 20.0
+    """Over gRPC: how long a connection with a request may be silent before its client is asked whether it is there, and
+    then how long it has to answer."""
     bodies_bytes: int = 64 * 1024 * 1024
     """Bodies that are being received over HTTP, all together; one beyond it is refused, and may come again."""
 

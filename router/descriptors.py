@@ -38,6 +38,10 @@ def grpc_options(limits: FrontLimits, connections: int) -> list[tuple[str, int]]
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", round(limits.header_s * 1e3)),
         ("grpc.max_connection_idle_ms", round(limits.idle_s * 1e3)),
+        # Without all three a client that has gone without a word is believed in for ever.
+        ("grpc.keepalive_time_ms", round(limits.keepalive_s * 1e3)),
+        ("grpc.keepalive_timeout_ms", round(limits.keepalive_s * 1e3)),
+        ("grpc.http2.ping_timeout_ms", round(limits.keepalive_s * 1e3)),
         ("grpc.server.max_pending_requests", max(PENDING_CALLS, connections)),
         ("grpc.server.max_pending_requests_hard_limit", 3 * max(PENDING_CALLS, connections)),
     ]

@@ -28,7 +28,7 @@ from engine.messages import (
     UsePrefill,
     WorkerInfo,
 )
-from engine.types import FinishReason, RequestId, RequestRecord
+from engine.types import FinishReason, RequestId, RequestRecord, TokenLogprobs
 from router.core import events
 from router.core.core import Router
 from router.core.registry import Life
@@ -55,8 +55,9 @@ class Sink(Protocol):
         """Note that its leaving decode worker has yielded it after `stages`: it will be offered and accepted once
         more."""
 
-    def tokens(self, ids: list[int], now: float) -> int | None:
-        """Take output; the number of tokens kept if they complete a stop string."""
+    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+        """Take output, with the log probabilities of each token where they are asked for. Return the number of tokens
+        kept if they complete a stop string."""
 
     def completed(self, end: events.Complete, now: float) -> None: ...
 
@@ -195,7 +196,7 @@ class Hub:
                 if isinstance(record, TenantsTold):
                     self._hear_sibling(record, self._clock())
                 elif isinstance(record, Tokens) and (ids := self.core.next_tokens(worker, record)):
-                    self._deliver(record.request, ids, self._clock())
+                    self._deliver(record.request, ids, self._clock(), record.logprobs)
                 else:
                     self._handle(events.WorkerSaid(worker, record))
             except Exception:
@@ -252,8 +253,8 @@ class Hub:
             case events.Begin(request):
                 if request in self._sinks:
                     self._sinks[request].accepted(now)
-            case events.Deliver(request, ids):
-                self._deliver(request, ids, now)
+            case events.Deliver(request, ids, logprobs):
+                self._deliver(request, ids, now, logprobs)
             case events.Moved(request, worker, stages):
                 log.info("moves off %s", worker, extra={"request": request})
                 self._observer.continued("move")
@@ -297,9 +298,9 @@ class Hub:
                 self._gone(verdict.name, "given_up")
                 self._sever(verdict.name)
 
-    def _deliver(self, request: RequestId, ids: list[int], now: float) -> None:
+    def _deliver(self, request: RequestId, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs]) -> None:
         sink = self._sinks.get(request)
-        if sink is not None and (kept := sink.tokens(ids, now)) is not None:
+        if sink is not None and (kept := sink.tokens(ids, now, logprobs)) is not None:
             self._handle(events.StopFound(request, kept))
 
     def _adopt(self, orphan: Orphan, now: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.processes.collector import spare_collector
 from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, ModelSource, model_cache
 from engine.handshake import Secrets
 from engine.messages import PeerAddress
@@ -60,6 +61,7 @@ class Hosted:
     def start(self) -> ChildReady:
         """Start it and return where it is reached. Raises whatever stops it from starting."""
         up = self._server.start()
+        spare_collector()
         if self._spec.kind == "router":
             return ChildReady(
                 name=self._spec.name,

@@ -19,7 +19,7 @@ from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request, RequestState
 from engine.kv.manager import KVCacheManager
 from engine.messages import Cancel, Claim, ClaimTold, Ended, Fault, OrphansTold, RequestStats, Taken, Tokens, Yielded
-from engine.types import Beam, FinishReason, Incarnation
+from engine.types import Beam, DrawnToken, FinishReason, Incarnation
 
 
 @dataclass(eq=False, repr=False)
@@ -51,13 +51,19 @@ class Endings:
                     commands.append(result)
         return commands
 
-    def follow(self, request: Request, token: int, now: float) -> list[Command]:
+    def follow(self, request: Request, token: DrawnToken, now: float) -> list[Command]:
         """Send on the token that follows those of `request`, and end it where that is the last. Else a prompt that is
         all here is ready. A search says nothing before it is over."""
         commands: list[Command] = []
         if request.record.beams is None:
-            index, reason = request.output_tokens, self.batch.append(request, token)
-            commands.append(Tell(request.link, Tokens(request.record.request, request.placement, index, [token])))
+            name, index = request.record.request, request.output_tokens
+            if isinstance(token, int):
+                reason, told = self.batch.append(request, token), Tokens(name, request.placement, index, [token])
+            else:
+                reason = self.batch.append(request, token.token)
+                told = Tokens(name, request.placement, index, [token.token], [token])
+                request.keep(token)
+            commands.append(Tell(request.link, told))
             if reason is not None:
                 return commands + self.end(request, reason, now)
         if request.arrived and request.state in (RequestState.HANDOFF, RequestState.LOCAL):

@@ -7,7 +7,7 @@ from engine.kv.manager import Lease
 from engine.kv.tiers.stashes import Stash
 from engine.messages import FirstToken, Handoff, PeerAddress, RequestStats
 from engine.plan import StageClock
-from engine.types import Incarnation, RequestRecord
+from engine.types import Incarnation, RequestRecord, TokenLogprobs
 
 NO_PREFILL = PeerAddress("", "")
 """Stands for a prefill worker where this worker prefills by itself."""
@@ -177,6 +177,16 @@ class Request:
     preempted: Preempted | None = None
     yielding: bool = False
     """The router wants to place it elsewhere, as soon as all of its KV is here."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Those of its output so far, where they are asked for and another router may have to be told."""
+
+    def __post_init__(self) -> None:
+        self.logprobs += self.record.emitted_logprobs
+
+    def keep(self, token: TokenLogprobs) -> None:
+        """Keep the log probabilities of the newest token for a router that may come."""
+        if self.record.context:
+            self.logprobs.append(token)
 
     def __repr__(self) -> str:
         """Leave the tokens out: logs show this."""

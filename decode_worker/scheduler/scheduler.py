@@ -122,7 +122,7 @@ class DecodeScheduler:
                 return self.endings.router_lost(link, now)
             case FromPeer(_, FirstToken() as message):
                 request = self.prefills.handoffs.first_token(message)
-                return [] if request is None else self.endings.follow(request, message.token, now)
+                return [] if request is None else self.endings.follow(request, message.drawn, now)
             case FromPeer() | PeerUp() | PeerDown() | Received():
                 return self.endings.settle(self.prefills.handle(event, now), now)
             case FromReader() | ReaderUp() | ReaderLost() | ReaderDead() | Posted() | Sent():
@@ -205,7 +205,7 @@ class DecodeScheduler:
         """Send on what follows each row of the step, search on, or name it to the worker that goes on with it."""
         commands: list[Command] = []
         for request, token in self.batch.complete(plan, drawn):
-            if not isinstance(token, int):
+            if isinstance(token, tuple):
                 answers = self.batch.search(request, token)
                 if answers is not None:
                     kept, reason = sum(len(beam.ids) for beam in answers), answers[0].reason

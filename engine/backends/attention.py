@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from engine.batch import ROW_MULTIPLE, ForwardBatch
+from engine.logprobs import QueuedDraws
 from engine.sampling import sample
 from engine.step import Drawn, Row
 from engine.storage.paged import KVTensors
@@ -71,9 +72,10 @@ class AttentionBackend(Protocol):
     def gate(self, gate_up: Tensor) -> Tensor:
         """`[rows, 2 * width]`, the gate first -> silu(gate) * up, `[rows, width]`. May write to its argument."""
 
-    def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | Sequence[Drawn]:
+    def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]:
         """A token, or candidates, for each draw, row i of `logits` for draw i: when all work of the step has ended, or
-        tokens as int64 `[draws]` on the device, which may not have come to them."""
+        tokens as int64 `[draws]` on the device, which may not have come to them; with their log probabilities, where
+        any are asked for."""
 
 
 class TorchAttention:

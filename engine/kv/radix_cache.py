@@ -16,6 +16,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from engine import identity
+from engine.identity import owner
 from engine.kv.shares import CacheShares
 from engine.kv.sorted_keys import SortedKeys
 from engine.types import BlockId
@@ -207,7 +208,8 @@ class RadixCache:
                 stack.append(child)
         assert seen == self._by_block
         place = {block: at for _, line in self.shares.lines() for at, block in enumerate(line)}
-        assert all(self._by_block[block].namespace == name for name, line in self.shares.lines() for block in line)
+        lines = self.shares.lines()
+        assert all(owner(self._by_block[block].namespace) == name for name, line in lines for block in line)
         for block, at in place.items():
             for child in self._by_block[block].children.values():
                 assert place.get(child.block, at) < at, "a parent stands before its child"

@@ -9,6 +9,9 @@ Every namespace has a line of its own, least recently used first. What each has 
   without a share being beyond it with every block. So a flood takes the flood's own blocks, and those without a share
   end with equal parts (max-min fairness).
 
+Namespaces of one owner (`engine.identity.owner`) are one here: a tenant that parts its cache by salts has no more of
+it.
+
 Running requests are served before anything is kept: where nobody is beyond a share, the one nearest to it gives way.
 """
 
@@ -16,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
+
+from engine.identity import owner
 
 KeyT = TypeVar("KeyT")
 
@@ -35,10 +40,11 @@ class CacheShares(Generic[KeyT]):
 
     def __contains__(self, at: tuple[bytes, KeyT]) -> bool:
         namespace, key = at
-        return key in self._lines.get(namespace, ())
+        return key in self._lines.get(owner(namespace), ())
 
     def entitle(self, namespace: bytes, share: float) -> None:
         """Make `share` of all blocks the namespace's own; 0 makes it live on what is left."""
+        namespace = owner(namespace)
         own = int(share * self.total)
         if own == self._own.get(namespace, 0):
             return
@@ -50,12 +56,14 @@ class CacheShares(Generic[KeyT]):
 
     def took(self, namespace: bytes, blocks: int) -> None:
         """So many more blocks are the namespace's, or are about to be."""
+        namespace = owner(namespace)
         if blocks:
             self._used[namespace] = self._used.get(namespace, 0) + blocks
             self._enter(namespace)
 
     def gave(self, namespace: bytes) -> None:
         """One block less is the namespace's; it stands in no line."""
+        namespace = owner(namespace)
         left = self._used[namespace] - 1
         if left:
             self._used[namespace] = left
@@ -64,6 +72,7 @@ class CacheShares(Generic[KeyT]):
 
     def let_go(self, namespace: bytes, key: KeyT, *, first: bool = False) -> None:
         """The block joins its namespace's line: last, or `first` to give way."""
+        namespace = owner(namespace)
         line = self._lines.get(namespace)
         if line is None:
             line = self._lines[namespace] = OrderedDict()
@@ -75,6 +84,7 @@ class CacheShares(Generic[KeyT]):
 
     def occupy(self, namespace: bytes, key: KeyT) -> bool:
         """The block leaves the line; returns whether it stood there."""
+        namespace = owner(namespace)
         line = self._lines.get(namespace)
         if line is None or key not in line:
             return False
@@ -86,6 +96,7 @@ class CacheShares(Generic[KeyT]):
 
     def excess(self, namespace: bytes) -> int:
         """Return how many idle blocks the namespace must give for those that it has taken beyond its own."""
+        namespace = owner(namespace)
         own = self._own.get(namespace)
         if own is None:
             return 0
@@ -93,6 +104,7 @@ class CacheShares(Generic[KeyT]):
 
     def pop(self, namespace: bytes) -> KeyT:
         """Take the first block out of the namespace's line. Raises KeyError where it has none."""
+        namespace = owner(namespace)
         key = next(iter(self._lines[namespace]))
         self.occupy(namespace, key)
         return key
@@ -100,6 +112,7 @@ class CacheShares(Generic[KeyT]):
     def loser(self, asking: bytes) -> bytes:
         """Return the namespace that gives way to `asking`, which has said what it takes. Raises KeyError when all lines
         are empty."""
+        asking = owner(asking)
         while self._order:
             entered, namespace = self._order[0]
             beyond = -self._beyond(namespace)
@@ -114,7 +127,7 @@ class CacheShares(Generic[KeyT]):
         raise KeyError("no block is idle")
 
     def lines(self) -> Iterator[tuple[bytes, list[KeyT]]]:
-        """Every namespace's idle blocks, the first to give way first."""
+        """Every owner's idle blocks, the first to give way first."""
         return ((namespace, list(line)) for namespace, line in self._lines.items())
 
     def _beyond(self, namespace: bytes) -> int:
@@ -130,6 +143,10 @@ class CacheShares(Generic[KeyT]):
 
     def check(self, used: dict[bytes, int]) -> None:
         """Recompute every count; `used` is how many blocks each namespace really has."""
+        owned: dict[bytes, int] = {}
+        for namespace, blocks in used.items():
+            owned[owner(namespace)] = owned.get(owner(namespace), 0) + blocks
+        used = owned
         assert self._used == used, (self._used, used)
         assert self.idle == sum(map(len, self._lines.values()))
         assert all(self._lines.values())

@@ -89,6 +89,19 @@ class TextModel:
         detokenizer = self.detokenizer()
         return detokenizer.push(ids) + detokenizer.flush()
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary writes them; empty for ids that it has no token for."""
+        return [self._control.tokenizer.id_to_token(token) or "" for token in ids]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Decode all ids at once, special tokens by their names."""
+        return str(self._control.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_bytes(self, token: int) -> tuple[bytes, bool]:
+        """Return the bytes that a token stands for, and whether answers show them; of one that they skip, those of its
+        name."""
+        return self._detokenizers.token_bytes(token)
+
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""
         return self._detokenizers.make()

@@ -15,6 +15,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+_SPACE = "\u2581"
+"""Stands for a space in the names of SentencePiece's tokens."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -38,11 +40,24 @@ class DetokenizerFactory:
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._table = _ByteLevelTable(tokenizer, self._skipped)
+        self.token_bytes = cache(self._token_bytes)
 
     def make(self) -> Detokenizer:
         if self._is_byte_level:
             return _ByteLevelDetokenizer(self._table)
         return _WindowDetokenizer(self._tokenizer, self._skipped)
+
+
+    def _token_bytes(self, token: int) -> tuple[bytes, bool]:
+        """Return the bytes of a token by itself, and whether answers show them."""
+        name = self._tokenizer.id_to_token(token) or ""
+        if token in self._skipped:
+            return name.encode(), False
+        if self._is_byte_level:
+            return self._table.data(token), True
+        if _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(name[1:-1], 16)]), True
+        return name.replace(_SPACE, " ").encode(), True
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -22,7 +22,7 @@ from engine.kv.tiers.fetches import Fetches
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
 from engine.plan import refusal, row_of
 from engine.step import Drawn, StepPlan
-from engine.types import Incarnation
+from engine.types import DrawnToken, Incarnation
 from prefill_worker.scheduler.line import Line
 from prefill_worker.scheduler.order import Job, JobState
 from transfer.handoff.commands import Command, Emit, Leave, Posted, ReaderEvent, Sent
@@ -213,7 +213,7 @@ class PrefillScheduler:
             self.kv.commit(job.lease, job.record.tokens[: row.end], tail=row.draw)
             commands += self._offer(job, row.end)
             if row.draw:
-                assert isinstance(token, int)
+                assert token is not None and not isinstance(token, tuple)
                 commands += self._finish(job, token, now)
         return commands
 
@@ -221,7 +221,7 @@ class PrefillScheduler:
         assert job.lease is not None
         return self.source.offer(job.handoff, job.lease, known_tokens)
 
-    def _finish(self, job: Job, token: int, now: float) -> list[Command]:
+    def _finish(self, job: Job, token: DrawnToken, now: float) -> list[Command]:
         self.line.retire(job)
         started = job.started
         assert started is not None

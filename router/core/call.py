@@ -11,6 +11,7 @@ has been answered and its worker has not yet said that it let go.
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -18,7 +19,7 @@ import msgspec
 
 from engine import identity
 from engine.messages import RequestStats
-from engine.types import RequestRecord
+from engine.types import RequestRecord, TokenLogprobs
 from router.core.registry import Life, ModelKey
 from router.core.sessions import Pin, Session
 
@@ -83,6 +84,8 @@ class Call:
     is_counted: bool = False
     """True once the work that it brings is part of the shares of its beginnings (`router.core.reuse`)."""
     emitted: "array[int]" = field(default_factory=lambda: array("I"))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Those of `emitted`, where they are asked for and another router may have to be told."""
     losses: int = 0
     """Placements that ended because the decode worker that had accepted them was lost."""
     unheard: int = 0
@@ -113,6 +116,12 @@ class Call:
         """The prompt and everything emitted."""
         return self.record.tokens[: self.record.prompt_tokens] + self.emitted.tolist()
 
+    def emit(self, ids: list[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Note what its client is given."""
+        self.emitted.extend(ids)
+        if logprobs and self.record.context:
+            self.logprobs.extend(logprobs)
+
     def chain(self, key: ModelKey) -> list[bytes]:
         """Identities of the full blocks of the record's tokens, computed once per kind of worker."""
         chain = self._chains.get(key)
@@ -124,7 +133,7 @@ class Call:
 
     def rewrite(self) -> None:
         """Make what was emitted history of the record: the next placement goes on behind it."""
-        self.record = msgspec.structs.replace(self.record, tokens=self.tokens)
+        self.record = msgspec.structs.replace(self.record, tokens=self.tokens, emitted_logprobs=tuple(self.logprobs))
         self._chains.clear()
         bound, believed = self.cached_tokens_bound, self.believed_prefill_tokens
         believed = min(believed, self.record.prompt_tokens)

@@ -319,7 +319,7 @@ class Router:
             or record.index != len(call.emitted)
         ):
             return []
-        call.emitted.extend(record.ids)
+        call.emit(record.ids, record.logprobs)
         self._table.share.wrote(record.request, len(record.ids))
         return record.ids
 
@@ -337,9 +337,10 @@ class Router:
         fresh = record.ids[known:]
         if fresh:
             self._prefilled(call, now, out)
-            call.emitted.extend(fresh)
+            logprobs = record.logprobs[known:]
+            call.emit(fresh, logprobs)
             self._table.share.wrote(record.request, len(fresh))
-            out.append(Deliver(record.request, fresh))
+            out.append(Deliver(record.request, fresh, logprobs or ()))
             if call.source is not None:
                 self._table.release(call, out)
                 self._move(now, out)

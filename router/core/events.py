@@ -1,5 +1,7 @@
 """The events that the router core is told, and the commands that it answers with."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from engine.messages import (
@@ -11,7 +13,7 @@ from engine.messages import (
     RouterRecord,
     WorkerInfo,
 )
-from engine.types import Beam, FinishReason, Incarnation, RequestId, RequestRecord
+from engine.types import Beam, FinishReason, Incarnation, RequestId, RequestRecord, TokenLogprobs
 from router.core.escalation import Verdict
 from router.core.sessions import Session
 
@@ -150,6 +152,8 @@ class Deliver(msgspec.Struct, frozen=True):
 
     request: RequestId
     ids: list[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+    """Those of each of them, where they are asked for."""
 
 
 class Complete(msgspec.Struct, frozen=True):

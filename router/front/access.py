@@ -39,12 +39,12 @@ def as_tenant(call: GenerateCall, caller: Caller) -> GenerateCall:
     priority = call.priority
     if priority <= HIGHEST_PRIORITY:  # any other is refused for what it is
         priority = min(priority, caller.max_priority)
-    return msgspec.structs.replace(call, tenant=_tenant(caller, call.tenant), priority=priority)
+    return msgspec.structs.replace(call, tenant=tenant_for(caller, call.tenant), priority=priority)
 
 
 def tenant_of(caller: Caller) -> str | None:
     """Return whose streams a caller may resume and cancel; None: anybody's, with their token. Raises ApiError."""
-    return _tenant(caller, "") if caller.is_known else None
+    return tenant_for(caller, "") if caller.is_known else None
 
 
 def limited(error: LimitedError) -> ApiError:
@@ -54,7 +54,8 @@ def limited(error: LimitedError) -> ApiError:
     return ApiError("RESOURCE_EXHAUSTED", error.message, retry_after_s=error.retry_after_s)
 
 
-def _tenant(caller: Caller, asked: str) -> str:
+def tenant_for(caller: Caller, asked: str) -> str:
+    """Return the tenant of a caller that names `asked`, or nobody. Raises ApiError where it is another's."""
     try:
         return caller.tenant_for(asked)
     except DeniedError as error:

@@ -6,7 +6,7 @@ from engine.messages import RequestStats
 from engine.text.messages import ChatMessage as ChatMessage
 from engine.text.messages import Tool as Tool
 from engine.text.messages import ToolCall as ToolCall
-from engine.types import EarlyStopping, FinishReason, SamplingParams
+from engine.types import EarlyStopping, FinishReason, SamplingParams, TokenLogprobs
 
 
 class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +19,8 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     created: int
     label: str = ""
+    logprobs: int | None = None
+    """How many alternatives are written beside each token's log probability; None: neither is written."""
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +44,24 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     timeout_s: float | None = None
     priority: int = 0
+    logprobs: int | None = None
+    """So many alternatives beside the log probability of each output token; None: no log probabilities."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """What is added to the logits of these tokens."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; empty: all."""
     beam_width: int | None = None
     """Beam search in place of drawing: the `n` best answers of so many hypotheses."""
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     resumable: bool = False
     """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
+    truncate_prompt_tokens: int | None = None
+    """Keep so many tokens of a longer prompt, its last ones; -1: as many as the context leaves room for."""
+    cache_salt: str = ""
+    """Only requests of the same tenant with the same salt find each other's prompts in the cache."""
     form: HttpForm | None = None
     """The form of the answer, where the call came over HTTP."""
     tools: tuple[Tool, ...] = ()
@@ -64,6 +78,13 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """The caller's name for a conversation, whose requests are to go to the same workers; a header, or metadata."""
 
 
+class TokenizedText(msgspec.Struct, frozen=True):
+    """A text's token ids, and if they were asked for, the tokens as the vocabulary writes them."""
+
+    ids: list[int]
+    strings: list[str]
+
+
 class Started(msgspec.Struct, frozen=True):
     """A worker has taken the request; where it is resumable, all of its samples. A client whose connection broke comes
     back with `resume_token`, a secret. `form` is the call's: how a stream that began over HTTP goes on there."""
@@ -74,6 +95,9 @@ class Started(msgspec.Struct, frozen=True):
     resume_token: str = ""
     form: HttpForm | None = None
     samples: int = 1
+    had_ids: tuple[tuple[int, ...], ...] = ()
+    """The output tokens that the client of a stream that goes on has, by sample, where the form's text offsets go on
+    behind them."""
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -82,6 +106,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     text: str
     token_ids: tuple[int, ...]
     sample: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those of each of the tokens, where they are asked for."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):

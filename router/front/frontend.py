@@ -11,8 +11,8 @@ request can keep more than its `max_tokens`.
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,13 +20,14 @@ import msgspec
 
 from access.limits import LimitedError, TenantAdmission, TenantLimits
 from access.tenants import Tenant
+from engine.identity import owner
 from engine.messages import Orphan
 from engine.text.messages import ChatPrompt
 from engine.types import FieldError, FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.events import Complete, Submit
 from router.front.access import limited
-from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started
+from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started, TokenizedText
 from router.front.conversation import TokenizedPrompt
 from router.front.intake import Arrival, Intake
 from router.front.outlet import Outlet, WakeQueue
@@ -110,6 +111,32 @@ class Frontend:
             async for event in events:
                 yield event
 
+    async def tokenize(
+        self, call: GenerateCall, *, add_special: bool | None = None, strings: bool = False
+    ) -> TokenizedText:
+        """Return the ids of the call's text or chat (`Intake.tokenize`). Raises ApiError."""
+        with self._admitted(call.tenant):
+            return await self._intake.tokenize(call, add_special=add_special, strings=strings)
+
+    async def detokenize(
+        self, ids: list[int], model: str | None = None, tenant: str = "", field: str = "token_ids"
+    ) -> str:
+        """Return the text of token ids; `field` is where the caller wrote them. Raises ApiError."""
+        with self._admitted(tenant):
+            return await self._intake.detokenize(ids, model, field)
+
+    @contextmanager
+    def _admitted(self, tenant: str) -> Iterator[None]:
+        """Count work without a sample as one that runs meanwhile and spends nothing. Raises ApiError."""
+        try:
+            admission = self._limits.admit(tenant, 1, self._clock())
+        except LimitedError as error:
+            raise limited(error) from error
+        try:
+            yield
+        finally:
+            admission.close()
+
     async def _take(self, call: GenerateCall, now: float) -> tuple[Arrival, TenantAdmission]:
         """Take a call in, within what its tenant may use. Raises ApiError."""
         try:
@@ -130,7 +157,7 @@ class Frontend:
         deadline_s = received_s + (self._config.default_timeout_s if call.timeout_s is None else call.timeout_s)
         started = Started(record.request, self.model.name, record.prompt_tokens, arrival.token, call.form, call.n)
         remember = self._rememberer(arrival.chat, record, arrival.prompt)
-        samples = Samples(started, self._turns, remember, record.namespace)
+        samples = Samples(started, self._turns, remember, owner(record.namespace))
         event = Submit(
             record,
             deadline_s,
@@ -182,15 +209,21 @@ class Frontend:
             history=history,
         )
 
-    async def _serve(self, samples: Samples, reader: SamplesReader) -> AsyncGenerator[GenerateEvent, None]:
-        """Yield what `reader` takes, until the end or until the client leaves."""
+    async def _serve(
+        self,
+        samples: Samples,
+        reader: SamplesReader,
+        had: Callable[[], tuple[tuple[int, ...], ...]] | None = None,
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Yield what `reader` takes, until the end or until the client leaves. `had` returns the tokens that its client
+        has, where it wants to be reminded."""
         token = samples.started.resume_token
         try:
             while (event := await reader.next()) is not None:
                 if isinstance(event, Started):
                     if token:
                         self._resumables.keep(token, samples)
-                    yield event
+                    yield event if had is None else msgspec.structs.replace(event, had_ids=had())
                     continue
                 at, item = event
                 stream = reader.streams[at]
@@ -247,7 +280,12 @@ class Frontend:
             raise unknown_token()
         reader = samples.read(positions, outlet)
         self._resumables.attached(token)
-        async with aclosing(self._serve(samples, reader)) as events:
+        form = samples.started.form
+        had = None
+        if form is not None and form.logprobs is not None and not form.chat:
+            indexes = [at.next_index for at in positions] or [0] * len(reader.streams)
+            had = partial(_had_ids, reader.streams, indexes)
+        async with aclosing(self._serve(samples, reader, had)) as events:
             async for event in events:
                 yield event
 
@@ -316,7 +354,7 @@ class Frontend:
         return True
 
     def _is_of(self, namespace: bytes, tenant: str | None) -> bool:
-        """Return whether a request in `namespace` is `tenant`'s; None stands for everybody."""
+        """Return whether the owner of a namespace is `tenant`; None stands for everybody."""
         return tenant is None or namespace == self._intake.namespace(tenant)
 
     def revive(self, orphan: Orphan, now: float) -> SampleStream | None:
@@ -328,7 +366,7 @@ class Frontend:
         context = unpack(record.context)
         if context is None or context.model != self.model.name:
             return None
-        if context.token in self._unwanted and self._is_of(record.namespace, self._unwanted[context.token]):
+        if context.token in self._unwanted and self._is_of(owner(record.namespace), self._unwanted[context.token]):
             return None
         try:
             check_adopted(orphan, context, self.model, self._config)
@@ -346,7 +384,7 @@ class Frontend:
             started = Started(name, context.model, tokens, context.token, context.form, context.samples)
             prompt = TokenizedPrompt("", record.tokens[:tokens])
             remember = self._rememberer(context.chat, record, prompt)
-            samples = Samples(started, self._turns, remember, record.namespace)
+            samples = Samples(started, self._turns, remember, owner(record.namespace))
             self._resumables.keep(context.token, samples)
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
         # It is let in there already, and its output so far is charged there: what comes from now on is charged here.
@@ -378,6 +416,10 @@ class Frontend:
     def _give_up(self, late: list[Samples]) -> None:
         for samples in late:
             self._abandon(samples)
+
+
+def _had_ids(streams: Sequence[SampleStream], indexes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(stream.ids[:index]) for stream, index in zip(streams, indexes, strict=True)])
 
 
 def _least_tokens(call: GenerateCall, record: RequestRecord) -> int:

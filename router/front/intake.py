@@ -8,6 +8,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -15,13 +16,15 @@ from engine.text.messages import ChatPrompt
 from engine.types import FieldError, RequestId, RequestRecord, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
-from router.front.api import ApiError, GenerateCall
+from router.front.api import ApiError, GenerateCall, TokenizedText
 from router.front.conversation import Conversations, TokenizedPrompt
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
 from router.front.resume import Context, pack, resume_key
-from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize
-from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, prompt_field
+from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize, tokenize_end
+from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, check_ids, prompt_field
+
+T = TypeVar("T")
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -59,6 +62,10 @@ class Intake:
             check_call(call, self._model, self._config)
             chat = chat_of(call)
             prompt = await self._tokenize(call, chat)
+            kept = kept_tokens(call, self._model, self._config)
+            if kept is not None and len(prompt.ids) > kept:
+                # Its text is no longer that of its ids, so no later turn can begin with them.
+                prompt, chat = TokenizedPrompt("", prompt.ids[-kept:]), None
             token, name = secrets.token_urlsafe(16) if call.resumable else "", self._model.name
             context = Context(
                 token=token,
@@ -84,37 +91,82 @@ class Intake:
             raise _refusal(error) from error
         return Arrival(record, prompt, chat, token)
 
+    async def tokenize(self, call: GenerateCall, *, add_special: bool | None, strings: bool) -> TokenizedText:
+        """Return the ids that the call's text or chat would begin with. `add_special` adds what the model puts around a
+        text: by default to a plain prompt only, since a template writes its own. Raises ApiError as `take` does."""
+        try:
+            check_call(call, self._model, self._config)
+            ids = (await self._tokenize(call, chat_of(call), add_special)).ids
+            if len(ids) > self._model.context_tokens:
+                raise TooLongError(
+                    prompt_field(call.prompt), f"has {len(ids)} tokens; the context holds {self._model.context_tokens}"
+                )
+            if not strings:
+                return TokenizedText(ids, [])
+            return TokenizedText(ids, await self._decoded(len(ids), partial(self._model.token_strings, ids)))
+        except FieldError as error:
+            raise _refusal(error) from error
+
+    async def detokenize(self, ids: list[int], model: str | None = None, field: str = "token_ids") -> str:
+        """Return the text of token ids, control tokens by their names. Raises ApiError."""
+        try:
+            check_ids(field, ids, model, self._model)
+            return await self._decoded(len(ids), partial(self._model.text_of, ids))
+        except FieldError as error:
+            raise _refusal(error) from error
+
+    async def _decoded(self, tokens: int, decode: Callable[[], T]) -> T:
+        """Decode here where it is little, else in a thread, under the budget of long texts."""
+        size_bytes = 4 * tokens
+        steps = _one_step(decode)
+        if size_bytes <= self._config.tokenize_inline_bytes:
+            return at_once(steps)
+        return await self._pool.run(steps, size_bytes)
+
     def namespace(self, tenant: str) -> bytes:
         """Return the cache namespace of a tenant of this cluster."""
         return self.namespaces.of(tenant)
 
-    async def _tokenize(self, call: GenerateCall, chat: ChatPrompt | None) -> TokenizedPrompt:
+    async def _tokenize(
+        self, call: GenerateCall, chat: ChatPrompt | None, add_special: bool | None = None
+    ) -> TokenizedPrompt:
         """Return the prompt's ids. Raises FieldError, and ApiError if there is no time or no room to tokenize it."""
         if isinstance(call.prompt, list) and chat is None:
             return TokenizedPrompt("", [part for part in call.prompt if isinstance(part, int)])
         size_bytes = chat.size if chat is not None else len(call.prompt)
         if size_bytes <= self._config.tokenize_inline_bytes:
-            return at_once(self._steps(call, chat))
+            return at_once(self._steps(call, chat, add_special))
         limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self._pool.run(self._steps(call, chat), size_bytes)
+                return await self._pool.run(self._steps(call, chat, add_special), size_bytes)
         except TimeoutError as error:
             raise ApiError(DEADLINE.code, "the deadline passed before the prompt was tokenized") from error
 
-    def _steps(self, call: GenerateCall, chat: ChatPrompt | None) -> Steps[TokenizedPrompt]:
+    def _steps(
+        self, call: GenerateCall, chat: ChatPrompt | None, add_special: bool | None
+    ) -> Steps[TokenizedPrompt]:
         model, known = self._model, list[int]()
         if chat is None:
             assert isinstance(call.prompt, str)
             # Unless the caller says otherwise, only those who write a whole prompt may write control tokens.
             is_literal = call.parse_control_tokens is False
             text = rest = call.prompt
-            encode: Callable[[str], list[int]] = partial(model.encode, add_special=True, is_literal=is_literal)
+            encode: Callable[[str], list[int]] = partial(
+                model.encode, add_special=add_special is not False, is_literal=is_literal
+            )
+        elif add_special:
+            text = rest = model.render_chat(chat)
+            encode = partial(model.encode, add_special=True, is_literal=True)
         else:
-            space = self.namespace(call.tenant)
+            space = self.namespaces.of(call.tenant, call.cache_salt)
             text, known, rest = self.conversations.begin(chat, space)
             encode = model.encode_chat_text
-        ids = yield from tokenize(encode, rest, prompt_field(call.prompt), model.context_tokens, len(known))
+        kept = kept_tokens(call, model, self._config)
+        if kept is None:
+            ids = yield from tokenize(encode, rest, prompt_field(call.prompt), model.context_tokens, len(known))
+        else:
+            ids = yield from tokenize_end(encode, rest, kept)
         return TokenizedPrompt(text, known + ids)
 
 
@@ -161,11 +213,28 @@ def to_record(
         stop_token_ids=call.stop_token_ids,
         min_tokens=min(call.min_tokens, max_tokens),
         ignore_eos=call.ignore_eos,
-        namespace=namespaces.of(call.tenant),
+        logit_bias=call.logit_bias,
+        allowed_token_ids=call.allowed_token_ids,
+        logprobs=call.logprobs,
+        prompt_logprobs=call.prompt_logprobs,
+        namespace=namespaces.of(call.tenant, call.cache_salt),
         cache_share=namespaces.share(call.tenant),
         context=context,
         resume_key=resume_key,
     )
+
+
+def kept_tokens(call: GenerateCall, model: ServedModel, config: RouterConfig) -> int | None:
+    """Return how many of the prompt's last tokens a call keeps at most; None: all of them, or it is too long."""
+    if call.truncate_prompt_tokens != -1:
+        return call.truncate_prompt_tokens
+    answer = min(config.default_max_tokens, model.context_tokens // 2) if call.max_tokens is None else call.max_tokens
+    return max(1, model.context_tokens - answer)
+
+
+def _one_step(work: Callable[[], T]) -> Steps[T]:
+    yield from ()
+    return work()
 
 
 def _refusal(error: FieldError) -> ApiError:

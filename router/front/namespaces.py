@@ -3,6 +3,10 @@
 A tenant has a namespace of its own: a name that nobody can guess without the cluster's key, from which every block's
 identity follows (`engine.identity`). Tenants share a namespace only where the records of both name the same shared
 cache: neither can be drawn into one by what the other's record says.
+
+A request's salt parts a namespace further: those with the same salt find each other's prompts, and nobody else does. It
+is hashed below the tenant's name, and the namespace begins as it does without a salt. So no salt leads into another's
+cache, and the cache's fairness counts all parts of a tenant's as one.
 """
 
 import secrets
@@ -13,6 +17,9 @@ from typing import Protocol
 NAMESPACE_BYTES = 16
 _TENANT = b"headrace tenant"
 _SHARED = b"headrace shared"
+_SALT = b"headrace salt"
+_NOBODY = bytes(NAMESPACE_BYTES)
+"""Whose salted requests without a tenant are."""
 
 
 class CacheTerms(Protocol):
@@ -42,8 +49,13 @@ class CacheNamespaces:
         self._secret = blake2b((key or secrets.token_hex(32)).encode(), digest_size=32).digest()
         self._terms = terms
 
-    def of(self, tenant: str) -> bytes:
-        """Return the namespace of a tenant's requests: 16 bytes, or none where it is nobody's."""
+    def of(self, tenant: str, salt: str = "") -> bytes:
+        """Return the namespace of a tenant's requests: 16 bytes, or none where it is nobody's; with a salt, 16 more."""
+        if salt:
+            whose = self.of(tenant) or _NOBODY
+            parted = blake2b(whose, key=self._secret, digest_size=NAMESPACE_BYTES, person=_SALT)
+            parted.update(salt.encode())
+            return whose + parted.digest()
         if not tenant:
             return b""
         shared = self._terms(tenant).shared_cache

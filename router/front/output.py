@@ -13,6 +13,7 @@ import msgspec
 
 from engine.text.messages import ChatPrompt
 from router.front.api import Delta
+from router.front.logprobs import PackedLogprobs
 
 
 class IncrementalDecoder(Protocol):
@@ -37,7 +38,14 @@ class ServedModel(Protocol):
 
     def encode_chat_text(self, rendered: str) -> list[int]: ...
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]: ...
+
+    def text_of(self, ids: Sequence[int]) -> str: ...
+
     def detokenizer(self) -> IncrementalDecoder: ...
+
+    def token_bytes(self, token: int) -> tuple[bytes, bool]:
+        """The bytes that a token stands for, and whether answers show them; of one that they skip, its name's."""
 
 
 class Stopped(msgspec.Struct, frozen=True):
@@ -51,19 +59,22 @@ class OutputHistory:
     """What the reader of an answer was given, in a few bytes a token: for the chat's next turn, and, with `events`, for
     a client that reads it again event by event."""
 
-    # Mutable state: the ids, the text in UTF-8, and how far both reached behind each event.
+    # Mutable state: the ids, their log probabilities, the text in UTF-8, and how far both reached behind each event.
 
     def __init__(self, *, events: bool) -> None:
         self._keeps_events = events
         self._ids = array("I")
         self._text = bytearray()
         self._ends = array("Q")
+        self._logprobs = PackedLogprobs()
 
     def add(self, delta: Delta) -> None:
         self._ids.extend(delta.token_ids)
         self._text += delta.text.encode()
         if self._keeps_events:
             self._ends.extend((len(self._ids), len(self._text)))
+            if delta.logprobs:
+                self._logprobs.extend(delta.logprobs)
 
     @property
     def ids(self) -> list[int]:
@@ -79,7 +90,8 @@ class OutputHistory:
         ids_from = text_from = 0
         for ids_end, text_end in zip(ends[::2], ends[1::2], strict=True):
             text = self._text[text_from:text_end].decode()
-            yield Delta(text, tuple(self._ids[ids_from:ids_end]))
+            logprobs = self._logprobs.part(ids_from, ids_end)
+            yield Delta(text, tuple(self._ids[ids_from:ids_end]), logprobs=logprobs)
             ids_from, text_from = ids_end, text_end
 
 

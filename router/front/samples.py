@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from engine.messages import Fault
-from engine.types import FinishReason, RequestId
+from engine.types import FinishReason, RequestId, TokenLogprobs
 from router.core.endings import RESUMED_ELSEWHERE
 from router.core.events import Complete
 from router.front.api import ApiError, Delta, Position, Started, invalid
@@ -194,7 +194,7 @@ class BeamSink:
         for stream in self._streams:
             stream.moved(stages, now)
 
-    def tokens(self, ids: list[int], now: float) -> int | None:
+    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
         raise AssertionError("a search says no token before it is over")
 
     def completed(self, end: Complete, now: float) -> None:

@@ -7,7 +7,7 @@ and the next reader says what it has. It gets the rest, once. A chat's is kept t
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import msgspec
 
 from access.limits import TenantAdmission
 from engine.messages import Fault
-from engine.types import FinishReason
+from engine.types import FinishReason, TokenLogprobs
 from router.core.endings import LEFT
 from router.core.events import Complete
 from router.front.api import ApiError, Delta, Finished, Position, Started, invalid
@@ -108,13 +108,13 @@ class SampleStream:
     def moved(self, stages: dict[str, float], now: float) -> None:
         self._timeline.moved(stages, now)
 
-    def tokens(self, ids: list[int], now: float) -> int | None:
+    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
         if self._admission is not None:
             self._admission.spend(len(ids))
         text, kept = self.output.push(ids)
         if kept:
             self._timeline.tokens(len(kept), now)
-            self._show(text, kept)
+            self._show(text, kept, tuple(logprobs[: len(kept)]) if logprobs else ())
         stopped = self.output.stopped
         return stopped.tokens_kept if stopped is not None else None
 
@@ -191,7 +191,8 @@ class SampleStream:
         behind = []
         for delta in self._events():
             data = delta.text.encode()
-            rest = Delta(data[text_bytes:].decode(), delta.token_ids[next_index:])
+            text_left, ids_left = data[text_bytes:].decode(), delta.token_ids[next_index:]
+            rest = Delta(text_left, ids_left, logprobs=delta.logprobs[next_index:])
             text_bytes = max(text_bytes - len(data), 0)
             next_index = max(next_index - len(delta.token_ids), 0)
             if rest.text or rest.token_ids:
@@ -217,7 +218,8 @@ class SampleStream:
         if count > 1:
             parts = deltas[:count]
             ids = tuple(chain.from_iterable([part.token_ids for part in parts]))
-            deltas[:count] = [Delta("".join([part.text for part in parts]), ids)]
+            logprobs = parts[0].logprobs and tuple(chain.from_iterable([part.logprobs for part in parts]))
+            deltas[:count] = [Delta("".join([part.text for part in parts]), ids, logprobs=logprobs)]
         return deltas[0]
 
     def taken(self, count: int = 1) -> None:
@@ -239,8 +241,8 @@ class SampleStream:
             self._admission.sample_ended()
             self._admission = None
 
-    def _show(self, text: str, ids: list[int]) -> None:
-        self._deltas.append(Delta(text, tuple(ids)))
+    def _show(self, text: str, ids: list[int], logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
+        self._deltas.append(Delta(text, tuple(ids), logprobs=logprobs))
         self.changed.set()
 
     def _count(self, outcome: FinishReason, now: float, stages: dict[str, float]) -> None:

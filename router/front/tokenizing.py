@@ -45,6 +45,19 @@ def tokenize(
     return encode(text)
 
 
+def tokenize_end(encode: Callable[[str], list[int]], text: str, kept: int) -> Steps[list[int]]:
+    """Tokenize the end of a text of which the last `kept` tokens are wanted: all of a short one, and of a longer one as
+    much as surely has so many, with room for a word that the cut parts."""
+    chars = max(4 * (kept + SEAM_TOKENS), WHOLE_CHARS)
+    while chars < len(text):
+        ids = encode(text[-chars:])
+        if len(ids) >= kept + SEAM_TOKENS:
+            return ids[-kept:]
+        chars *= 2
+        yield
+    return encode(text)
+
+
 def at_once(steps: Steps[T]) -> T:
     """Run all steps here and now."""
     while (made := _advance(steps)) is None:

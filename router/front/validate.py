@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from engine.messages import Orphan
-from engine.plan import MAX_PRIORITY, SAMPLING_RANGES, check_beams
+from engine.plan import LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY, SAMPLING_RANGES, check_beams
 from engine.text.messages import ChatMessage, ChatPrompt, Tool
 from engine.types import BeamParams, FieldError, TooLongError
 from router.config import RouterConfig
@@ -22,8 +22,11 @@ MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 4096
 MAX_LABEL_CHARS = 128
 MAX_TIMEOUT_S = 24 * 3600.0
+MAX_SALT_BYTES = 1024
 MAX_COUNT = 2**31 - 1
 MAX_TOOLS = 128
 """Tools of a chat, and calls of one turn."""
@@ -40,8 +43,7 @@ class UnknownModelError(FieldError):
 
 def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
     """Everything that can be said of a call before its prompt is tokenized."""
-    if call.model is not None and call.model != model.name:
-        raise UnknownModelError("model", f"{_shown(call.model)} is not served here, {model.name!r} is")
+    _check_model(call.model, model)
     _check_prompt(call, model, config)
     _count("n", call.n, 1, config.max_samples)
     for name, (low, high) in SAMPLING_RANGES.items():
@@ -58,10 +60,17 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
     if len(call.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise FieldError("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed")
     _check_ids("stop_token_ids", call.stop_token_ids, model.vocab_size)
+    _count("logprobs", call.logprobs, 0, MAX_LOGPROBS)
+    _count("prompt_logprobs", call.prompt_logprobs, 0, MAX_LOGPROBS)
+    _check_logits(call, model)
     for field, label in (("request_id", call.request_id), ("tenant", call.tenant), (SESSION_HEADER, call.session)):
         if len(label) > MAX_LABEL_CHARS:
             raise FieldError(field, f"must have at most {MAX_LABEL_CHARS} characters")
         _check_text(field, label)
+    if call.truncate_prompt_tokens != -1:
+        _count("truncate_prompt_tokens", call.truncate_prompt_tokens, 1, model.context_tokens - 1)
+    if _check_text("cache_salt", call.cache_salt) > MAX_SALT_BYTES:
+        raise FieldError("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes")
     _count("priority", call.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_search(call)
     if call.timeout_s is not None and not 0 < call.timeout_s <= MAX_TIMEOUT_S:
@@ -85,6 +94,9 @@ def check_adopted(orphan: Orphan, context: Context, model: ServedModel, config: 
         stop=context.stop,
         stop_token_ids=record.stop_token_ids,
         priority=record.priority,
+        logprobs=record.logprobs,
+        logit_bias=record.logit_bias,
+        allowed_token_ids=record.allowed_token_ids,
         beam_width=None if beams is None else beams.width,
     )
     check_call(call, model, config)
@@ -95,6 +107,24 @@ def check_adopted(orphan: Orphan, context: Context, model: ServedModel, config: 
     _count("tokens", emitted, 0, record.max_tokens)
     _check_ids("tokens", [*record.tokens[record.prompt_tokens :], *orphan.tokens], model.vocab_size)
     _count("sample_index", record.sample_index, 0, context.samples - 1)
+
+
+def _check_logits(call: GenerateCall, model: ServedModel) -> None:
+    """Check what changes the logits of single tokens."""
+    if len(call.logit_bias) > MAX_BIASES:
+        raise FieldError("logit_bias", f"has {len(call.logit_bias)} tokens, at most {MAX_BIASES} are allowed")
+    low, high = LOGIT_BIASES
+    for token, amount in call.logit_bias:
+        if not 0 <= token < model.vocab_size:
+            raise FieldError("logit_bias", f"is of token {token}, must be of 0 to {model.vocab_size - 1}")
+        if not low <= amount <= high:
+            raise FieldError("logit_bias", f"is {amount} of token {token}, must lie in {low:g} to {high:g}")
+    if len(call.allowed_token_ids) > MAX_ALLOWED_IDS:
+        raise FieldError("allowed_token_ids", f"at most {MAX_ALLOWED_IDS} are allowed")
+    _check_ids("allowed_token_ids", call.allowed_token_ids, model.vocab_size)
+    ends = {*call.stop_token_ids, *(() if call.ignore_eos else model.stop_ids)}
+    if call.allowed_token_ids and call.min_tokens and ends.issuperset(call.allowed_token_ids):
+        raise FieldError("allowed_token_ids", "would end the answer at once, which min_tokens forbids")
 
 
 def _check_search(call: GenerateCall) -> None:
@@ -111,6 +141,12 @@ def _check_search(call: GenerateCall) -> None:
             raise FieldError(name, "is not allowed with beam_width")
     if call.sampling.repetition_penalty != 1.0:
         raise FieldError("repetition_penalty", "is not allowed with beam_width")
+    for name in ("logit_bias", "allowed_token_ids"):
+        if getattr(call, name):
+            raise FieldError(name, "is not allowed with beam_width")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(call, name) is not None:
+            raise FieldError(name, "is not allowed with beam_width")
 
 
 def beam_params(call: GenerateCall) -> BeamParams | None:
@@ -134,6 +170,19 @@ def prompt_field(prompt: object) -> str:
     return "token_ids"
 
 
+def check_ids(field: str, ids: Sequence[int], asked: str | None, model: ServedModel) -> None:
+    """Check ids that are to become text. Raises FieldError."""
+    _check_model(asked, model)
+    if len(ids) > model.context_tokens:
+        raise TooLongError(field, f"has {len(ids)} tokens; the context holds {model.context_tokens}")
+    _check_ids(field, ids, model.vocab_size)
+
+
+def _check_model(asked: str | None, model: ServedModel) -> None:
+    if asked is not None and asked != model.name:
+        raise UnknownModelError("model", f"{_shown(asked)} is not served here, {model.name!r} is")
+
+
 def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
     prompt, field = call.prompt, prompt_field(call.prompt)
     if not prompt:
@@ -151,7 +200,7 @@ def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) 
         _check_chat(chat, config)
     else:
         ids = [part for part in prompt if isinstance(part, int)]
-        if len(ids) >= model.context_tokens:
+        if len(ids) >= model.context_tokens and call.truncate_prompt_tokens is None:
             raise TooLongError(field, f"has {len(ids)} tokens; the context holds {model.context_tokens}")
         _check_ids(field, ids, model.vocab_size)
 

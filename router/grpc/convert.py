@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.messages import RequestStats
-from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams
+from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams, TokenLogprobs
 from protos import headrace_pb2 as pb
 from router.front.api import (
     ChatMessage,
@@ -21,8 +21,8 @@ from router.front.api import (
 _SAMPLING = SamplingParams.__struct_fields__
 _SCALARS = (
     "model", "max_tokens", "min_tokens", "seed", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n",
-    "priority", "beam_width", "length_penalty", "parse_control_tokens", "chat_template_kwargs",
-    "add_generation_prompt", "continue_final_message",
+    "priority", "beam_width", "length_penalty", "parse_control_tokens", "truncate_prompt_tokens", "cache_salt",
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "logprobs", "prompt_logprobs",
 )
 # What our records and the messages have under the same names.
 _STARTED = ("request_id", "model", "prompt_tokens", "resume_token", "samples")
@@ -41,15 +41,8 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 
 def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
     """Return what the caller asks; unset fields keep their defaults. Raises FieldError without an input."""
-    kind = request.WhichOneof("input")
-    prompt: str | list[ChatMessage] | list[int]
-    if kind == "prompt":
-        prompt = request.prompt
-    elif kind == "chat":
-        prompt = [_message(one) for one in request.chat.messages]
-    elif kind == "token_ids":
-        prompt = list(request.token_ids.ids)
-    else:
+    prompt = _prompt(request)
+    if prompt is None:
         raise FieldError("prompt", "one of prompt, chat and token_ids must be set")
     given = {name: getattr(request, name) for name in _SCALARS if request.HasField(name)}
     drawn = {n: getattr(request.sampling, n) for n in _SAMPLING if request.sampling.HasField(n)}
@@ -58,16 +51,49 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
         prompt=prompt,
         early_stopping=stopping.get(request.early_stopping, EarlyStopping.HEURISTIC),
         sampling=SamplingParams(**drawn),
-        tools=tuple(Tool(one.name, one.description, one.parameters_json) for one in request.tools),
+        tools=_tools(request.tools),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
+        logit_bias=tuple(sorted(request.logit_bias.items())),
+        allowed_token_ids=tuple(request.allowed_token_ids),
         **given,
     )
 
 
+def tokenize_call(request: pb.TokenizeRequest) -> GenerateCall:
+    """Return the call whose prompt is asked for. Raises FieldError without an input."""
+    prompt = _prompt(request)
+    if prompt is None:
+        raise FieldError("prompt", "one of prompt and chat must be set")
+    names = (
+        *("model", "parse_control_tokens", "tenant"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    )
+    given = {name: getattr(request, name) for name in names if request.HasField(name)}
+    return GenerateCall(prompt=prompt, tools=_tools(request.tools), **given)
+
+
+def _tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
+    return tuple(Tool(one.name, one.description, one.parameters_json) for one in tools)
+
+
+def _prompt(request: Any) -> str | list[ChatMessage] | list[int] | None:
+    kind = request.WhichOneof("input")
+    if kind == "prompt":
+        return str(request.prompt)
+    if kind == "chat":
+        return [_message(one) for one in request.chat.messages]
+    return list(request.token_ids.ids) if kind == "token_ids" else None
+
+
 def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
     """The inverse. Raises ValueError or TypeError for what the wire cannot carry."""
-    request = pb.GenerateRequest(stop=call.stop, stop_token_ids=call.stop_token_ids)
+    request = pb.GenerateRequest(
+        stop=call.stop,
+        stop_token_ids=call.stop_token_ids,
+        logit_bias=dict(call.logit_bias),
+        allowed_token_ids=call.allowed_token_ids,
+    )
     if isinstance(call.prompt, str):
         request.prompt = call.prompt
     elif call.prompt and isinstance(call.prompt[0], ChatMessage):
@@ -116,6 +142,8 @@ def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
     if isinstance(event, Delta):
         delta = pb.Delta(text=event.text, token_ids=event.token_ids, sample=event.sample)
+        if event.logprobs:
+            delta.logprobs.extend(map(_logprobs_to_proto, event.logprobs))
         return pb.GenerateResponse(delta=delta)
     if isinstance(event, Started):
         return pb.GenerateResponse(started=pb.Started(**_taken(event, _STARTED)))
@@ -133,11 +161,21 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
     return pb.GenerateResponse(finished=finished)
 
 
+def _logprobs_to_proto(one: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.Alternative(token=token, logprob=logprob) for token, logprob in one.top]
+    return pb.TokenLogprobs(token=one.token, logprob=one.logprob, top=top)
+
+
+def _logprobs_from_proto(one: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(one.token, one.logprob, tuple([(other.token, other.logprob) for other in one.top]))
+
+
 def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
     kind = response.WhichOneof("event")
     if kind == "delta":
         delta = response.delta
-        return Delta(delta.text, tuple(delta.token_ids), delta.sample)
+        logprobs = tuple([_logprobs_from_proto(one) for one in delta.logprobs])
+        return Delta(delta.text, tuple(delta.token_ids), delta.sample, logprobs)
     if kind == "started":
         started = response.started
         return Started(**_taken(started, _STARTED) | {"samples": max(1, started.samples)})

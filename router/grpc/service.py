@@ -6,13 +6,13 @@ no protobuf, or holds invalid UTF-8, is the caller's fault and is told so.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 import msgspec
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -21,17 +21,14 @@ from access.tenants import Caller
 from access.tls import PemFiles, ServerCertificates, names_of_peer
 from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
-from router.front.access import OPEN, as_tenant, let_in, tenant_of
-from router.front.api import SESSION_HEADER, ApiError, GenerateCall, GenerateEvent, invalid
+from router.front.access import OPEN, as_tenant, let_in, tenant_for, tenant_of
+from router.front.api import SESSION_HEADER, ApiError, GenerateCall, GenerateEvent, Started, invalid
 from router.front.frontend import Frontend
-from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto
+from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto, tokenize_call
+from router.grpc.statuses import LABEL_KEY, trailing_metadata, usable_label
 from telemetry.tracing import HEADER, sound
 
 SERVICE = "headrace.v1.Headrace"
-FIELD_KEY = "headrace-field"
-RETRY_KEY = "retry-after-ms"
-ENDED_KEY = "headrace-ended"
-"""Marks every status that we give, as opposed to those that gRPC makes of a broken connection."""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +61,7 @@ class Service:
         *,
         is_shared: bool = False,
     ) -> int:
-        """Serve Generate, ListModels, health and reflection; returns the port. `limits` are options of gRPC's server.
+        """Serve our own service, health and reflection; returns the port. `limits` are options of gRPC's server.
         `is_shared`: other routers listen there too.
 
         Raises OSError if the address cannot be bound.
@@ -114,8 +111,11 @@ class Service:
         handlers = {
             "Generate": _streaming(self._generate),
             "Resume": _streaming(self._resume),
-            "Cancel": grpc.unary_unary_rpc_method_handler(self._cancel),
-            "ListModels": grpc.unary_unary_rpc_method_handler(self._list_models),
+            "Cancel": _single(self._cancel),
+            "ListModels": _single(self._list_models),
+            "GetModel": _single(self._get_model),
+            "Tokenize": _single(self._tokenize),
+            "Detokenize": _single(self._detokenize),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -137,29 +137,59 @@ class Service:
         call = as_tenant(_parse(data, context.time_remaining()), caller)
         metadata = dict(context.invocation_metadata() or ())
         trace, session = sound(str(metadata.get(HEADER, ""))), str(metadata.get(SESSION_HEADER, ""))
-        return self._frontend.generate(msgspec.structs.replace(call, traceparent=trace, session=session))
+        label = call.request_id or _label(context)
+        call = msgspec.structs.replace(call, traceparent=trace, session=session, request_id=label)
+        return self._frontend.generate(call)
 
     def _resume(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
         tenant = tenant_of(self._caller(context))
         request = _message(pb.ResumeRequest, data)
         return self._frontend.resume(request.resume_token, positions_from_proto(request), tenant)
 
-    async def _cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        try:
-            tenant = tenant_of(self._caller(context))
-            await self._frontend.cancel(_message(pb.CancelRequest, data).resume_token, tenant)
-        except ApiError as error:
-            await _abort(context, error)
-        return b""
+    async def _cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
+        tenant = tenant_of(self._caller(context))
+        await self._frontend.cancel(_message(pb.CancelRequest, data).resume_token, tenant)
+        return pb.CancelResponse()
 
-    async def _list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    async def _list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
+        self._caller(context)
+        return pb.ListModelsResponse(models=[self._model()])
+
+    async def _get_model(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
+        self._caller(context)
+        model = self._model()
+        if _message(pb.GetModelRequest, data).name != model.name:
+            raise ApiError("NOT_FOUND", f"name: it is not served here, {model.name!r} is", "name")
+        return pb.GetModelResponse(model=model)
+
+    async def _tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
+        caller = self._caller(context)
+        request = _message(pb.TokenizeRequest, data)
         try:
-            self._caller(context)
-        except ApiError as error:
-            await _abort(context, error)
+            call = tokenize_call(request)
+        except FieldError as error:
+            raise ApiError("INVALID_ARGUMENT", str(error), error.field) from error
+        call = _within(as_tenant(call, caller), context.time_remaining())
+        add_special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        found = await self._frontend.tokenize(call, add_special=add_special, strings=request.return_token_strs)
+        context_tokens = self._frontend.model.context_tokens
+        return pb.TokenizeResponse(token_ids=found.ids, token_strs=found.strings, context_tokens=context_tokens)
+
+    async def _detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
+        caller = self._caller(context)
+        request = _message(pb.DetokenizeRequest, data)
+        model = request.model if request.HasField("model") else None
+        tenant = tenant_for(caller, request.tenant)
+        return pb.DetokenizeResponse(text=await self._frontend.detokenize(list(request.token_ids), model, tenant))
+
+    def _model(self) -> pb.Model:
         model = self._frontend.model
-        listed = pb.Model(name=model.name, context_tokens=model.context_tokens)
-        return pb.ListModelsResponse(models=[listed]).SerializeToString()
+        return pb.Model(
+            name=model.name,
+            context_tokens=model.context_tokens,
+            vocabulary_tokens=model.vocab_size,
+            stop_token_ids=sorted(model.stop_ids),
+        )
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
         """Return who calls, by the key in the metadata or the certificate of the connection. Raises ApiError."""
@@ -182,6 +212,9 @@ def _streaming(events: Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerato
         try:
             async with aclosing(events(data, context)) as stream:
                 async for event in stream:
+                    if isinstance(event, Started):
+                        named = _label(context) or event.request_id
+                        await context.send_initial_metadata(((LABEL_KEY, named),))
                     yield event_to_proto(event).SerializeToString()
         except ApiError as error:
             await _abort(context, error)
@@ -190,6 +223,22 @@ def _streaming(events: Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerato
             await _abort(context, ApiError("INTERNAL", "the router failed on this request"))
 
     return grpc.unary_stream_rpc_method_handler(answer)
+
+
+def _single(reply: Callable[[bytes, grpc.aio.ServicerContext], Awaitable[Message]]) -> Any:
+    """A handler that sends what `reply` returns, and what it raises as a status."""
+
+    async def answer(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            return (await reply(data, context)).SerializeToString()
+        except ApiError as error:
+            await _abort(context, error)
+        except Exception:
+            log.exception("a call failed")
+            await _abort(context, ApiError("INTERNAL", "the router failed on this call"))
+        return b""
+
+    return grpc.unary_unary_rpc_method_handler(answer)
 
 
 def _message(kind: Any, data: bytes) -> Any:
@@ -207,16 +256,21 @@ def _parse(data: bytes, remaining_s: float | None) -> GenerateCall:
         call = call_from_proto(_message(pb.GenerateRequest, data))
     except FieldError as error:
         raise ApiError("INVALID_ARGUMENT", str(error), error.field) from error
+    return _within(call, remaining_s)
+
+
+def _within(call: GenerateCall, remaining_s: float | None) -> GenerateCall:
     if remaining_s is None or (call.timeout_s is not None and not call.timeout_s > remaining_s):
         return call
     return msgspec.structs.replace(call, timeout_s=min(max(remaining_s, 1e-3), 86_400.0))
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: ApiError) -> None:
-    metadata = [(ENDED_KEY, "1")]
-    if error.field:
-        metadata.append((FIELD_KEY, error.field))
-    if error.retry_after_s is not None:
-        metadata.append((RETRY_KEY, str(round(error.retry_after_s * 1e3))))
     code = grpc.StatusCode[error.code]
-    await context.abort(code, error.message, tuple(metadata))
+    await context.abort(code, error.message, trailing_metadata(error, _label(context)))
+
+
+def _label(context: grpc.aio.ServicerContext) -> str:
+    """Return the caller's own name for a call, from its metadata; the first of several counts."""
+    found = (str(value) for key, value in context.invocation_metadata() or () if key == LABEL_KEY)
+    return usable_label(next(found, ""))

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from router.front.api import ApiError, Delta, Finished, GenerateEvent, HttpForm, Started
 from router.front.outlet import Outlet
 from router.front.resume import unknown_token
+from router.http.logprobs import TokenBytes
 from router.http.openai_reply import error_reply, whole
 from router.http.openai_stream import (
     KEEP_ALIVE,
@@ -51,9 +52,14 @@ class WholeAnswer:
     """An ASGI application: all of an answer at once."""
 
     def __init__(
-        self, events: AsyncGenerator[GenerateEvent, None], form: HttpForm, outlet: Outlet | None = None
+        self,
+        events: AsyncGenerator[GenerateEvent, None],
+        form: HttpForm,
+        token_bytes: TokenBytes,
+        outlet: Outlet | None = None,
     ) -> None:
         """`outlet`, which `events` ask, takes all output, so that this is woken for the end alone."""
+        self._token_bytes = token_bytes
         self._events = events
         self._form = form
         self._outlet = outlet
@@ -79,7 +85,7 @@ class WholeAnswer:
                     elif isinstance(item, Finished):
                         ends.append(item)
                 ends.sort(key=lambda end: end.sample)
-                body = whole(started, self._form, answers, ends)
+                body = whole(started, self._form, answers, ends, self._token_bytes)
                 headers = {"content-type": "application/json", "x-request-id": label}
                 response = Response(body, headers=headers)
         except ApiError as error:
@@ -96,9 +102,11 @@ class StreamedAnswer:
         self,
         events: AsyncGenerator[GenerateEvent, None],
         form: HttpForm | None,
+        token_bytes: TokenBytes,
         at: Sequence[EventPosition] = (),
         outlet: Outlet | None = None,
     ) -> None:
+        self._token_bytes = token_bytes
         self._outlet = outlet
         self._events = events
         self._form = form
@@ -140,7 +148,7 @@ class StreamedAnswer:
         out.resume_token = started.resume_token
         if started.resume_token and not self._had_the_end:
             await out.begin()
-        writer = StreamWriter(started, form, self._at)
+        writer = StreamWriter(started, form, self._token_bytes, self._at)
         if self._outlet is not None and not any(one.closing for one in self._at):
             self._outlet.take = lambda item: out.is_free() and out.put(writer.delta(item))
         return writer

@@ -4,7 +4,7 @@ Only syntax and shape are judged here; the ranges of values are judged behind th
 Three rules for fields (docs/http.md repeats them for users):
 
 - null means absent, and absent means the server's default;
-- a field that would change the answer and is not supported (`tools`, `logprobs`, …) is refused unless it holds a value
+- a field that would change the answer and is not supported (`tools`, `suffix`, …) is refused unless it holds a value
   that asks for nothing, because an answer that silently ignored it would be wrong; and so is any unknown field, which
   may be one that is supported, misspelt;
 - fields that never change an answer (`user`, `metadata`, …: `router/http/fields.py`) are let pass.
@@ -34,17 +34,14 @@ _STOPPING = {
 }
 _SAME = (
     "n", "model", "min_tokens", "seed", "ignore_eos", "resumable", "priority", "tenant", "beam_width", "length_penalty",
-    "parse_control_tokens",
+    "parse_control_tokens", "truncate_prompt_tokens", "cache_salt",
 )
 """Fields that a call has under the same name, and with the same values."""
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -64,13 +61,13 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "bad_words": ([],),
     "logits_processors": ([],),
-    **dict.fromkeys(("chat_template", "reasoning_effort", "truncate_prompt_tokens", "cache_salt"), ()),
+    **dict.fromkeys(("chat_template", "reasoning_effort"), ()),
     # What other servers call constraints on the answer: dropped, the answer would break what its reader relies on.
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), ()
     ),
     **dict.fromkeys(("guided_decoding_backend", "structured_outputs", "structural_tag", "json_schema"), ()),
-    **dict.fromkeys(("grammar", "regex", "ebnf", "allowed_token_ids"), ()),
+    **dict.fromkeys(("grammar", "regex", "ebnf"), ()),
 }
 """Fields, with the values beside null with which they ask for nothing."""
 OF_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"continuous_usage_stats": (False,)}
@@ -112,6 +109,12 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     parse_control_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    cache_salt: str | None = None
+    logprobs: bool | Int | None = None
+    top_logprobs: Int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int] | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -194,6 +197,7 @@ def _parsed(
         return_token_ids=bool(request.return_token_ids),
         created=created,
         label=label,
+        logprobs=_logprobs(request),
     )
     call = GenerateCall(
         prompt=prompt,
@@ -203,12 +207,42 @@ def _parsed(
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         request_id=label,
+        logprobs=form.logprobs,
+        logit_bias=_biases(request.logit_bias or {}),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
         timeout_s=min(timeouts_s, default=None),
         early_stopping=_STOPPING[request.early_stopping],
         form=form,
         **_given(request, _SAME),
     )
     return Parsed(call, form, stream)
+
+
+def _logprobs(request: OpenAIRequest) -> int | None:
+    """Return how many alternatives are asked for beside the log probability of each token; None: neither. A chat says
+    whether, and how many by another field; a completion says how many."""
+    wanted, top = request.logprobs, request.top_logprobs
+    if isinstance(request, ChatRequest):
+        if wanted is not None and not isinstance(wanted, bool):
+            raise invalid("logprobs", "must be true or false; top_logprobs says how many alternatives")
+        if top and not wanted:
+            raise invalid("top_logprobs", "is allowed only with logprobs: true")
+        return top or 0 if wanted else None
+    if top:
+        raise invalid("top_logprobs", "is a chat's; logprobs says how many alternatives")
+    if wanted is True:
+        raise invalid("logprobs", "must be the number of alternatives")
+    return None if wanted is False else wanted
+
+
+def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """Return biases by token id. Raises ApiError."""
+    for name, amount in given.items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise invalid("logit_bias", "must have token ids as names")
+        if not math.isfinite(amount):
+            raise invalid("logit_bias", "must have finite numbers as values")
+    return tuple(sorted({int(name): amount for name, amount in given.items()}.items()))
 
 
 def _chat_options(request: ChatRequest) -> dict[str, Any]:

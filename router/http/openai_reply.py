@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.types import TokenLogprobs
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 from router.http.fields import UnknownFieldError
+from router.http.logprobs import TokenBytes, chat_logprobs, completion_logprobs
 
 _STATUS: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
@@ -45,7 +47,7 @@ class ReplyChoice(msgspec.Struct, kw_only=True):
     text: str | msgspec.UnsetType = msgspec.UNSET
     message: ReplyText | msgspec.UnsetType = msgspec.UNSET
     delta: ReplyText | dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
     beam_score: float | msgspec.UnsetType = msgspec.UNSET
@@ -63,7 +65,13 @@ class Reply(msgspec.Struct):
     headrace: dict[str, Any] | msgspec.UnsetType
 
 
-def whole(started: Started, form: HttpForm, answers: Sequence[Sequence[Delta]], ends: Sequence[Finished]) -> bytes:
+def whole(
+    started: Started,
+    form: HttpForm,
+    answers: Sequence[Sequence[Delta]],
+    ends: Sequence[Finished],
+    token_bytes: TokenBytes,
+) -> bytes:
     """An answer at once: all output and the account of every sample, in order. The figures are those of sample 0."""
     choices = []
     for deltas, end in zip(answers, ends, strict=True):
@@ -74,8 +82,20 @@ def whole(started: Started, form: HttpForm, answers: Sequence[Sequence[Delta]], 
             choice.text = text
         if form.return_token_ids:
             choice.token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+        if form.logprobs is not None:
+            given = [one for delta in deltas for one in delta.logprobs]
+            choice.logprobs = written_logprobs(form, given, 0, token_bytes)
         choices.append(choice)
     return encoded(started, form, "chat.completion", choices, usage(ends), ends[0])
+
+
+def written_logprobs(
+    form: HttpForm, given: Sequence[TokenLogprobs], offset: int, token_bytes: TokenBytes
+) -> dict[str, Any]:
+    """The field `logprobs` of a choice; `offset` characters of its text came before."""
+    if form.chat:
+        return chat_logprobs(given, token_bytes)
+    return completion_logprobs(given, offset, token_bytes, has_top=bool(form.logprobs))
 
 
 def encoded(

@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from router.front.api import Delta, Finished, HttpForm, Started, invalid
-from router.http.openai_reply import ReplyChoice, ReplyText, encoded, last_choice, usage
+from router.http.logprobs import TokenBytes, characters
+from router.http.openai_reply import ReplyChoice, ReplyText, encoded, last_choice, usage, written_logprobs
 
 FIELD = "Last-Event-ID"
 _ID = re.compile(r"([A-Za-z0-9_-]+)((?:\.[0-9]{1,9}\.[0-9]{1,9}\.[0-9])+)", re.ASCII)
@@ -64,10 +65,16 @@ _IDS = (1234567890123456789,)
 
 class StreamWriter:
     """Writes the events of one stream. Mutable state: the positions behind what was written, the accounts of samples
-    that are over, and for each sample what lies around the text, and the ids, of all its chunks but the first."""
+    that are over, and for each sample how many characters its tokens have begun, and what lies around the text, and the
+    ids, of all its chunks but the first."""
 
-    def __init__(self, started: Started, form: HttpForm, at: Sequence[EventPosition] = ()) -> None:
+    def __init__(
+        self, started: Started, form: HttpForm, token_bytes: TokenBytes, at: Sequence[EventPosition] = ()
+    ) -> None:
         self._started = started
+        self._token_bytes = token_bytes
+        had = started.had_ids or ((),) * started.samples
+        self._characters = [sum(characters(token, token_bytes) for token in ids) for ids in had]
         self._form = form
         self._at = list(at) or [EventPosition()] * started.samples
         self._ends: dict[int, Finished] = {}
@@ -85,6 +92,8 @@ class StreamWriter:
         is_first = not self._has_output(sample)
         size = len(text) if text.isascii() else len(text.encode())
         self._at[sample] = EventPosition(at.next_index + len(ids), at.text_bytes + size)
+        if self._form.logprobs is not None:
+            return self._with_logprobs(item, is_first=is_first)
         if not text and not (self._form.return_token_ids and ids):
             return b""
         if is_first:
@@ -96,15 +105,30 @@ class StreamWriter:
         written = _encode(ids) if self._form.return_token_ids else b""
         return self._event(b"".join((before, _encode(text), between, written, after)))
 
+    def _with_logprobs(self, item: Delta, *, is_first: bool) -> bytes:
+        """One event for all output, whether it has text or not."""
+        begun = self._characters[item.sample]
+        written = written_logprobs(self._form, item.logprobs, begun, self._token_bytes)
+        self._characters[item.sample] += sum(characters(token, self._token_bytes) for token in item.token_ids)
+        return self._event(self._output(item.sample, item.text, item.token_ids, written, is_first=is_first))
+
     def _split(self, sample: int) -> tuple[bytes, bytes, bytes]:
         """Return what lies before the text of a chunk that is not the first, between it and the ids, and behind."""
         before, rest = self._output(sample, _MARK, _IDS, is_first=False).split(_encode(_MARK))
         between, _, after = rest.partition(_encode(_IDS))
         return before, between, after
 
-    def _output(self, sample: int, text: str, ids: tuple[int, ...], *, is_first: bool) -> bytes:
+    def _output(
+        self,
+        sample: int,
+        text: str,
+        ids: tuple[int, ...],
+        logprobs: dict[str, Any] | None = None,
+        *,
+        is_first: bool,
+    ) -> bytes:
         """Write a chunk of output."""
-        choice = ReplyChoice(index=sample)
+        choice = ReplyChoice(index=sample, logprobs=logprobs)
         if self._form.chat:
             choice.delta = ReplyText(text, role="assistant" if is_first else msgspec.UNSET)
         else:
@@ -152,7 +176,8 @@ class StreamWriter:
     def _has_output(self, sample: int) -> bool:
         """Return whether some event of its output was written."""
         at = self._at[sample]
-        return bool(at.text_bytes or (self._form.return_token_ids and at.next_index))
+        has_ids = self._form.return_token_ids or self._form.logprobs is not None
+        return bool(at.text_bytes or (has_ids and at.next_index))
 
     def _chunk(
         self, choices: list[ReplyChoice], end: Finished | None = None, use: dict[str, Any] | None = None

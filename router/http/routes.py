@@ -8,6 +8,7 @@ generation goes on in `router/front/frontend.py`.
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
@@ -32,6 +33,7 @@ from router.http.openai import Parsed, parse_chat, parse_completion, timeout_fro
 from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
 from router.http.page import PAGE_PATH, ChatPage
+from router.http.tokens import TokenRoutes
 from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
 
@@ -60,6 +62,7 @@ def build_app(
     what is being received of all bodies together. `chat_page`: whether there is a page at `/`."""
     started = int(time.time())
     bodies = Bodies(bodies_bytes)
+    tokens = TokenRoutes(frontend, bodies)
 
     def card(name: str) -> dict[str, object]:
         return {"id": name, "object": "model", "created": started, "owned_by": "headrace"}
@@ -101,6 +104,8 @@ def build_app(
             Route("/v1/chat/completions", _Generate(frontend, parse_chat, bodies), methods=["POST"]),
             Route("/v1/completions", _Generate(frontend, parse_completion, bodies), methods=["POST"]),
             Route("/v1/streams/{token}", _Streams(frontend), methods=["GET", "DELETE"]),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
@@ -123,6 +128,7 @@ class _Generate:
         self._frontend = frontend
         self._parse = parse
         self._bodies = bodies
+        self._token_bytes = partial(_token_bytes, frontend)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -151,9 +157,9 @@ class _Generate:
         call = msgspec.structs.replace(call, resumable=resumable, traceparent=trace, session=session)
         outlet = Outlet()
         events = self._frontend.generate(call, outlet)
-        answer: ASGIApp = WholeAnswer(events, parsed.form, outlet)
+        answer: ASGIApp = WholeAnswer(events, parsed.form, self._token_bytes, outlet)
         if parsed.stream:
-            answer = StreamedAnswer(events, parsed.form, outlet=outlet)
+            answer = StreamedAnswer(events, parsed.form, self._token_bytes, outlet=outlet)
         await _attended(answer, scope, receive, send)
 
 
@@ -163,6 +169,7 @@ class _Streams:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
+        self._token_bytes = partial(_token_bytes, frontend)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
@@ -191,7 +198,11 @@ class _Streams:
         had = [Position(one.next_index, one.text_bytes) for one in at]
         outlet = Outlet()
         events = self._frontend.resume(token, had, tenant, outlet)
-        await _attended(StreamedAnswer(events, None, at, outlet), scope, receive, send)
+        await _attended(StreamedAnswer(events, None, self._token_bytes, at, outlet), scope, receive, send)
+
+
+def _token_bytes(frontend: Frontend, token: int) -> tuple[bytes, bool]:
+    return frontend.model.token_bytes(token)
 
 
 async def _attended(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

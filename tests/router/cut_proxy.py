@@ -5,7 +5,8 @@ from contextlib import suppress
 
 
 class CutProxy:
-    """Forwards to a port of this host. `cut` resets every connection; `refuse` also those that come later."""
+    """Forwards to a port of this host. `cut` resets every connection; `refuse` also those that come later;
+    `swallow` leaves them open and lets nothing through any more."""
 
     def __init__(self, target: str) -> None:
         self._host, _, port = target.rpartition(":")
@@ -13,6 +14,7 @@ class CutProxy:
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._refusing = False
+        self._swallowing = False
         self.accepted = 0
         self.cut_connections = 0
 
@@ -26,6 +28,9 @@ class CutProxy:
             writer.transport.abort()
             self.cut_connections += 1
         self._writers.clear()
+
+    def swallow(self) -> None:
+        self._swallowing = True
 
     def heal(self) -> None:
         self._refusing = False
@@ -52,6 +57,8 @@ class CutProxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
             while data := await reader.read(65536):
+                if self._swallowing:
+                    continue
                 writer.write(data)
                 await writer.drain()
         writer.close()

@@ -32,11 +32,16 @@ from engine.messages import (
     encode,
 )
 from engine.text.messages import ChatPrompt
-from engine.types import Beam, FinishReason, Incarnation
+from engine.types import Beam, FinishReason, Incarnation, TokenLogprobs
 from router.dispatch import ATTACH
 from tests.secrets_of_tests import SECRETS
 
 END = 256  # the fake model's end-of-message token
+
+
+def logprobs_of(index: int, token: int, count: int) -> TokenLogprobs:
+    """What fake workers say of output token number `index`: numbers that 32 bits do not hold."""
+    return TokenLogprobs(token, -0.1 * (index + 1), tuple([((token + at) % 256, -0.3 * at) for at in range(count)]))
 
 
 class ByteText:
@@ -62,8 +67,17 @@ class ByteText:
     def encode_chat_text(self, rendered: str) -> list[int]:
         return self.encode(rendered, add_special=False)
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return ["<end>" if token == END else chr(token) for token in ids]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return "".join(self.token_strings(ids))
+
     def detokenizer(self) -> ByteDetokenizer:
         return ByteDetokenizer()
+
+    def token_bytes(self, token: int) -> tuple[bytes, bool]:
+        return (b"<end>", False) if token == END else (bytes([token]) if token < 256 else b"", True)
 
 
 class ByteDetokenizer:
@@ -235,7 +249,8 @@ class FakeWorkers:
             return
         if hello.incarnation != self._router:
             for name, orphan in self.orphans.items():
-                self._outbox.put_nowait(msgspec.structs.replace(orphan, tokens=list(orphan.tokens)))
+                lists = {"tokens": list(orphan.tokens), "logprobs": list(orphan.logprobs)}
+                self._outbox.put_nowait(msgspec.structs.replace(orphan, **lists))
                 if name in self._ends:
                     self._outbox.put_nowait(self._ends[name])
         self._router = hello.incarnation
@@ -280,6 +295,7 @@ class FakeWorkers:
                 placement=place.placement,
                 prefill=self.prefill,
                 tokens=ids[:history],
+                logprobs=list(record.emitted_logprobs),
                 age_s=0.5,
             )
         for index, token in enumerate(ids):
@@ -287,9 +303,11 @@ class FakeWorkers:
                 continue
             if self.slow_s:
                 await asyncio.sleep(self.slow_s)
-            self._outbox.put_nowait(Tokens(record.request, place.placement, index, [token]))
+            logprobs = [] if record.logprobs is None else [logprobs_of(index, token, record.logprobs)]
+            self._outbox.put_nowait(Tokens(record.request, place.placement, index, [token], logprobs))
             if record.context:
                 self.orphans[record.request].tokens.append(token)
+                self.orphans[record.request].logprobs.extend(logprobs)
         self._running.pop(record.request, None)
         self._ended(record.request, place.placement, reason, len(ids))
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.messages import Cancel, Orphan, Place, RequestStats
-from engine.types import FinishReason, RequestId, RequestRecord
+from engine.types import FinishReason, RequestId, RequestRecord, TokenLogprobs
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
@@ -29,7 +29,7 @@ from router.front.timing import WORKER_STAGES
 from router.grpc.client import Client
 from router.status.observer import NullObserver
 from tests.engine.text.chats import chat
-from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
+from tests.router.fake_cluster import END, ByteText, FakeWorkers, logprobs_of, until
 from tests.secrets_of_tests import SECRETS
 
 ANSWER = "wörld 🙂 ok, thé énd"
@@ -116,6 +116,25 @@ async def read(
             end = event
     assert acted and end is not None
     return text, ids, end
+
+
+@pytest.mark.parametrize("at", [1, 9, 25])
+def test_log_probabilities_survive_a_router(at: int) -> None:
+    """Guards values that the router alone knew: the next one has them from the decode worker, each with its token."""
+
+    async def body() -> None:
+        async with site() as one, Client(one.address) as client:
+            got: list[TokenLogprobs] = []
+            acted = False
+            async for event in client.agenerate(msgspec.structs.replace(CALL, logprobs=2), resume=True):
+                if isinstance(event, Delta):
+                    got += event.logprobs
+                    if len(got) >= at and not acted:
+                        acted = True
+                        await one.restart()
+            assert acted and got == [logprobs_of(index, token, 2) for index, token in enumerate(IDS)]
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize("at", [1, 2, 9, 25])

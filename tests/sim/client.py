@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.messages import Fault
-from engine.types import Beam, FinishReason, RequestRecord
+from engine.types import Beam, FinishReason, RequestRecord, TokenLogprobs
 from router.core.events import Complete
 from tests.sim.clock import Process, Violation
-from tests.sim.shadow import expected_answers, expected_output
+from tests.sim.shadow import expected_answers, expected_logprobs, expected_output
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -25,6 +25,8 @@ class Client:
     stop_after: int | None = None
     tokens_: list[int] = field(default_factory=list)
     want: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    want_logprobs: list[TokenLogprobs] = field(default_factory=list)
     began: bool = False
     left: bool = False
     adrift: bool = False
@@ -36,6 +38,7 @@ class Client:
 
     def __post_init__(self) -> None:
         self.want = self._expected()
+        self.want_logprobs = expected_logprobs(self.record)
 
     def _expected(self) -> list[int]:
         return expected_output(self.record)
@@ -57,12 +60,15 @@ class Client:
     def moved(self, stages: dict[str, float], now: float) -> None:
         self.world.note("request moved")
 
-    def tokens(self, ids: list[int], now: float) -> int | None:
+    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
         if self.outcome:
             raise Violation(f"{self.name}: tokens {ids} after its end ({self.outcome})")
         self.tokens_ += ids
         if self.tokens_ != self.want[: len(self.tokens_)]:
             raise Violation(f"{self.name}: got {self.tokens_}, the uninterrupted run is {self.want}")
+        self.logprobs += logprobs
+        if self.logprobs != self.want_logprobs[: len(self.tokens_)]:
+            raise Violation(f"{self.name}: got {self.logprobs}, the uninterrupted run says {self.want_logprobs}")
         if self.stop_after is not None and len(self.tokens_) >= self.stop_after:
             self.world.note("stop string found")
             return self.stop_after
@@ -148,7 +154,7 @@ class Searcher(Client):
         Client.interrupted(self, now)
         self.world.note("search placed again")
 
-    def tokens(self, ids: list[int], now: float) -> int | None:
+    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
         raise Violation(f"{self.name}: a search says {ids} before it is over")
 
     def completed(self, end: Complete, now: float) -> None:

@@ -1,9 +1,10 @@
 """A request of a dead router at the one that came after it, until its client is back and from then on."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.messages import Fault
-from engine.types import FinishReason
+from engine.types import FinishReason, TokenLogprobs
 from router.core.events import Complete
 from tests.sim.clock import Violation
 
@@ -17,6 +18,7 @@ class Revived:
     def __init__(self, client: "Client") -> None:
         self._client = client
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._end: Complete | Fault | None = None
         self._outcome = FinishReason.ERROR
         self._is_read = False
@@ -33,9 +35,10 @@ class Revived:
     def moved(self, stages: dict[str, float], now: float) -> None:
         self._client.moved(stages, now)
 
-    def tokens(self, ids: list[int], now: float) -> int | None:
+    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
         client = self._client
         self._tokens += ids
+        self._logprobs += logprobs
         if self._tokens != client.want[: len(self._tokens)]:
             raise Violation(f"{client.name}: adopted with {self._tokens}, not {client.want}")
         self._pass_on(now)
@@ -63,7 +66,7 @@ class Revived:
             return
         fresh = self._tokens[len(client.tokens_) :]
         if fresh:
-            client.tokens(fresh, now)
+            client.tokens(fresh, now, self._logprobs[len(client.tokens_) :])
         if isinstance(self._end, Complete):
             client.completed(self._end, now)
         elif self._end is not None:

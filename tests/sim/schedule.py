@@ -163,6 +163,7 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
             namespace=rng.choice((b"", b"", b"", b"tenant")),
             priority=rng.choice((0, 0, 0, 1)),
             context=rng.choice((b"", b"resumable")),
+            logprobs=number if number % 2 else None,
         )
         at_s = rng.uniform(0, 0.01)
         asks += (

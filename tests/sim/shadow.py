@@ -20,7 +20,7 @@ from engine.kv.tiers.tiers import Tiers
 from engine.messages import Handoff, MemoryUse
 from engine.plan import banned_tokens, end_tokens, finish_reason
 from engine.step import Candidates, Drawn, LatestDraws, Row, StepPlan
-from engine.types import Beam, BlockId, RequestRecord
+from engine.types import Beam, BlockId, RequestRecord, TokenLogprobs
 from kernels.compilations import Compilations
 from tests.sim.clock import Process, Violation
 from transfer import digest
@@ -60,6 +60,25 @@ def candidates(row: int, count: int, banned: tuple[int, ...]) -> Candidates:
     """Return the likeliest tokens, with log probabilities of their own for every row."""
     likely = [one for one in _likeliest(row)[: count + len(banned)] if 63 - (one & 63) not in banned]
     return tuple([(63 - (one & 63), -(one >> 6) / (1 << 18)) for one in likely[:count]])
+
+
+def log_probs(row: int, token: int, count: int) -> TokenLogprobs:
+    """Return the log probabilities of a token and of the likeliest ones: they depend on the row alone."""
+    cost = ((row ^ _PASTS[token][1]) * 0x2545F4914F6CDD1D & _MASK) >> 40
+    return TokenLogprobs(token, -cost / (1 << 18), candidates(row, count, ()) if count else ())
+
+
+def expected_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
+    """Return what the uninterrupted run says of its tokens; nothing where it is not asked."""
+    if record.logprobs is None:
+        return []
+    past, told = root(record.namespace), []
+    for token in record.tokens[: record.prompt_tokens]:
+        past = mix(past, token)
+    for token in expected_output(record):
+        told.append(log_probs(past, token, record.logprobs))
+        past = mix(past, token)
+    return told
 
 
 def expected_output(record: RequestRecord) -> list[int]:
@@ -222,7 +241,8 @@ class ShadowRunner:
             return []
         if row.candidates:
             return [candidates(past, row.candidates, row.banned)]
-        return [draw(past, row.draw_key, row.banned)]
+        token, wanted = draw(past, row.draw_key, row.banned), row.record.logprobs
+        return [token if wanted is None else log_probs(past, token, wanted)]
 
     def _writable(self, block: BlockId, who: str) -> None:
         pool, cache = self.kv.pool, self.kv.manager.cache

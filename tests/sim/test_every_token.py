@@ -1,8 +1,12 @@
 """Whoever dies at whichever token: the client's stream goes on, exact, with the real cores and the fake model."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
 import pytest
 
-from engine.types import FinishReason
+from engine.types import FinishReason, TokenLogprobs
 from tests.sim import client as clients
 from tests.sim.clock import Process
 from tests.sim.scenarios import _plan, _resumable
@@ -22,7 +26,8 @@ def test_a_worker_killed_at_every_token(
 ) -> None:
     """Guards every position of an answer, the first and the last included: no token lost, doubled or changed. The
     client compares each token as it comes (`client.Client.tokens`) and the end with all of them."""
-    world = World(_plan(_resumable("a", 1, 2, max_tokens=TOKENS)))
+    ask = _resumable("a", 1, 2, max_tokens=TOKENS)
+    world = World(_plan(replace(ask, record=msgspec.structs.replace(ask.record, logprobs=3))))
     killed: list[str] = []
 
     def strike() -> None:
@@ -37,9 +42,9 @@ def test_a_worker_killed_at_every_token(
 
     take = clients.Client.tokens
 
-    def tokens(self: clients.Client, ids: list[int], now: float) -> int | None:
+    def tokens(self: clients.Client, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs]) -> int | None:
         before = len(self.tokens_)
-        kept = take(self, ids, now)
+        kept = take(self, ids, now, logprobs)
         if before < token <= len(self.tokens_) and not killed:
             strike()
         return kept
@@ -54,3 +59,4 @@ def test_a_worker_killed_at_every_token(
         assert world.notes["interrupted, and placed again"] == 1, "another one was killed"
     assert client.outcome == f"complete ({FinishReason.LENGTH.value})"
     assert client.tokens_ == client.want and len(client.want) == TOKENS
+    assert client.logprobs == client.want_logprobs and len(client.logprobs) == TOKENS

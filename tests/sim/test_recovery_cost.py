@@ -1,7 +1,10 @@
 """A lost decode worker costs what its prefill worker had not computed yet, and the tokens already said: counted."""
 
+from collections.abc import Sequence
+
 import pytest
 
+from engine.types import TokenLogprobs
 from tests.sim import client as clients
 from tests.sim.clock import Process
 from tests.sim.scenarios import _plan, _resumable
@@ -74,9 +77,9 @@ def test_lost_at_a_token(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before: list[tuple[int, int]] = []
     take = clients.Client.tokens
 
-    def tokens(self: clients.Client, ids: list[int], now: float) -> int | None:
+    def tokens(self: clients.Client, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs]) -> int | None:
         had = len(self.tokens_)
-        kept = take(self, ids, now)
+        kept = take(self, ids, now, logprobs)
         if had < token <= len(self.tokens_) and not before:
             process = holder(world)
             assert process is not None

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from engine import identity
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Fault, FirstToken, Handoff, Landed, PrefillFailed, StartPrefill, Stop
-from engine.types import Incarnation, RequestRecord
+from engine.types import DrawnToken, Incarnation, RequestRecord, id_of
 from transfer.handoff.commands import (
     Broken,
     Command,
@@ -145,12 +145,18 @@ class HandoffSource(Generic[T]):
         return self._settle(self.sender.offer(handoff, blocks))
 
     def finish(
-        self, handoff: Handoff, token: int, *, queue_s: float, run_s: float, cached_tokens: int
+        self, handoff: Handoff, token: DrawnToken, *, queue_s: float, run_s: float, cached_tokens: int
     ) -> list[Command]:
         """Name the token that follows, when all is offered."""
         chunks = self._served[handoff].chunks
         first = FirstToken(
-            handoff=handoff, token=token, chunks=chunks, queue_s=queue_s, run_s=run_s, cached_tokens=cached_tokens
+            handoff=handoff,
+            token=id_of(token),
+            logprobs=None if isinstance(token, int) else token,
+            chunks=chunks,
+            queue_s=queue_s,
+            run_s=run_s,
+            cached_tokens=cached_tokens,
         )
         return [Emit(handoff.decode, first), *self._settle(self.sender.close(handoff))]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from decode_worker.scheduler.request import Request
 from engine.kv.manager import KVCacheManager
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
-from engine.types import Incarnation, RequestId
+from engine.types import DrawnToken, Incarnation, RequestId
 from transfer.handoff.commands import Command, Emit
 from transfer.handoff.source import HandoffSource
 
@@ -29,7 +29,7 @@ class Departure:
     """Mutable; owned by `Departures`. `token` follows the request's tokens, once it is drawn."""
 
     request: Request
-    token: int | None = None
+    token: DrawnToken | None = None
     asked: bool = False
     """Another worker has asked for it: that one knows of the request, and perhaps the token."""
     released: bool = False
@@ -60,7 +60,7 @@ class Departures:
         """Requests whose last row is to be computed by the next step."""
         return [d.request for d in self._departures.values() if d.token is None and d.shelved is None]
 
-    def complete(self, request: Request, token: int, now: float) -> list[Command]:
+    def complete(self, request: Request, token: DrawnToken, now: float) -> list[Command]:
         """Serve the rest of `request`, if anybody still wants it: the step has computed its last row, and `token`
         follows."""
         departure = self._departures.get(request.record.request)

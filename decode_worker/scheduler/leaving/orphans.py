@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request
+from engine.identity import owner
 from engine.messages import Claim, Ended, Orphan
 from engine.types import Incarnation, RequestId, RequestRecord
 
@@ -21,6 +22,8 @@ MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 TOKEN_BYTES = 52
 """The memory that a token id is taken to cost: an int, and its place in the record, the request and the output."""
+VALUE_BYTES = 160
+"""The memory that a log probability is taken to cost, with the token that it is of."""
 MAX_NAMES = 4096
 """Lives of routers whose names are remembered."""
 MAX_HANDOVERS = 3
@@ -38,7 +41,9 @@ class Remembered:
 
     @property
     def size(self) -> int:
-        return TOKEN_BYTES * len(self.request.tokens) + len(self.request.record.context)
+        request = self.request
+        values = sum(1 + len(one.top) for one in request.logprobs)
+        return TOKEN_BYTES * len(request.tokens) + VALUE_BYTES * values + len(request.record.context)
 
 
 T = TypeVar("T")
@@ -68,7 +73,7 @@ class ResumeIndex(Generic[T]):
     def find(self, claim: Claim) -> list[T]:
         """Return what is kept of the requests that a router claims, the oldest first."""
         found = self._kept.get(claim.key, {}).values()
-        return [kept for record, kept in found if claim.namespace in (None, record.namespace)]
+        return [kept for record, kept in found if claim.namespace in (None, owner(record.namespace))]
 
 
 class Orphans:
@@ -201,6 +206,7 @@ def orphan(request: Request, tokens: list[int], now: float) -> Orphan:
         placement=request.placement,
         prefill=request.prefill.worker.name,
         tokens=tokens,
+        logprobs=request.logprobs[: len(tokens)],
         age_s=now - request.accepted,
         remaining_s=remaining_s,
         losses=request.owner.losses,

@@ -17,6 +17,7 @@ from engine.backends.attention import LayerInput
 from engine.backends.gpu.sampling import draw_tokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch, upload
 from engine.kv.layout import KVLayout
+from engine.logprobs import QueuedDraws, step_logprobs
 from engine.model.config import ModelConfig
 from engine.sampling import sample
 from engine.step import Drawn, Row
@@ -194,7 +195,7 @@ class TritonAttention:
     def gate(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up, self._configs["silu_mul"])
 
-    def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | Sequence[Drawn]:
+    def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]:
         if any(draw.candidates for draw in draws):
             # A beam search is among them: the kernel draws tokens only.
             self._plan_ahead()
@@ -202,8 +203,9 @@ class TritonAttention:
         if not draws:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         tokens = draw_tokens(logits, draws, self._configs["sample"])
+        logprobs = step_logprobs(logits, draws, tokens)
         self._plan_ahead()
-        return tokens
+        return tokens if logprobs is None else QueuedDraws(tokens, logprobs)
 
     def _plan_ahead(self) -> None:
         """The device is at work; the CPU is not."""

@@ -141,9 +141,10 @@ class Adoptions:
             call.cached_tokens_bound = 0
         self._view.adopted(call, home, orphan.prefill)
         out.append(Adopt(orphan))
-        call.emitted.extend(orphan.tokens)
+        call.emit(orphan.tokens, orphan.logprobs)
         # One by one, as they came: a front that makes an event of each makes the same events again.
-        out.extend(Deliver(request, [token]) for token in orphan.tokens)
+        logprobs = orphan.logprobs
+        out.extend(Deliver(request, [token], logprobs[at : at + 1] or ()) for at, token in enumerate(orphan.tokens))
 
     def takes(self, orphan: Orphan, now: float) -> bool:
         """Accept this report if it has the highest placement; return True if accepted."""

@@ -1,12 +1,17 @@
 """What a process makes sure of before it opens what it hosts."""
 
+import gc
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from cluster.processes.hosting import _check_model, prepared
+from cluster.processes.collector import YOUNG_OBJECTS
+from cluster.processes.hosting import Hosted, _check_model, prepared
 from cluster.processes.spec import ChildSpec, ModelSource
+from engine.handshake import Keyring
 from engine.model.config import ModelError
 from engine.model.prepared.checked import check_folder
 from tests.engine.model.quantized import Kind, write_model
@@ -48,3 +53,33 @@ def test_a_worker_does_not_take_another_model_instead(spec: ChildSpec) -> None:
     write_model(Path(spec.source.model), lambda name: Kind.Q8_0)
     with pytest.raises(ModelError, match="its source is another model now"):
         _check_model(spec)
+
+
+class Started:
+    """The least that a process can host."""
+
+    def start(self) -> SimpleNamespace:
+        return SimpleNamespace(name="decode-0", address="127.0.0.1:1", incarnation=7)
+
+
+def open_nothing(*_: object) -> Started:
+    return Started()
+
+
+@pytest.fixture
+def own_collector() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+def test_what_is_there_before_serving_is_not_collected_again(own_collector: None) -> None:
+    """Guards every stream of a worker against pauses of a tenth of a second: full collections that walk all modules."""
+    before = gc.get_freeze_count()
+    nothing = ChildSpec(kind="decode", name="decode-0", factory=f"{__name__}:open_nothing", config={})
+    hosted = Hosted(nothing, Keyring((b"s" * 32,)))
+    assert gc.get_freeze_count() == before, "what is frozen too early is the garbage of the start as well"
+    hosted.start()
+    assert gc.get_freeze_count() > before + 10_000
+    assert gc.get_threshold()[0] == YOUNG_OBJECTS

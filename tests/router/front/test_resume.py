@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 
 from engine.messages import Cancel, Place, RequestStats
-from engine.types import FinishReason, RequestId
+from engine.types import FinishReason, RequestId, TokenLogprobs
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.core.events import Complete
@@ -30,7 +30,7 @@ from router.grpc.client import Client
 from router.status.journal import RouterJournal
 from router.status.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
-from tests.router.fake_cluster import END, ByteDetokenizer, ByteText, FakeWorkers, until
+from tests.router.fake_cluster import END, ByteDetokenizer, ByteText, FakeWorkers, logprobs_of, until
 from tests.secrets_of_tests import SECRETS
 
 ANSWER = "wörld 🙂 ok, thé énd"
@@ -100,6 +100,31 @@ def test_cut_connections_lose_and_repeat_nothing(
         assert not left and proxy.accepted > len(cuts), "the cuts did not take effect"
         assert len([r for r in workers.got if isinstance(r, Place)]) == 1, "it was run twice"
         assert not cancels(workers)
+
+    cluster(body)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2, 9, 10), (3, 7, 11, 15, 19, 23)])
+def test_log_probabilities_come_once_whatever_is_cut(cluster: Callable[..., None], cuts: tuple[int, ...]) -> None:
+    """Guards what was packed while nobody read: the values are those that were, to the last bit, each with its token;
+    and a new connection from the start gives all of them again."""
+
+    async def body(app: RouterApp, client: Client, proxy: CutProxy, workers: FakeWorkers) -> None:
+        want = [logprobs_of(index, token, 3) for index, token in enumerate([*ANSWER.encode(), END])]
+        got: list[TokenLogprobs] = []
+        left, token = list(cuts), ""
+        async for event in client.agenerate(GenerateCall(prompt="x", logprobs=3), resume=True):
+            token = event.resume_token if isinstance(event, Started) else token
+            if isinstance(event, Delta):
+                assert [one.token for one in event.logprobs] == list(event.token_ids)
+                got += event.logprobs
+                if left and len(got) >= left[0]:
+                    del left[0]
+                    proxy.cut()
+        assert got == want and not left
+        async with aclosing(app._frontend.resume(token)) as events:
+            again = [event async for event in events if isinstance(event, Delta)]
+        assert [one for delta in again for one in delta.logprobs] == want
 
     cluster(body)
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import RequestStats
-from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams
+from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams, TokenLogprobs
 from protos import headrace_pb2 as pb
 from router.front.api import (
     ChatMessage,
@@ -56,6 +56,12 @@ FULL = GenerateCall(
     early_stopping=EarlyStopping.NEVER,
     resumable=True,
     parse_control_tokens=True,
+    truncate_prompt_tokens=-1,
+    cache_salt="s",
+    logprobs=3,
+    prompt_logprobs=2,
+    logit_bias=((5, -2.5), (7, 100.0)),
+    allowed_token_ids=(5, 7),
     tools=(Tool("f", "does f", '{"type": "object"}'), Tool("g")),
     chat_template_kwargs='{"a": 1}',
     add_generation_prompt=False,
@@ -138,10 +144,11 @@ def test_a_call_without_an_input_names_the_field() -> None:
     [
         Started("r", "m", 5, "token", None, 3),
         Delta("é", (1, 2), 2),
+        Delta("é", (1, 2), 2, (TokenLogprobs(1, -0.1, ((3, -0.2), (1, -0.1))), TokenLogprobs(2, -0.3))),
         FINISHED,
         msgspec.structs.replace(FINISHED, beam_score=None, reason=FinishReason.STOP),
     ],
-    ids=["started", "delta", "finished search", "finished"],
+    ids=["started", "delta", "logprobs", "finished search", "finished"],
 )
 def test_an_event_comes_back_whole(event: GenerateEvent) -> None:
     """Guards accounts that lose a figure, and an answer without a score that comes back with the score 0."""

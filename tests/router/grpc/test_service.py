@@ -37,13 +37,13 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture
 def cluster(runner: asyncio.Runner) -> Callable[..., None]:
-    def with_cluster(body: Body, **config: object) -> None:
-        runner.run(_with_cluster(body, **config))
+    def run(body: Body, **config: object) -> None:
+        runner.run(with_cluster(body, **config))
 
-    return with_cluster
+    return run
 
 
-async def _with_cluster(body: Body, **config: object) -> None:
+async def with_cluster(body: Body, **config: object) -> None:
     settings = RouterConfig(grpc_port=0, http_port=-1, **config)  # type: ignore[arg-type]
     app = RouterApp(settings, ByteText(), NullObserver(), SECRETS)
     workers = FakeWorkers()

@@ -64,6 +64,15 @@ ANSWER: list[GenerateEvent] = [
 ]
 
 
+def token_bytes(token: int) -> tuple[bytes, bool]:
+    """Stand for a vocabulary of bytes and one control token."""
+    return (bytes([token]), True) if token < 256 else (b"<end>", False)
+
+
+class FakeModel:
+    token_bytes = staticmethod(token_bytes)
+
+
 class FakeFrontend:
     """Plays `script`: an event is yielded, an exception raised, a number slept.
 
@@ -76,6 +85,7 @@ class FakeFrontend:
         self.calls: list[GenerateCall] = []
         self.open = 0
         self.yielded = 0
+        self.model = FakeModel()
 
     async def generate(self, call: GenerateCall, outlet: Outlet | None = None) -> AsyncGenerator[GenerateEvent, None]:
         self.calls.append(call)

@@ -16,7 +16,7 @@ from router.front.api import ApiError, Delta, GenerateEvent, HttpForm, Started
 from router.http import answers
 from router.http.answers import StreamedAnswer, WholeAnswer
 from router.http.openai_stream import EventPosition
-from tests.router.http.fakes import CHAT, FINISHED, HI, STARTED, TEXT, FakeFrontend, ask, events, refusal
+from tests.router.http.fakes import CHAT, FINISHED, HI, STARTED, TEXT, FakeFrontend, ask, events, refusal, token_bytes
 
 FORM = HttpForm(chat=False, include_usage=False, return_token_ids=True, created=7)
 
@@ -128,7 +128,7 @@ def test_samples_of_a_whole_answer_keep_their_order() -> None:
     started = msgspec.structs.replace(STARTED, samples=2)
     ends = [msgspec.structs.replace(FINISHED, sample=at) for at in (1, 0)]
     script = (started, Delta("a", (1,), 1), Delta("b", (2,)), Delta("c", (3,), 1), *ends)
-    status, _, body = sent(WholeAnswer(play(*script), FORM))
+    status, _, body = sent(WholeAnswer(play(*script), FORM, token_bytes))
     choices = json.loads(body)["choices"]
     assert status == 200
     assert [(c["index"], c["text"], c["token_ids"]) for c in choices] == [(0, "b", [2]), (1, "ac", [1, 3])]
@@ -143,7 +143,7 @@ def test_an_error_has_the_name_under_which_its_request_is_looked_for(
         yield STARTED
         raise refusal("UNAVAILABLE")
 
-    status, headers, _ = sent(kind(fails(), msgspec.structs.replace(FORM, label=label)))
+    status, headers, _ = sent(kind(fails(), msgspec.structs.replace(FORM, label=label), token_bytes))
     assert (status, headers["x-request-id"]) == (503, label or "r1")
 
 
@@ -152,8 +152,8 @@ def test_a_client_that_had_everything_is_told_to_stay_away() -> None:
     that lacks the end mark gets it."""
     started = msgspec.structs.replace(STARTED, resume_token="t")
     script = (started, FINISHED)
-    assert sent(StreamedAnswer(play(*script), FORM, [EventPosition(3, 6, 2)]))[::2] == (204, b"")
-    status, headers, body = sent(StreamedAnswer(play(*script), FORM, [EventPosition(3, 6, 1)]))
+    assert sent(StreamedAnswer(play(*script), FORM, token_bytes, [EventPosition(3, 6, 2)]))[::2] == (204, b"")
+    status, headers, body = sent(StreamedAnswer(play(*script), FORM, token_bytes, [EventPosition(3, 6, 1)]))
     assert (status, headers["x-headrace-resume-token"]) == (200, "t")
     assert body == b"id: t.3.6.2\ndata: [DONE]\n\n"
 
@@ -165,16 +165,16 @@ def test_a_resumed_stream_begins_before_there_is_more_to_say() -> None:
         yield msgspec.structs.replace(STARTED, resume_token="t")
         raise refusal("UNAVAILABLE")
 
-    assert sent(StreamedAnswer(fails(), FORM, [EventPosition(1, 1, 0)]))[0] == 200
-    assert sent(StreamedAnswer(fails(), FORM, [EventPosition(3, 6, 2)]))[0] == 503
+    assert sent(StreamedAnswer(fails(), FORM, token_bytes, [EventPosition(1, 1, 0)]))[0] == 200
+    assert sent(StreamedAnswer(fails(), FORM, token_bytes, [EventPosition(3, 6, 2)]))[0] == 503
 
 
 def test_a_stream_goes_on_in_the_form_that_it_was_begun_in() -> None:
     """Guards against a guess at the form of a stream that was begun over gRPC: it has none."""
-    status, _, body = sent(StreamedAnswer(play(STARTED, FINISHED), None))
+    status, _, body = sent(StreamedAnswer(play(STARTED, FINISHED), None, token_bytes))
     assert (status, json.loads(body)["error"]["code"]) == (404, "stream_not_found")
     started = Started("r1", "tiny", 5, form=msgspec.structs.replace(FORM, chat=True, label="mine"))
-    status, headers, body = sent(StreamedAnswer(play(started, FINISHED), None))
+    status, headers, body = sent(StreamedAnswer(play(started, FINISHED), None, token_bytes))
     assert (status, headers["x-request-id"]) == (200, "mine")
     assert json.loads(events(body.decode())[0])["object"] == "chat.completion.chunk"
 

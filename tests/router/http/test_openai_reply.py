@@ -11,7 +11,7 @@ import pytest
 
 from router.front.api import ApiError, Delta, HttpForm
 from router.http.openai_reply import error_reply, last_choice, usage, whole
-from tests.router.http.fakes import ANSWER, CHAT, FINISHED, HI, STARTED, TEXT, FakeFrontend, ask, refusal
+from tests.router.http.fakes import ANSWER, CHAT, FINISHED, HI, STARTED, TEXT, FakeFrontend, ask, refusal, token_bytes
 
 FORM = HttpForm(chat=False, include_usage=True, return_token_ids=False, created=7)
 
@@ -121,7 +121,7 @@ def test_samples_share_one_prompt_and_their_figures_are_those_of_the_first() -> 
         "total_tokens": 10,
         "prompt_tokens_details": {"cached_tokens": 3},
     }
-    body = json.loads(whole(STARTED, FORM, [[Delta("a", (1,))], [Delta("b", (2,))]], ends))
+    body = json.loads(whole(STARTED, FORM, [[Delta("a", (1,))], [Delta("b", (2,))]], ends, token_bytes))
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "a"), (1, "b")]
     assert (body["headrace"]["timing"]["e2e_s"], body["created"]) == (0.2, 7)
     assert all("token_ids" not in choice for choice in body["choices"])

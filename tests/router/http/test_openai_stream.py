@@ -12,18 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.types import TokenLogprobs
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 from router.http.openai_stream import EventPosition, StreamWriter, event_id, positions
-from tests.router.http.fakes import CHAT, FINISHED, HI, TEXT, FakeFrontend, ask, events
+from tests.router.http.fakes import CHAT, FINISHED, HI, TEXT, FakeFrontend, ask, events, token_bytes
 
 DELTAS = [
-    [Delta("Hé", (7, 8)), Delta("", (9,)), Delta("llo", (10,))],
+    [Delta("Hé", (7, 0xC3)), Delta("", (0xA9,)), Delta("llo", (300,))],
     [Delta("", (4,)), Delta("x", (5,)), Delta("y", ())],
 ]
 
 
-def form(chat: bool = True, include_usage: bool = False, return_token_ids: bool = False) -> HttpForm:
-    return HttpForm(chat=chat, include_usage=include_usage, return_token_ids=return_token_ids, created=7)
+def told(ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    return tuple([TokenLogprobs(token, -0.1 * token, ((65, -0.5), (token, -0.1 * token))) for token in ids])
+
+
+def form(
+    chat: bool = True, include_usage: bool = False, return_token_ids: bool = False, logprobs: int | None = None
+) -> HttpForm:
+    return HttpForm(
+        chat=chat, include_usage=include_usage, return_token_ids=return_token_ids, created=7, logprobs=logprobs
+    )
 
 
 def started(samples: int = 1) -> Started:
@@ -39,7 +48,8 @@ def behind(at: EventPosition, sample: int) -> list[Delta]:
     tokens, size, rest = at.next_index, at.text_bytes, []
     for delta in DELTAS[sample]:
         data = delta.text.encode()
-        left = Delta(data[size:].decode(), delta.token_ids[tokens:], sample)
+        ids = delta.token_ids[tokens:]
+        left = Delta(data[size:].decode(), ids, sample, told(ids))
         tokens, size = max(0, tokens - len(delta.token_ids)), max(0, size - len(data))
         if left.text or left.token_ids:
             rest.append(left)
@@ -48,7 +58,9 @@ def behind(at: EventPosition, sample: int) -> list[Delta]:
 
 def write(how: HttpForm, samples: int, at: list[EventPosition] | None = None) -> list[bytes]:
     """The events for a client that is at `at`: output of the samples in turns, then their ends, the last first."""
-    writer = StreamWriter(started(samples), how, at or [])
+    every = [tuple(token for delta in part for token in delta.token_ids) for part in DELTAS]
+    had = tuple(every[sample][: one.next_index] for sample, one in enumerate(at or []))
+    writer = StreamWriter(msgspec.structs.replace(started(samples), had_ids=had), how, token_bytes, at or [])
     todo = [behind(one, sample) for sample, one in enumerate(at or [EventPosition()] * samples)]
     out = [writer.delta(part.pop(0)) for _ in range(3) for part in todo if part]
     for sample in reversed(range(samples)):
@@ -93,10 +105,11 @@ def test_completion_stream_with_usage_and_token_ids() -> None:
 
 
 FORMS = [form(), form(include_usage=True), form(chat=False, return_token_ids=True), form(False, True, True)]
+WITH_LOGPROBS = [form(logprobs=2), form(True, True, True, 0), form(chat=False, logprobs=2), form(False, logprobs=0)]
 
 
 @pytest.mark.parametrize("samples", [1, 2])
-@pytest.mark.parametrize("how", FORMS)
+@pytest.mark.parametrize("how", [*FORMS, *WITH_LOGPROBS])
 def test_behind_any_event_the_rest_of_each_sample_is_the_same(how: HttpForm, samples: int) -> None:
     """Guards the bytes of a resumed stream: a second role, a second finish reason, a usage chunk that is lost."""
     whole = write(how, samples)
@@ -112,7 +125,7 @@ def test_behind_any_event_the_rest_of_each_sample_is_the_same(how: HttpForm, sam
 
 def test_the_answer_is_closed_behind_its_last_sample_only() -> None:
     """Guards against an end mark, or the usage of a part, after the first of several samples."""
-    writer = StreamWriter(started(2), form(include_usage=True))
+    writer = StreamWriter(started(2), form(include_usage=True), token_bytes)
     (first,) = writer.last(finished(1))
     assert b'"finish_reason":"length"' in first and b'"usage":null' in first
     finish, use, done = writer.last(finished(0))
@@ -122,7 +135,7 @@ def test_the_answer_is_closed_behind_its_last_sample_only() -> None:
 
 
 def test_an_answer_without_text_has_its_role_and_one_with_text_has_it_once() -> None:
-    (end, _) = StreamWriter(started(), form()).last(finished())
+    (end, _) = StreamWriter(started(), form(), token_bytes).last(finished())
     assert b'"delta":{"role":"assistant"}' in end
     whole = b"".join(write(form(), 2))
     assert whole.count(b'"role":"assistant"') == 2
@@ -149,7 +162,7 @@ def test_no_output_comes_behind_its_end() -> None:
 
 
 def test_a_stream_that_nobody_can_resume_has_no_ids() -> None:
-    writer = StreamWriter(msgspec.structs.replace(started(), resume_token=""), form())
+    writer = StreamWriter(msgspec.structs.replace(started(), resume_token=""), form(), token_bytes)
     assert writer.delta(Delta("a", (1,))).startswith(b"data: ")
 
 
@@ -159,7 +172,7 @@ def test_a_chunk_put_together_from_its_parts_is_the_one_written_whole(
     text: str, ids: tuple[int, ...], how: HttpForm, sample: int
 ) -> None:
     """Guards the bytes of all chunks but the first, of which only text and ids are encoded: quotes, line ends."""
-    writer = StreamWriter(started(2), how)
+    writer = StreamWriter(started(2), how, token_bytes)
     writer.delta(Delta("a", (1,), sample))
     parts = writer.delta(Delta(text, ids, sample))
     whole = writer._event(writer._output(sample, text, ids, is_first=False))

@@ -30,6 +30,9 @@ FORMS = {
     "text with ids": (*TEXT, {"return_token_ids": True} | USAGE),
     "stop string": (*TEXT, {"stop": ["thé é"]}),
     "stop string and ids": (*CHAT, {"stop": ["🙂 o"], "return_token_ids": True}),
+    "chat with log probabilities": (*CHAT, {"logprobs": True, "top_logprobs": 2} | USAGE),
+    "text with log probabilities": (*TEXT, {"logprobs": 2}),
+    "stop string and log probabilities": (*TEXT, {"stop": ["thé é"], "logprobs": 0}),
     "cut by length": (*TEXT, {"max_tokens": 8} | USAGE),
 }
 

@@ -15,6 +15,7 @@ from decode_worker.scheduler.events import (
     Tell,
 )
 from decode_worker.scheduler.leaving import orphans
+from decode_worker.scheduler.leaving.orphans import ResumeIndex
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
 from engine.messages import (
@@ -526,6 +527,18 @@ def test_only_what_is_claimed_is_given() -> None:
     assert bench.step() == [(1, Tokens(R, 3, 3, [103]))]
     assert bench.hear(3, Claim(KEY)) == [], "a stream that has not said who it is"
     assert [type(record) for _, record in bench.hear(2, Claim(KEY, b"acme"))] == [Taken, Orphan, ClaimTold]
+
+
+def test_a_salt_does_not_hide_a_request_from_its_owner() -> None:
+    """Guards a resumption at another router, which knows the tenant and not the salt that parts its cache."""
+    acme, salt = b"acme".ljust(16), b"salt".ljust(16)
+    index: ResumeIndex[str] = ResumeIndex()
+    record = RequestRecord(
+        request=R, tokens=[1], prompt_tokens=1, max_tokens=1, seed=0, namespace=acme + salt, resume_key=KEY
+    )
+    index.add(record, "kept")
+    assert index.find(Claim(KEY, acme)) == ["kept"]
+    assert index.find(Claim(KEY, salt)) == []
 
 
 def test_a_dead_routers_requests_wait_for_its_next_life_or_a_claim() -> None:

@@ -1,0 +1,78 @@
+"""Log probabilities of what a step draws: the model's own, before penalties, biases, temperature and filters.
+
+On a GPU they are queued behind the draws and read with them, so that a row that wants them is planned ahead as any
+other. Nothing here is done in a step where nobody asks.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.batch import upload
+from engine.step import Drawn, Row
+from engine.types import TokenLogprobs
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+class StepLogprobs(NamedTuple):
+    """The log probability `own[i]` of the token of draw number `draws[i]`, and, likeliest first, those of `ids[i]`,
+    of which `wanted[i]` are asked for."""
+
+    draws: list[int]
+    wanted: list[int]
+    own: Tensor  # float32 [asked]
+    values: Tensor  # float32 [asked, most wanted]
+    ids: Tensor  # int64 [asked, most wanted]
+
+    def to_host(self) -> "StepLogprobs":
+        """The same in the CPU's memory, once the device has done what was queued until now. Does not wait."""
+        return self._replace(own=_pinned(self.own), values=_pinned(self.values), ids=_pinned(self.ids))
+
+    def joined(self, drawn: Sequence[Drawn]) -> list[Drawn]:
+        """Return the draws, with the log probabilities of those that ask for them."""
+        whole = list(drawn)
+        own, values, ids = self.own.tolist(), self.values.tolist(), self.ids.tolist()
+        for at, draw in enumerate(self.draws):
+            token = whole[draw]
+            assert isinstance(token, int)
+            whole[draw] = _told(token, own[at], ids[at], values[at], self.wanted[at])
+        return whole
+
+
+class QueuedDraws(NamedTuple):
+    """What a device draws, int64 `[draws]`, and the log probabilities that are asked for."""
+
+    tokens: Tensor
+    logprobs: StepLogprobs
+
+
+def step_logprobs(logits: Tensor, draws: Sequence[Row], tokens: Tensor) -> StepLogprobs | None:
+    """Return what the rows ask of their `tokens`, int64 `[draws]`, drawn from the rows of `logits`, float32
+    `[>= draws, vocab]`; None if none asks. Does not wait for the device of both."""
+    asking = [at for at, want in enumerate(draws) if want.record.logprobs is not None]
+    if not asking:
+        return None
+    wanted = [draws[at].record.logprobs or 0 for at in asking]
+    rows = upload(torch.tensor(asking, dtype=torch.int64), logits.device)
+    return StepLogprobs(asking, wanted, *_log_probs(logits[rows], tokens[rows], max(wanted)))
+
+
+def _log_probs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The log probabilities of `tokens`, int64 `[rows]`, and of the `most` likeliest, with their ids."""
+    total = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(1, tokens[:, None]) - total
+    top = logits.topk(min(most, logits.shape[1]))
+    return own[:, 0].clamp(min=LEAST), (top.values - total).clamp(min=LEAST), top.indices
+
+
+def _told(token: int, own: float, ids: list[int], values: list[float], wanted: int) -> TokenLogprobs:
+    return TokenLogprobs(token, own, tuple(zip(ids[:wanted], values[:wanted], strict=True)))
+
+
+def _pinned(there: Tensor) -> Tensor:
+    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
+    return here.copy_(there, non_blocking=True)

@@ -1,0 +1,102 @@
+"""`/tokenize` and `/detokenize`, in the shapes of vLLM's server: ids of a text or a chat, and the text of ids.
+
+A body of `/tokenize` is one of the generating routes with two fields more, so that it counts what they would read.
+Long text is tokenized where theirs is (`router/front/tokenizing.py`), within the same budget.
+"""
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from router.front.access import as_tenant, tenant_for
+from router.front.api import ApiError, invalid
+from router.front.frontend import Frontend
+from router.http.answers import error_response, json_response
+from router.http.bodies import Bodies, BodyRefusal
+from router.http.fields import FieldsReader
+from router.http.gate import caller_of
+from router.http.openai import Int, Parsed, parse_chat, parse_completion
+
+
+class TokenizeOptions(msgspec.Struct, kw_only=True):
+    """The fields beside those of the generating routes."""
+
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[Int]
+    model: str | None = None
+    tenant: str | None = None
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_options = FieldsReader(TokenizeOptions, {})
+_ids = FieldsReader(DetokenizeRequest, {})
+
+
+def parse_tokenize(body: bytes) -> tuple[Parsed, TokenizeOptions]:
+    """Read a `/tokenize` body: `messages`, or a `prompt` that is text. Raises `ApiError` INVALID_ARGUMENT."""
+    try:
+        fields = _fields.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        _options.read(body)  # which says what is wrong
+        raise
+    names = TokenizeOptions.__struct_fields__
+    options = _options.read(msgspec.json.encode({name: fields.pop(name) for name in names if name in fields}))
+    rest = msgspec.json.encode(fields)
+    if "messages" in fields:
+        return parse_chat(rest), options
+    if "prompt" not in fields:
+        raise invalid("prompt", "or messages is required")
+    parsed = parse_completion(rest)
+    if not isinstance(parsed.call.prompt, str):
+        raise invalid("prompt", "must be text: these are token ids already")
+    return parsed, options
+
+
+class TokenRoutes:
+    """The two endpoints. Bodies count against the same budget as those of the generating routes."""
+
+    def __init__(self, frontend: Frontend, bodies: Bodies) -> None:
+        self._frontend = frontend
+        self._bodies = bodies
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._answered(request, self._tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._answered(request, self._detokenize)
+
+    async def _answered(self, request: Request, reply: Callable[[Request, bytes], Awaitable[object]]) -> Response:
+        try:
+            return json_response(await reply(request, await self._bodies.read(request)))
+        except BodyRefusal as refusal:
+            return refusal.response("")
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except ApiError as error:
+            return error_response(error)
+
+    async def _tokenize(self, request: Request, body: bytes) -> object:
+        parsed, options = parse_tokenize(body)
+        call = as_tenant(parsed.call, caller_of(request))
+        strings = bool(options.return_token_strs)
+        found = await self._frontend.tokenize(call, add_special=options.add_special_tokens, strings=strings)
+        context_tokens = self._frontend.model.context_tokens
+        return TokenizeReply(len(found.ids), context_tokens, found.ids, found.strings if strings else None)
+
+    async def _detokenize(self, request: Request, body: bytes) -> object:
+        asked = _ids.read(body)
+        tenant = tenant_for(caller_of(request), asked.tenant or "")
+        return {"prompt": await self._frontend.detokenize(asked.tokens, asked.model, tenant, "tokens")}

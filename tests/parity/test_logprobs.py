@@ -1,0 +1,127 @@
+"""Log probabilities on the demo model in 32-bit against transformers, within 0.001: of drawn tokens and alternatives,
+by both schedulers, cold and from the cache, and by the whole cluster over both fronts."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from cluster.config import ClusterConfig
+from cluster.processes.launch import Cluster, make_launcher
+from engine.config import EngineConfig
+from engine.device import open_device
+from engine.model.prepared.cache import find_demo_model, prepare
+from engine.text.bundle import TextModel
+from engine.types import RequestId, RequestRecord, SamplingParams, TokenLogprobs
+from fakes.colocated import Colocated
+from router.config import RouterConfig
+from router.front.api import Delta, Finished, GenerateCall
+from router.grpc.client import Client
+from tests.parity.reference import Reference
+
+pytestmark = pytest.mark.parity
+
+WITHIN = 1e-3
+ALTERNATIVES, OUTPUT_TOKENS = 5, 12
+SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.3, top_k=20, repetition_penalty=1.3)]
+TEXTS = ("Once upon a time", "The three most important rules of a kitchen are these: " * 8, "🚀 Launch day! Today we")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(None, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def prompts(model_dir: Path) -> list[list[int]]:
+    text = TextModel.load(model_dir)
+    return [text.encode(words, add_special=True) for words in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(find_demo_model())
+
+
+@torch.inference_mode()
+def check(reference: Reference, prompt: list[int], told: list[TokenLogprobs], alternatives: int = ALTERNATIVES) -> None:
+    """Compare what was said of an answer with one pass of transformers over prompt and answer."""
+    tokens = [one.token for one in told]
+    ids = torch.tensor([[*prompt, *tokens[:-1]]])
+    logits = reference.model(ids, use_cache=False, logits_to_keep=len(told)).logits[0].float()
+    for one, want in zip(told, logits.log_softmax(-1), strict=True):
+        assert one.logprob == pytest.approx(float(want[one.token]), abs=WITHIN)
+        assert len(one.top) == alternatives
+        for token, value in one.top:
+            assert value == pytest.approx(float(want[token]), abs=WITHIN)
+        # Which are the likeliest may differ where two nearly tie; their values may not.
+        best = want.topk(alternatives).values.tolist() if alternatives else []
+        assert [value for _, value in one.top] == pytest.approx(best, abs=WITHIN)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_schedulers_agree_with_transformers_cold_and_warm(
+    model_dir: Path, prompts: list[list[int]], reference: Reference, sampling: SamplingParams
+) -> None:
+    config = EngineConfig(model_dir=str(model_dir), threads=1)
+    engine = Colocated(open_device(config), open_device(config))
+    records = [
+        RequestRecord(
+            request=RequestId(str(number)),
+            tokens=prompt,
+            prompt_tokens=len(prompt),
+            max_tokens=OUTPUT_TOKENS,
+            seed=number,
+            sampling=sampling,
+            ignore_eos=True,
+            logprobs=ALTERNATIVES,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    cold = engine.run(records)
+    warm = engine.run([msgspec.structs.replace(one, request=RequestId(f"{one.request} again")) for one in records])
+    assert any(answer.ended and answer.ended.stats.prefill_cached_tokens for answer in warm)
+    for prompt, first, second in zip(prompts, cold, warm, strict=True):
+        assert len(first.logprobs) == len(second.logprobs) == OUTPUT_TOKENS
+        for answer in (first, second):
+            assert [one.token for one in answer.logprobs] == answer.tokens
+            check(reference, prompt, answer.logprobs)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(model_dir: Path) -> Iterator[tuple[str, str]]:
+    config = ClusterConfig(launcher="process", router=RouterConfig(grpc_port=0, http_port=0), cache_dir="unused")
+    with Cluster(config, make_launcher("process"), model_dir=str(model_dir)) as running:
+        addresses = running.start()
+        yield addresses.grpc, addresses.http
+
+
+def test_the_cluster_agrees_over_both_fronts(
+    cluster: tuple[str, str], prompts: list[list[int]], reference: Reference
+) -> None:
+    """Guards the wire: the first token's values, which cross from the prefill worker, and all that follow."""
+    for prompt in prompts:
+        call = GenerateCall(
+            prompt=prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True, sampling=SAMPLINGS[0], logprobs=ALTERNATIVES
+        )
+        told: list[TokenLogprobs] = []
+        with Client(cluster[0]) as client:
+            for event in client.generate(call):
+                if isinstance(event, Delta):
+                    told += event.logprobs
+                elif isinstance(event, Finished):
+                    assert event.stats.transport == "shm", "it did not migrate"
+        check(reference, prompt, told)
+        greedy = {"temperature": 0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        body = {"prompt": prompt, "logprobs": ALTERNATIVES, **greedy}
+        request = urllib.request.Request(f"http://{cluster[1]}/v1/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            choice = json.loads(reply.read())["choices"][0]
+        values = choice["logprobs"]["token_logprobs"]
+        assert values == pytest.approx([one.logprob for one in told], abs=1e-4)
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"] or "bytes:" in str(choice["logprobs"]["tokens"])
