@@ -39,6 +39,7 @@ class FieldsReader(Generic[R]):
     """
 
     def __init__(self, kind: type[R], unsupported: Mapping[str, tuple[object, ...]]) -> None:
+        self.kind = kind
         self.unsupported = unsupported
         others = [(name, object, None) for name in (*unsupported, *HARMLESS)]
         whole: Any = msgspec.defstruct(kind.__name__, others, bases=(kind,), kw_only=True, forbid_unknown_fields=True)

@@ -18,8 +18,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from engine.plan import MAX_LOGPROBS
 from engine.types import EarlyStopping, SamplingParams
 from router.front.api import ChatMessage, GenerateCall, HttpForm, invalid
+from router.front.validate import MAX_COUNT
 from router.http.chat_fields import Message, chat_message, raw_text
 from router.http.fields import FieldsReader, refuse_unsupported
 
@@ -112,14 +114,14 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Int | None = None
     cache_salt: str | None = None
     logprobs: bool | Int | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[Int] | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
     messages: list[Message]
-    max_completion_tokens: Int | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

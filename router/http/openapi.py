@@ -14,11 +14,11 @@ from typing import Any, cast
 import msgspec
 from starlette.routing import Route
 
-from engine.plan import LENGTH_PENALTIES, MAX_BEAM_WIDTH, MAX_PRIORITY, SAMPLING_RANGES
+from engine.plan import LENGTH_PENALTIES, LOGIT_BIASES, MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_PRIORITY, SAMPLING_RANGES
 from router.config import RouterConfig
 from router.front import validate
 from router.front.frontend import Frontend
-from router.http import chat_fields, openai
+from router.http import chat_fields, openai, tokens
 from router.http.answers import RESUME_TOKEN_HEADER
 from router.http.fields import FieldsReader
 from router.http.openai_reply import Reply, ReplyChoice
@@ -52,6 +52,12 @@ LIMITS: dict[str, Schema] = {
     "role": {"enum": list(chat_fields.ROLES)},
     "type": {"enum": [chat_fields.TEXT_PART]},
     "prompt": {"minimum": 0},
+    "tokens": {"minimum": 0},
+    "truncate_prompt_tokens": {"minimum": -1},
+    "cache_salt": {"maxLength": validate.MAX_SALT_BYTES},
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), _within(0, MAX_LOGPROBS)),
+    "logit_bias": _within(*LOGIT_BIASES),
+    "allowed_token_ids": {"minimum": 0, "maxItems": validate.MAX_ALLOWED_IDS},
     "tenant": {"maxLength": validate.MAX_LABEL_CHARS},
 }
 """What the checks behind the frontend say of a field's values."""
@@ -73,11 +79,13 @@ _REFUSED = {
     "500": "A fault of the server.",
     "503": "No worker, or one was lost.",
 }
+_EVENTS: Schema = {"text/event-stream": {"schema": {"description": "Server-sent events, each with data in JSON."}}}
+_OF_TOKENS = ("400", "401", "403", "404", "413", "429", "499", "503")
 _LABEL: Schema = {
     "name": "x-request-id",
     "in": "header",
     "schema": {"type": "string"},
-    "description": f"The caller's own name for the request, sent back if it has at most {LABEL_LIMIT_CHARS} characters.",
+    "description": f"The caller's name for the request, sent back if it has at most {LABEL_LIMIT_CHARS} characters.",
 }
 
 
@@ -133,11 +141,26 @@ def _redescribed(kind: type[msgspec.Struct], **others: object) -> Any:
     return msgspec.defstruct(kind.__name__, fields, kw_only=True)
 
 
+def _with_options(reader: FieldsReader[Any], name: str) -> FieldsReader[Any]:
+    """Return a reader of what /tokenize takes: a generating route's fields, and two of its own."""
+    own: Any = msgspec.defstruct(
+        name,
+        [(field.name, field.type, None) for field in msgspec.structs.fields(tokens.TokenizeOptions)],
+        bases=(reader.kind,),
+        kw_only=True,
+    )
+    return FieldsReader(own, reader.unsupported)
+
+
 class AnswerDelta(msgspec.Struct):
     """The new part of a chat's answer."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class TextReply(msgspec.Struct):
+    prompt: str
 
 
 class ModelCard(msgspec.Struct):
@@ -183,7 +206,7 @@ def describe() -> dict[str, Any]:
     def generates(summary: str, reader: FieldsReader[Any]) -> Schema:
         answers = {
             **_json(whole),
-            "text/event-stream": {"schema": {"type": "string"}},
+            **_EVENTS,
         }
         stream = "The answer, or with `stream` its events: each a `Reply` with the new part of the answer."
         token = {"schema": {"type": "string"}, "description": "Of a resumable stream: its secret name."}
@@ -217,22 +240,29 @@ def describe() -> dict[str, Any]:
         answer = {"200": {"description": summary, "content": _json(writer.of(kind))}, **refusals(*statuses)}
         return {"get": {"summary": summary, "parameters": list(parameters), "responses": answer}}
 
-    token = {"name": "token", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[^/]+$"}}
+    def counts(summary: str, bodies: list[Schema], kind: object, *statuses: str) -> Schema:
+        body = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
+        answer = {"200": {"description": summary, "content": _json(writer.of(kind))}, **refusals(*statuses)}
+        asked = {"required": True, "content": _json(body)}
+        return {"post": {"summary": summary, "requestBody": asked, "responses": answer}}
+
+    secret = {"name": "token", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[^/]+$"}}
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     ready = shows("Whether requests can be taken", ReadyReply)
     ready["get"]["responses"]["503"] = {"description": "Not yet.", "content": _json(writer.of(ReadyReply))}
-    text = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    metrics = {"200": {"description": "As text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
     page = {"description": "A chat.", "content": {"text/html": {"schema": {"type": "string"}}}}
-    rest = {"description": "The rest of the stream.", "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    rest = {"description": "The rest of the stream.", "content": _EVENTS}
     where = [
         {"name": FIELD, "in": "header", "schema": {"type": "string"}, "description": "The last event received."},
         {"name": "last_event_id", "in": "query", "schema": {"type": "string"}, "description": "The same."},
     ]
+    text = writer.body(_with_options(openai.COMPLETION, "TokenizeText"))
     paths: dict[str, Schema] = {
         "/v1/chat/completions": generates("Go on with a chat", openai.CHAT),
         "/v1/completions": generates("Go on with a text or token ids", openai.COMPLETION),
         "/v1/streams/{token}": {
-            "parameters": [token],
+            "parameters": [secret],
             "get": {
                 "summary": "Go on with a resumable stream behind the last event received",
                 "parameters": where,
@@ -243,11 +273,18 @@ def describe() -> dict[str, Any]:
                 "responses": {"204": {"description": "Ended."}, **refusals("401", "403", "404", "503")},
             },
         },
+        "/tokenize": counts(
+            "The tokens that a generating route would read",
+            [writer.body(_with_options(openai.CHAT, "TokenizeChat")), text],
+            tokens.TokenizeReply,
+            *_OF_TOKENS,
+        ),
+        "/detokenize": counts("The text of tokens", [writer.body(tokens.IDS)], TextReply, *_OF_TOKENS),
         "/v1/models": shows("The models served", ModelList, "401"),
         "/v1/models/{name}": shows("One of them", ModelCard, "401", "404", parameters=[name]),
         "/health": shows("Whether the process lives", HealthReply),
         "/ready": ready,
-        "/metrics": {"get": {"summary": "The router's metrics", "responses": {"200": text, **refusals("401", "403")}}},
+        "/metrics": {"get": {"summary": "The router's metrics", "responses": metrics | refusals("401", "403")}},
         "/sd": shows("What Prometheus is to scrape", list[TargetGroup], "401", "403"),
         "/version": shows("The version", VersionReply, "401"),
         "/": {"get": {"summary": "A page to chat with", "responses": {"200": page}}},

@@ -79,7 +79,7 @@ class SchemaWriter:
             inner = {key: value for key, value in limits.items() if key not in outer}
             return {"type": "array", "items": self._schema(found.item_type, inner), **outer}
         if isinstance(found, inspect.DictType):
-            return {"type": "object", "additionalProperties": self._schema(found.value_type, {})}
+            return {"type": "object", "additionalProperties": self._schema(found.value_type, limits)}
         if isinstance(found, inspect.IntType | inspect.FloatType):
             kind = "integer" if isinstance(found, inspect.IntType) else "number"
             own = {name: value for key, name in _BOUNDS.items() if (value := getattr(found, key)) is not None}

@@ -57,10 +57,11 @@ def fronted() -> Iterator[str]:
         thread.join(30)
 
 
-# What one field asks of another is beyond a schema: without these, most of what it allows is also taken.
-APART = (
-    *("stream_options", "resumable", "beam_width", "min_tokens", "continue_final_message", "max_completion_tokens"),
-    *("chat_template_kwargs", "tenant", "timeout"),
+# What one field asks of another is beyond a schema: of these alone, most of what it allows is also taken.
+KEPT = (
+    *("prompt", "messages", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "seed", "stream", "ignore_eos", "return_token_ids", "priority"),
+    *("stop", "user", "metadata", "service_tier", "store"),
 )
 
 
@@ -69,12 +70,13 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
     for name in GENERATING.values():
         properties = schemas[name]["properties"]
-        for apart in APART:
-            properties.pop(apart, None)
-        properties["model"] = {"enum": [ByteText.name, None]}
-        properties["stop_token_ids"] = {"type": "array", "items": _token(), "maxItems": 64}
+        schemas[name]["properties"] = {one: properties[one] for one in KEPT if one in properties}
+        schemas[name]["properties"]["model"] = {"enum": [ByteText.name, None]}
     prompt = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": _token(), "minItems": 1}]}
     schemas["CompletionRequest"]["properties"]["prompt"] = prompt
+    said = schemas["Message"]["properties"]
+    said["content"] = {"type": "string"}
+    schemas["Message"].update(properties={one: said[one] for one in ("role", "content")}, required=["role", "content"])
     return document
 
 
