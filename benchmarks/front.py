@@ -43,7 +43,7 @@ from engine.messages import (
 )
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
 from engine.text.messages import ChatPrompt
-from engine.types import FinishReason, Incarnation
+from engine.types import FinishReason, Incarnation, SamplingParams
 from router.config import FrontLimits, RouterConfig
 from router.dispatch import ATTACH
 from router.server import RouterServer
@@ -73,6 +73,7 @@ class HexText:
     vocab_size = VOCABULARY + 1
     context_tokens = CONTEXT_TOKENS
     stop_ids = frozenset({VOCABULARY})
+    sampling = SamplingParams()
 
     def __init__(self) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -9,7 +9,7 @@ from cluster.admin import Drain, Flights, Scale, Status
 from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, answer_code, is_right, new_nonce, request_code
 from cluster.config import ConfigError
 from cluster.processes.spec import LaunchError
-from cluster.rundir import RunDir
+from cluster.rundir import RunDir, command_line
 from cluster.secret import SecretFile
 from router.status.overview import Overview
 from router.status.traffic import Traffic
@@ -115,7 +115,7 @@ class AdminClient:
 
     def _not_running(self) -> NotRunning:
         name = self._rundir.name
-        return NotRunning(f"no cluster named {name!r} runs here (start one with: headrace up)")
+        return NotRunning(f"no cluster named {name!r} runs here (start one with: {command_line('up', name)})")
 
 
 def _reason(response: httpx.Response) -> str:

@@ -30,7 +30,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""
     """The folder of its socket; empty means $XDG_RUNTIME_DIR/headrace, or a private folder in the temporary one."""
     model: str = ""
-    """A GGUF file or a Hugging Face directory; empty means the demo model."""
+    """A GGUF file, a Hugging Face directory, or a name on the hub (`Qwen/Qwen3-0.6B`), which is downloaded; empty means
+    the demo model."""
     secret_file: str = ""
     """The file of the secret by which its processes know each other: one a line, two while one replaces the other; made
     where there is none. Empty: one is drawn at each start. Workers that are started alone need it."""

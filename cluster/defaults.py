@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.config import ClusterConfig, ConfigError
+from cluster.model_hub import located
 from engine.config import EngineConfig
 
 Pool = Literal["prefill", "decode"]
@@ -73,7 +74,7 @@ def stored_in(model: str) -> str:
     """
     from engine.model.prepared.cache import find_demo_model, stored_dtype
 
-    return stored_dtype(Path(model).expanduser() if model else find_demo_model())
+    return stored_dtype(Path(located(model)).expanduser() if model else find_demo_model())
 
 
 def model_dtype(config: ClusterConfig) -> str:

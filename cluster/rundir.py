@@ -66,6 +66,11 @@ def start_of(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
+def command_line(words: str, name: str) -> str:
+    """Return what to type for a verb about the cluster of this name; the usual one needs no name."""
+    return f"headrace {words}" if name in ("", ClusterConfig().name) else f"headrace {words} --name {name}"
+
+
 class RunDir:
     """The files of one cluster name. Raises ConfigError for a folder that others can write to."""
 

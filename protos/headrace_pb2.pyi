@@ -324,16 +324,18 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "context_tokens", "vocabulary_tokens", "stop_token_ids")
+    __slots__ = ("name", "context_tokens", "vocabulary_tokens", "stop_token_ids", "default_sampling")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     name: str
     context_tokens: int
     vocabulary_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocabulary_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    default_sampling: Sampling
+    def __init__(self, name: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocabulary_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)

@@ -27,6 +27,7 @@ from router.core.policy import RoutingPolicy
 from router.decision_log import DecisionLog
 from router.descriptors import connections_now, grpc_options
 from router.dispatch import Links
+from router.front.api import ModelFacts
 from router.front.frontend import Frontend
 from router.front.output import ServedModel
 from router.grpc.service import Service
@@ -137,7 +138,11 @@ class RouterApp:
         return self.hub.ready()
 
     def models(self) -> list[str]:
-        return [self._model]
+        return list(self._frontend.names)
+
+    def model_facts(self) -> ModelFacts:
+        model = self._frontend.model
+        return ModelFacts(model.name, model.context_tokens, self._frontend.sampling)
 
     async def metrics_text(self) -> bytes:
         self.hub.observe()

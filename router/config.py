@@ -63,6 +63,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     what is left until then; 0: none is."""
     session_s: float = 1800.0
     """The time for which a conversation that its client has named goes on where it was, from its last request on."""
+    served_model_names: tuple[str, ...] = ()
+    """The names that callers may give as `model`; answers to those who give none are under the first. Empty: the name
+    of the model's file or folder."""
+    generation_config: Literal["model", "off"] = "model"
+    """Where a request says nothing of a sampling value: `model`, what the model's publisher recommends
+    (`generation_config.json`, a GGUF file's metadata, or a table of model cards); `off`, temperature 1 from the whole
+    vocabulary."""
     default_max_tokens: int = 512
     default_timeout_s: float = 3600.0
     """The deadline of a request that names none: nothing waits for ever."""
@@ -124,3 +131,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     for as long as it lives."""
     access: AccessConfig = AccessConfig()
     """Who may come in: the cluster's own `access`, which its launcher puts here."""
+
+    def names(self, own: str) -> tuple[str, ...]:
+        """Return the names under which a model that calls itself `own` is served."""
+        return self.served_model_names or (own,)

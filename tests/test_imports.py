@@ -107,6 +107,8 @@ TORCH_FREE = (
     "router/*/*/*.py",
     "cluster/*.py",
     "cluster/cli/__main__.py",
+    "cluster/cli/command.py",
+    "cluster/cli/parser.py",
     "cluster/cli/ask.py",
     "cluster/plan/*.py",
     "cluster/processes/*.py",

@@ -5,7 +5,6 @@ nothing is warm that the workload does not share. A second run against the same 
 own prompts in the cache: restart it or change the seed. docs/benchmarks.md defines what is measured.
 """
 
-import argparse
 import asyncio
 import os
 import sys
@@ -20,6 +19,7 @@ from cluster.bench.options import add_arguments, read_plan
 from cluster.bench.report import LoadReport, print_probe, print_report, to_json
 from cluster.cli.credentials import client_credentials
 from cluster.cli.find import served_at
+from cluster.cli.parser import CommandParser
 from router.front.api import ApiError
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
     Raises ConfigError, and LaunchError where the cluster of that name does not serve the target.
     """
-    parser = argparse.ArgumentParser(prog="headrace bench", description=(__doc__ or "").partition("\n\n")[0])
+    parser = CommandParser(prog="headrace bench", description=(__doc__ or "").partition("\n\n")[0])
     add_arguments(parser)
     options = parser.parse_args(argv)
     try:

@@ -1,65 +1,43 @@
-"""The `headrace` command: what a person types. The verbs are in `cluster/cli/verbs_*.py`.
+"""The `headrace` command as it is started: small, so that Ctrl-C is heard in plain words before anything is loaded.
 
-Exit statuses: 0 done, 1 it could not be done (one line on standard error says why), 2 the command
-or the configuration is wrong, 128 + signal when interrupted.
+What a person types is read in `cluster/cli/command.py`.
 """
 
-import argparse
+import os
+import select
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-from cluster.cli import verbs_access, verbs_ask, verbs_inspect, verbs_operate, verbs_report, verbs_run
-from cluster.config import ConfigError
-from cluster.processes.signals import Interrupted, interruptible
-from cluster.processes.spec import LaunchError
-from engine.model.config import ModelError
-from router.front.api import NOBODY, ApiError
+UNREAD = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one verb and return the exit status. Whoever stops reading (`headrace status | head -1`) ends it quietly."""
+    # Loading takes a second. Until a verb listens for itself, Ctrl-C ends this process as it does any other.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        with interruptible():
-            return _verb(arguments)()
-    except ConfigError as error:
-        return _fail(error, 2)
-    except (LaunchError, ModelError, OSError) as error:
-        return _fail(error, 1)
-    except ApiError as error:
-        field = f" ({error.field})" if error.field else ""
-        hint = " (start a cluster with: headrace up)" if error.message.startswith(NOBODY) else ""
-        return _fail(f"{error.code}{field}: {error.message}{hint}", 1)
-    except Interrupted as interrupted:
-        return interrupted.status
+        from cluster.cli.command import run
+
+        try:
+            return run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not is_unread(1):
+            raise
+        # The interpreter writes what it still holds once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return UNREAD
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _verb(arguments: list[str]) -> Callable[[], int]:
-    if arguments[:1] == ["bench"]:
-        # Its flags are its own.
-        from cluster.bench.command import main as bench
-
-        return partial(bench, arguments[1:])
-    parsed = _parser().parse_args(arguments)
-    parsed.given = arguments
-    return partial(parsed.verb, parsed)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="headrace",
-        description="Serves a large language model from a prefill pool and a decode pool.",
-    )
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for module in (verbs_run, verbs_ask, verbs_operate, verbs_inspect, verbs_report, verbs_access):
-        module.add(verbs)
-    return parser
-
-
-def _fail(reason: object, status: int) -> int:
-    print(f"headrace: {' '.join(str(reason).split())}", file=sys.stderr)
-    return status
+def is_unread(descriptor: int) -> bool:
+    """Say whether this is a pipe that nobody reads any more."""
+    looking = select.poll()
+    looking.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in looking.poll(0))
 
 
 if __name__ == "__main__":

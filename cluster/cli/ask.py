@@ -4,12 +4,12 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import msgspec
 
 from access.client import ClientCredentials
-from engine.types import SamplingParams
-from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
+from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, SamplingOverrides, Started
 from router.grpc.client import Client
 
 
@@ -40,6 +40,19 @@ def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> Cl
     raise ApiError("INTERNAL", "the stream ended without a result")
 
 
+def drawn_by(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a call by which its answer is drawn and ended, as the flags say."""
+    sampling = {name: getattr(arguments, name) for name in SamplingOverrides.__struct_fields__}
+    return {
+        "max_tokens": arguments.max_tokens,
+        "min_tokens": arguments.min_tokens,
+        "ignore_eos": arguments.ignore_eos,
+        "seed": arguments.seed,
+        "stop": tuple(arguments.stop),
+        "sampling": SamplingOverrides(**sampling),
+    }
+
+
 def stream_answer(arguments: argparse.Namespace, credentials: ClientCredentials) -> int:
     """Run `headrace generate`: the answer goes to standard output, figures (if asked for) to standard error."""
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -48,9 +61,7 @@ def stream_answer(arguments: argparse.Namespace, credentials: ClientCredentials)
         chat.insert(0, ChatMessage("system", arguments.system))
     call = GenerateCall(
         prompt=text if arguments.raw else chat,
-        max_tokens=arguments.max_tokens,
-        seed=arguments.seed,
-        sampling=SamplingParams(temperature=arguments.temperature),
+        **drawn_by(arguments),
     )
     with Client(arguments.server, credentials) as client:
         answer = ask(client, call, lambda piece: print(piece, end="", flush=True))

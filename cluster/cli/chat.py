@@ -5,8 +5,7 @@ import signal
 import sys
 
 from access.client import ClientCredentials
-from cluster.cli.ask import ClientAnswer, ask, figures_line
-from engine.types import SamplingParams
+from cluster.cli.ask import ClientAnswer, ask, drawn_by, figures_line
 from router.front.api import ApiError, ChatMessage, GenerateCall
 from router.grpc.client import Client
 
@@ -23,9 +22,7 @@ class Chat:
 
     def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
         self._client = client
-        self._max_tokens: int | None = arguments.max_tokens
-        self._temperature: float = arguments.temperature
-        self._seed: int | None = arguments.seed
+        self._drawn_by = drawn_by(arguments)
         self._stats: bool = arguments.stats
         self._system: str = arguments.system
         self.messages: list[ChatMessage] = []
@@ -59,9 +56,7 @@ class Chat:
         messages = [*self.messages, ChatMessage("user", text)]
         call = GenerateCall(
             prompt=messages,
-            max_tokens=self._max_tokens,
-            seed=self._seed,
-            sampling=SamplingParams(temperature=self._temperature),
+            **self._drawn_by,
         )
         try:
             answer: ClientAnswer = ask(

@@ -47,33 +47,40 @@ def _mib(value: object) -> str:
     return f"{value / MIB:.2f}" if isinstance(value, int | float) else ""
 
 
-_ROWS: tuple[tuple[str, str, Callable[[object], str]], ...] = (
-    ("prefill worker", "prefill_worker", _plain),
-    ("decode worker", "decode_worker", _plain),
+_FIRST: tuple[tuple[str, str, Callable[[object], str]], ...] = (
     ("prompt tokens", "prompt_tokens", _plain),
-    ("  cached, prefill side", "prefill_cached_tokens", _plain),
-    ("  cached, decode side", "decode_cached_tokens", _plain),
-    ("output tokens", "output_tokens", _plain),
-    ("blocks migrated", "migrated_blocks", _plain),
+    ("  of them cached", "cached_tokens", _plain),
+    ("KV blocks migrated", "migrated_blocks", _plain),
     ("  MiB", "migrated_bytes", _mib),
-    ("  time, ms", "migration_s", _ms),
-    ("  transport", "transport", _plain),
     ("time to first token, ms", "ttft_s", _ms),
-    ("inter-token, mean, ms", "itl_mean_s", _ms),
-    ("inter-token, p99, ms", "itl_p99_s", _ms),
+    ("output tokens", "output_tokens", _plain),
+    ("  time for each, ms", "itl_mean_s", _ms),
     ("whole request, ms", "e2e_s", _ms),
+)
+"""What a person wants to know first."""
+_REST: tuple[tuple[str, str, Callable[[object], str]], ...] = (
+    ("prefill worker", "prefill_worker", _plain),
+    ("  cached there", "prefill_cached_tokens", _plain),
+    ("decode worker", "decode_worker", _plain),
+    ("  cached there", "decode_cached_tokens", _plain),
+    ("migration, ms", "migration_s", _ms),
+    ("  transport", "transport", _plain),
+    ("inter-token, p99, ms", "itl_p99_s", _ms),
 )
 
 
-def table(answers: Mapping[str, ClientAnswer]) -> Table:
-    """Requests side by side, so that it fits an 80-column terminal; stages in milliseconds."""
+def table(answers: Mapping[str, ClientAnswer], is_verbose: bool = False) -> Table:
+    """Requests side by side, so that it fits an 80-column terminal. `is_verbose` adds a part with the rest of the
+    figures and all stages in milliseconds."""
     shown = Table(title="What happened", title_justify="left")
     shown.add_column("")
     for name in answers:
         shown.add_column(name, justify="right")
     columns = [figures(answer) for answer in answers.values()]
-    for title, key, form in _ROWS:
-        shown.add_row(title, *(form(column[key]) for column in columns))
+    for title, key, form in (*_FIRST, *(_REST if is_verbose else ())):
+        shown.add_row(title, *(form(column[key]) for column in columns), end_section=key == _FIRST[-1][1])
+    if not is_verbose:
+        return shown
     shown.add_section()
     for stage in STAGES:
         shown.add_row(
@@ -81,3 +88,20 @@ def table(answers: Mapping[str, ClientAnswer]) -> Table:
             *(_ms(answer.finished.stats.stages.get(stage, 0.0)) for answer in answers.values()),
         )
     return shown
+
+
+def summary(answers: Mapping[str, ClientAnswer]) -> str:
+    """Say in a sentence what the first two requests have shown: the second shares its beginning with the first."""
+    first, second = (answer.finished for answer in list(answers.values())[:2])
+    reader, writer = first.stats.prefill_worker, first.stats.decode_worker
+    moved = f"Both prompts were read, and answered, by {writer}"
+    if first.stats.migrated_blocks:
+        size = _mib(first.stats.migrated_bytes)
+        moved = (
+            f"{reader} read the first prompt and sent {first.stats.migrated_blocks} blocks of KV ({size} MiB) to "
+            f"{writer}, which wrote the answer"
+        )
+    return (
+        f"{moved}; of the second prompt {second.cached_tokens} of {second.prompt_tokens} tokens were cached, so that "
+        f"its first token came after {_ms(second.ttft_s)} ms, not {_ms(first.ttft_s)}."
+    )

@@ -5,6 +5,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from cluster.sizes import format_size
 
+BYTES = frozenset({"download", "weights", "loading"})
+
 
 class Bars:
     """A bar for each thing that is reported, in the order in which they come. `report` may be called from any thread.
@@ -34,12 +36,12 @@ class Bars:
         self.close()
 
     def report(self, what: str, done: int, total: int) -> None:
-        """`weights` and `loading` are in bytes, everything else is counted."""
+        """What BYTES names is in bytes, everything else is counted."""
         bars = self._bars
         if bars is None:
             return
         shown = f"{done}/{total}"
-        if what in ("weights", "loading"):
+        if what in BYTES:
             shown = f"{format_size(done)} of {format_size(total)}"
         if what not in self._tasks:
             self._tasks[what] = bars.add_task(what, total=total, done=shown)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,10 +22,12 @@ from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.signals import Interrupted, check, on_hangup
 from cluster.processes.spec import LaunchError, child_environment
 from cluster.resolve import Resolved, Setting
-from cluster.rundir import RunDir
+from cluster.rundir import RunDir, command_line
 from telemetry import logs
 
 ASK_AGAIN_S = 0.1
+UNCOMPARED = frozenset({"name", "run_dir", "prefill_workers", "decode_workers", "router.namespace_key"})
+"""By the first two the cluster was found, the next two are told apart, the last is made at the first start."""
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,8 @@ def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
     config = resolved.config
     rundir = RunDir(config, environ)
     if rundir.is_held:
-        return _runs_already(rundir, config)
+        return _runs_already(rundir, resolved)
+    check_ports(config)
     logs.configure("supervisor", config.log_level, config.log_json)
     os.environ.update(rundir.mark)  # every process started from here has it
     with rundir.hold(), Bars() as bars:
@@ -50,7 +54,7 @@ def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
                 addresses = cluster.start()
                 admin.ready(addresses)
                 bars.close()
-                _say_ready(admin.status())
+                _say_ready(admin.status(), config)
                 try:
                     with on_hangup(cluster.roll):
                         cluster.watch()
@@ -87,7 +91,8 @@ def detach(resolved: Resolved, environ: Mapping[str, str], arguments: Sequence[s
     config = resolved.config
     rundir = RunDir(config, environ)
     if rundir.is_held:
-        return _runs_already(rundir, config)
+        return _runs_already(rundir, resolved)
+    check_ports(config)
     rundir.make()
     output = rundir.folder / f"{config.name}.log"
     with output.open("wb") as log:
@@ -107,16 +112,16 @@ def detach(resolved: Resolved, environ: Mapping[str, str], arguments: Sequence[s
             supervisor.wait()
         raise
     print_ready(status)
-    print(f"\nIts log is {output}. `headrace down` stops everything.", flush=True)
+    print(f"\nIts log is {output}. `{command_line('down', config.name)}` stops everything.", flush=True)
     return 0
 
 
-def _say_ready(status: Status) -> None:
+def _say_ready(status: Status, config: ClusterConfig) -> None:
     """Tell whoever has started the cluster. A cluster whose output is on a full disk serves all the same."""
     try:
         print_ready(status)
         print(
-            "\nCtrl-C, or `headrace down`, stops everything. "
+            f"\nCtrl-C, or `{command_line('down', config.name)}`, stops everything. "
             "SIGHUP replaces every worker in turn, and drops no request.",
             flush=True,
         )
@@ -131,7 +136,7 @@ def print_ready(status: Status) -> None:
     if status.http:
         print(f"  HTTP  {_url(status.http)}")
     print("\nTry, in another terminal:")
-    print(f"  {_command()} generate --server {status.grpc} 'Why is the sky blue?'")
+    print(f"  {command()} generate --server {status.grpc} 'Why is the sky blue?'")
     if status.http:
         body = json.dumps(
             {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": True}
@@ -142,16 +147,57 @@ def print_ready(status: Status) -> None:
         )
 
 
-def _runs_already(rundir: RunDir, config: ClusterConfig) -> int:
+def check_ports(config: ClusterConfig) -> None:
+    """Find out at once, and not when all workers have loaded the model, whether the router's ports are free. Raises
+    LaunchError naming the flag that takes another one."""
+    if config.launcher == "ray" and config.ray.address != "local":
+        return  # its host may be another one
+    for flag, port in (("--grpc-port", config.router.grpc_port), ("--http-port", config.router.http_port)):
+        if port < 1:
+            continue
+        try:
+            family = socket.AF_INET6 if ":" in config.router.host else socket.AF_INET
+            socket.create_server((config.router.host, port), family=family).close()
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            why = f"port {port} of {config.router.host} cannot be listened on: {reason}"
+            raise LaunchError(f"{why}; {flag} PORT takes another one, and {flag} 0 any that is free") from error
+
+
+def untaken(resolved: Resolved, running: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Say of each setting that was asked for by flag, variable or file which one the running cluster has instead. The
+    sizes of pools are left out: they can be changed while it runs."""
+    told = []
+    for setting in resolved.settings:
+        asked = msgspec.json.decode(msgspec.json.encode(setting.public))
+        has = running.get(setting.key, {}).get("value")
+        origin = setting.origin.partition(",")[0]
+        kind, _, where = origin.partition(" ")
+        if asked == has or kind not in ("flag", "variable", "file") or setting.key in UNCOMPARED:
+            continue
+        shown = ",".join(asked) if isinstance(asked, list) else asked
+        words = {"flag": f"{where} {shown}", "variable": f"{where}={shown}"}.get(kind, f"{setting.key} = {shown!r}")
+        if where == "--set":
+            words = f"--set {setting.key}={shown}"
+        told.append(f"{words}  (it has {has!r})")
+    return told
+
+
+def _runs_already(rundir: RunDir, resolved: Resolved) -> int:
+    config = resolved.config
     status = _wait_running(rundir, config, None, None)
     print(f"The cluster {config.name!r} runs already, under process {status.pid}.")
     for kind, wanted in (("prefill", config.prefill_workers), ("decode", config.decode_workers)):
         count = sum(p.kind == kind for p in status.processes)
         if count != wanted:
-            print(
-                f"It has {count} {kind} worker(s), not {wanted}: "
-                f"`headrace scale {kind}={wanted}` changes that."
-            )
+            change = command_line(f"scale {kind}={wanted}", config.name)
+            print(f"It has {count} {kind} worker(s), not {wanted}: `{change}` changes that.")
+    with AdminClient(rundir) as client:
+        left_out = untaken(resolved, client.config())
+    if left_out:
+        print("It was started with other settings, and these are not taken:")
+        print("\n".join(f"  {line}" for line in left_out))
+        print(f"`{command_line('down', config.name)}` and the same `up` again would start it with them.")
     print_ready(status)
     return 0
 
@@ -203,7 +249,7 @@ def _url(address: str) -> str:
     return address if address.startswith("http") else f"http://{address}"
 
 
-def _command() -> str:
+def command() -> str:
     """Return how this command was called, so that the printed line works from the same folder."""
     called = Path(sys.argv[0])
     if called.name != "headrace":

@@ -5,8 +5,19 @@ import os
 from typing import Any
 
 from cluster.cli.credentials import add_client_flags, client_credentials
-from cluster.cli.numbers import seed, token_count
+from cluster.cli.numbers import seed, token_count, whole
 from cluster.resolve import add_flags
+
+_SAMPLING = {
+    "temperature": "0: always the likeliest token",
+    "top_k": "draw from so many likeliest tokens; 0: from all",
+    "top_p": "draw from the likeliest tokens that together have this probability",
+    "min_p": "leave out tokens of less than this part of the likeliest one's probability",
+    "repetition_penalty": "above 1: tokens that prompt or answer have become less likely",
+    "presence_penalty": "above 0: tokens that the answer has become less likely",
+    "frequency_penalty": "above 0: the more often, the less likely",
+}
+"""The sampling values of a call (`router.front.api.SamplingOverrides`), and what each does."""
 
 
 def add(verbs: Any) -> None:
@@ -30,8 +41,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_client_flags(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
     parser.add_argument("--max-tokens", type=token_count, default=None, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=seed, default=None, metavar="N")
+    sampling = parser.add_argument_group("sampling", "what is left out is as the model's publisher recommends")
+    for name, text in _SAMPLING.items():
+        read = int if name == "top_k" else float
+        flag = f"--{name.replace('_', '-')}"
+        sampling.add_argument(flag, dest=name, type=read, default=None, metavar="X", help=text)
+    sampling.add_argument("--min-tokens", type=whole(0, 2**31 - 1), default=0, metavar="N")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever the model says")
+    sampling.add_argument("--seed", type=seed, default=None, metavar="N", help="repeats an answer")
     parser.add_argument("--stats", action="store_true", help="figures on standard error")
 
 

@@ -2,14 +2,18 @@
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from access.client import credentials_from
 from access.config import AccessError
 from cluster.cli.numbers import port
+from cluster.cli.progress import Bars
 from cluster.config import ConfigError, check_listening
-from cluster.resolve import FLAGS, add_flags, resolve, settled
+from cluster.model_hub import hub_model, located
+from cluster.resolve import FLAGS, Resolved, add_flags, resolve, settled
+from cluster.rundir import RunDir
 
 
 def add(verbs: Any) -> None:
@@ -22,6 +26,7 @@ def add(verbs: Any) -> None:
 
     demo = verbs.add_parser("demo", help="start a cluster, ask it four questions, show the figures")
     add_flags(demo)
+    demo.add_argument("-v", "--verbose", action="store_true", help="every figure, also of each stage")
     demo.add_argument("--json", dest="json_file", type=Path, metavar="FILE", help="figures as JSON")
     demo.set_defaults(verb=_demo)
 
@@ -36,20 +41,31 @@ def add(verbs: Any) -> None:
 def _up(arguments: argparse.Namespace) -> int:
     from cluster.cli import serve
 
-    resolved = settled(resolve(arguments, os.environ))
+    resolved = _with_model(resolve(arguments, os.environ))
     check_listening(resolved.config)
     if arguments.detach:
         return serve.detach(resolved, os.environ, arguments.given)
     return serve.serve(resolved, os.environ)
 
 
+def _with_model(resolved: Resolved) -> Resolved:
+    """Settle what the model's files say, and bring a model of the hub here first, unless its cluster runs already.
+    Raises ConfigError, ModelError."""
+    config = resolved.config
+    if hub_model(config.model) is not None and not RunDir(config, os.environ).is_held:
+        with Bars() as bars:
+            located(config.model, partial(bars.report, "download"))
+    return settled(resolved)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from cluster.cli.demo import run_demo
 
-    resolved = settled(resolve(arguments, os.environ))
+    resolved = _with_model(resolve(arguments, os.environ))
     check_listening(resolved.config)
     try:
-        return run_demo(resolved, arguments.json_file, credentials_from(os.environ))
+        credentials = credentials_from(os.environ)
+        return run_demo(resolved, arguments.json_file, credentials, is_verbose=arguments.verbose)
     except AccessError as error:
         raise ConfigError(str(error)) from error
 
@@ -58,5 +74,5 @@ def _worker(arguments: argparse.Namespace) -> int:
     from cluster.cli.solo import run_worker
 
     name = arguments.name or f"{arguments.role}-0"
-    config = settled(resolve(arguments, os.environ)).config
+    config = _with_model(resolve(arguments, os.environ)).config
     return run_worker(config, arguments.role, name, arguments.port)

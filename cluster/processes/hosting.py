@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.model_hub import located
 from cluster.processes.collector import spare_collector
 from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, ModelSource, model_cache
 from engine.handshake import Secrets
@@ -150,7 +151,7 @@ def prepared(source: ModelSource, report: Callable[[int, int], None] | None = No
     from engine.model.prepared.cache import prepare
 
     cache = model_cache(source.cache_dir, os.environ)
-    return str(prepare(source.model or None, cache, source.dtype, report, source.mapped))
+    return str(prepare(located(source.model) or None, cache, source.dtype, report, source.mapped))
 
 
 def moved(spec: ChildSpec, host: str) -> ChildSpec:

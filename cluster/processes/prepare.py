@@ -8,6 +8,7 @@ import msgspec
 
 from cluster.config import ClusterConfig, with_model_dir
 from cluster.defaults import model_dtype
+from cluster.model_hub import hub_model
 from cluster.processes.hosting import prepared
 from cluster.processes.placement import RayConfig
 from cluster.processes.spec import FACTORIES, ChildReady, ChildSpec, Launcher, ModelSource
@@ -82,8 +83,13 @@ def specs(
     decode = msgspec.structs.replace(
         config.decode, engine=with_model_dir(config.decode.engine, model_dir), access=config.access
     )
+    asked = hub_model(config.model)
+    names = config.router.served_model_names or (asked.names if asked else ())
     router = msgspec.structs.replace(
-        config.router, access=config.access, supervisor_metrics_port=supervisor_metrics_port
+        config.router,
+        access=config.access,
+        supervisor_metrics_port=supervisor_metrics_port,
+        served_model_names=names,
     )
 
     def spec(kind: str, name: str, part: msgspec.Struct, threads: int) -> ChildSpec:

@@ -17,7 +17,7 @@ from engine.text.control import ControlTokens
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
 from engine.text.files import TOKENIZER_FILE, TextFiles
 from engine.text.messages import ChatPrompt
-from engine.types import FieldError
+from engine.types import FieldError, SamplingParams
 
 
 def fingerprint(model_dir: Path) -> str:
@@ -35,6 +35,8 @@ class TextModel:
         self.vocab_size = settings.vocab_size
         self.context_tokens = settings.context_tokens
         self.stop_ids: frozenset[int] = frozenset(settings.stop_ids)
+        self.sampling = settings.sampling or SamplingParams()
+        """What its publisher recommends."""
         self._control = control
         self._template = ChatTemplate(files.template, settings.named_tokens)
         self._detokenizers = DetokenizerFactory(self._control.tokenizer)

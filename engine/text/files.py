@@ -5,6 +5,8 @@ from pathlib import Path
 import msgspec
 
 from engine.model.config import ModelConfig, ModelError
+from engine.text.recommended import from_card
+from engine.types import SamplingParams
 
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -15,13 +17,15 @@ TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|end
 
 
 class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`named_tokens` is what a template may print: bos_token, eos_token, unk_token, pad_token."""
+    """`named_tokens` is what a template may print: bos_token, eos_token, unk_token, pad_token. `sampling` is what the
+    publisher recommends; None: the files say nothing."""
 
     name: str = ""
     vocab_size: int = 0
     context_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     named_tokens: dict[str, str] = {}
+    sampling: SamplingParams | None = None
 
 
 class TextFiles(msgspec.Struct, frozen=True):
@@ -32,9 +36,16 @@ class TextFiles(msgspec.Struct, frozen=True):
     settings: TextSettings
 
     def of_model(self, config: ModelConfig) -> "TextFiles":
-        """Return the same, with what the model's configuration knows."""
-        known = {"name": config.name, "vocab_size": config.vocab, "context_tokens": config.context_tokens}
-        return msgspec.structs.replace(self, settings=msgspec.structs.replace(self.settings, **known))
+        """Return the same, with what the model's configuration knows, and the sampling that its name stands for where
+        the files recommend none."""
+        settings = msgspec.structs.replace(
+            self.settings,
+            name=config.name,
+            vocab_size=config.vocab,
+            context_tokens=config.context_tokens,
+            sampling=self.settings.sampling or from_card(config.name),
+        )
+        return msgspec.structs.replace(self, settings=settings)
 
     def save(self, folder: Path) -> None:
         (folder / TOKENIZER_FILE).write_text(self.tokenizer, encoding="utf-8")

@@ -23,6 +23,23 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     """How many alternatives are written beside each token's log probability; None: neither is written."""
 
 
+class SamplingOverrides(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling values that a caller names; None stands for the served model's own."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """Return `defaults` with the named values in their place."""
+        named = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(defaults, **named)
+
+
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """One request for text. `prompt` is plain text, a chat, or token ids. None means: the server's default."""
 
@@ -32,7 +49,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingOverrides | SamplingParams = SamplingOverrides()
+    """The values that its caller names; or all of them, and then nothing is the model's."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -76,6 +94,15 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """The caller's W3C trace context; it travels as a header or as metadata."""
     session: str = ""
     """The caller's name for a conversation, whose requests are to go to the same workers; a header, or metadata."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """The model as `/v1/models` describes it, beside the names under which it is served: what its file calls it, its
+    context in tokens, and how a request is sampled that says nothing of it."""
+
+    root: str
+    max_model_len: int
+    default_sampling: SamplingParams
 
 
 class TokenizedText(msgspec.Struct, frozen=True):

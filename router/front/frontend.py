@@ -23,13 +23,13 @@ from access.tenants import Tenant
 from engine.identity import owner
 from engine.messages import Orphan
 from engine.text.messages import ChatPrompt
-from engine.types import FieldError, FinishReason, RequestId, RequestRecord
+from engine.types import FieldError, FinishReason, RequestId, RequestRecord, SamplingParams
 from router.config import RouterConfig
 from router.core.events import Complete, Submit
 from router.front.access import limited
 from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started, TokenizedText
 from router.front.conversation import TokenizedPrompt
-from router.front.intake import Arrival, Intake
+from router.front.intake import Arrival, Intake, sampling_of, shown_name
 from router.front.outlet import Outlet, WakeQueue
 from router.front.output import Output, OutputHistory, ServedModel
 from router.front.resume import Resumables, resume_key, unknown_token, unpack
@@ -91,6 +91,16 @@ class Frontend:
         self._claiming: Counter[str | None] = Counter()
         self._given_over: OrderedDict[str, tuple[float, Samples]] = OrderedDict()
         hub.adopt_with(self.revive, self.give_over)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which the model is served."""
+        return self._config.names(self.model.name)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling of a request that says nothing of it."""
+        return sampling_of(GenerateCall(prompt=""), self.model, self._config)
 
     async def generate(
         self, call: GenerateCall, outlet: Outlet | None = None
@@ -155,7 +165,14 @@ class Frontend:
         """Hand every sample to the core. A search is one request, whose answers are the samples."""
         record, submitted_s = arrival.record, self._clock()
         deadline_s = received_s + (self._config.default_timeout_s if call.timeout_s is None else call.timeout_s)
-        started = Started(record.request, self.model.name, record.prompt_tokens, arrival.token, call.form, call.n)
+        started = Started(
+            record.request,
+            shown_name(call, self.model, self._config),
+            record.prompt_tokens,
+            arrival.token,
+            call.form,
+            call.n,
+        )
         remember = self._rememberer(arrival.chat, record, arrival.prompt)
         samples = Samples(started, self._turns, remember, owner(record.namespace))
         event = Submit(
@@ -364,7 +381,7 @@ class Frontend:
         it is beyond what this router would have taken."""
         record = orphan.record
         context = unpack(record.context)
-        if context is None or context.model != self.model.name:
+        if context is None or context.model not in self.names:
             return None
         if context.token in self._unwanted and self._is_of(owner(record.namespace), self._unwanted[context.token]):
             return None

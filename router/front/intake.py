@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.text.messages import ChatPrompt
-from engine.types import FieldError, RequestId, RequestRecord, TooLongError
+from engine.types import FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
 from router.front.api import ApiError, GenerateCall, TokenizedText
@@ -59,6 +59,7 @@ class Intake:
     async def take(self, call: GenerateCall) -> Arrival:
         """Check a call and make its record. Raises ApiError with the name of the field at fault."""
         try:
+            call = msgspec.structs.replace(call, sampling=sampling_of(call, self._model, self._config))
             check_call(call, self._model, self._config)
             chat = chat_of(call)
             prompt = await self._tokenize(call, chat)
@@ -66,10 +67,10 @@ class Intake:
             if kept is not None and len(prompt.ids) > kept:
                 # Its text is no longer that of its ids, so no later turn can begin with them.
                 prompt, chat = TokenizedPrompt("", prompt.ids[-kept:]), None
-            token, name = secrets.token_urlsafe(16) if call.resumable else "", self._model.name
+            token = secrets.token_urlsafe(16) if call.resumable else ""
             context = Context(
                 token=token,
-                model=name,
+                model=shown_name(call, self._model, self._config),
                 stop=call.stop,
                 chat=chat,
                 form=call.form,
@@ -110,7 +111,7 @@ class Intake:
     async def detokenize(self, ids: list[int], model: str | None = None, field: str = "token_ids") -> str:
         """Return the text of token ids, control tokens by their names. Raises ApiError."""
         try:
-            check_ids(field, ids, model, self._model)
+            check_ids(field, ids, model, self._model, self._config)
             return await self._decoded(len(ids), partial(self._model.text_of, ids))
         except FieldError as error:
             raise _refusal(error) from error
@@ -207,7 +208,7 @@ def to_record(
         prompt_tokens=len(tokens),
         max_tokens=max_tokens,
         seed=seed if call.seed is None else call.seed,
-        sampling=call.sampling,
+        sampling=sampling_of(call, model, config),
         priority=call.priority,
         beams=beam_params(call),
         stop_token_ids=call.stop_token_ids,
@@ -222,6 +223,20 @@ def to_record(
         context=context,
         resume_key=resume_key,
     )
+
+
+def sampling_of(call: GenerateCall, model: ServedModel, config: RouterConfig) -> SamplingParams:
+    """Return by what a call's answer is drawn: its own values, and for those that it does not name the model's, or with
+    `generation_config` off those that change nothing. A beam search draws nothing, and has its own values alone."""
+    if isinstance(call.sampling, SamplingParams):
+        return call.sampling
+    is_own = config.generation_config == "model" and call.beam_width is None
+    return call.sampling.over(model.sampling if is_own else SamplingParams())
+
+
+def shown_name(call: GenerateCall, model: ServedModel, config: RouterConfig) -> str:
+    """Return the name by which an answer calls the model: the caller's own, or the first that it is served under."""
+    return call.model or config.names(model.name)[0]
 
 
 def kept_tokens(call: GenerateCall, model: ServedModel, config: RouterConfig) -> int | None:

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from engine.text.messages import ChatPrompt
+from engine.types import SamplingParams
 from router.front.api import Delta
 from router.front.logprobs import PackedLogprobs
 
@@ -31,6 +32,7 @@ class ServedModel(Protocol):
     vocab_size: int
     context_tokens: int
     stop_ids: frozenset[int]
+    sampling: SamplingParams
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]: ...
 

@@ -43,12 +43,12 @@ class UnknownModelError(FieldError):
 
 def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
     """Everything that can be said of a call before its prompt is tokenized."""
-    _check_model(call.model, model)
+    _check_model(call.model, model, config)
     _check_prompt(call, model, config)
     _count("n", call.n, 1, config.max_samples)
     for name, (low, high) in SAMPLING_RANGES.items():
         value = getattr(call.sampling, name)
-        if not (math.isfinite(value) and low <= value <= high):
+        if value is not None and not (math.isfinite(value) and low <= value <= high):
             raise FieldError(name, f"is {value}, must be at least {low:g} and at most {high:g}")
     _count("top_k", call.sampling.top_k, 0, MAX_COUNT)
     _count("max_tokens", call.max_tokens, 1, MAX_COUNT)
@@ -139,7 +139,7 @@ def _check_search(call: GenerateCall) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         if getattr(call.sampling, name):
             raise FieldError(name, "is not allowed with beam_width")
-    if call.sampling.repetition_penalty != 1.0:
+    if call.sampling.repetition_penalty not in (None, 1.0):
         raise FieldError("repetition_penalty", "is not allowed with beam_width")
     for name in ("logit_bias", "allowed_token_ids"):
         if getattr(call, name):
@@ -170,17 +170,25 @@ def prompt_field(prompt: object) -> str:
     return "token_ids"
 
 
-def check_ids(field: str, ids: Sequence[int], asked: str | None, model: ServedModel) -> None:
+def check_ids(
+    field: str, ids: Sequence[int], asked: str | None, model: ServedModel, config: RouterConfig
+) -> None:
     """Check ids that are to become text. Raises FieldError."""
-    _check_model(asked, model)
+    _check_model(asked, model, config)
     if len(ids) > model.context_tokens:
         raise TooLongError(field, f"has {len(ids)} tokens; the context holds {model.context_tokens}")
     _check_ids(field, ids, model.vocab_size)
 
 
-def _check_model(asked: str | None, model: ServedModel) -> None:
-    if asked is not None and asked != model.name:
-        raise UnknownModelError("model", f"{_shown(asked)} is not served here, {model.name!r} is")
+def _check_model(asked: str | None, model: ServedModel, config: RouterConfig) -> None:
+    names = config.names(model.name)
+    if asked is not None and asked not in names:
+        raise UnknownModelError("model", f"{_shown(asked)} is not served here, {served(names)}")
+
+
+def served(names: Sequence[str]) -> str:
+    """Return the half of a sentence that says which names a model has."""
+    return f"{' and '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
 
 
 def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:

@@ -13,12 +13,14 @@ from router.front.api import (
     GenerateCall,
     GenerateEvent,
     Position,
+    SamplingOverrides,
     Started,
     Tool,
     ToolCall,
 )
+from telemetry.labels import STAGES
 
-_SAMPLING = SamplingParams.__struct_fields__
+_SAMPLING = SamplingOverrides.__struct_fields__
 _SCALARS = (
     "model", "max_tokens", "min_tokens", "seed", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n",
     "priority", "beam_width", "length_penalty", "parse_control_tokens", "truncate_prompt_tokens", "cache_salt",
@@ -50,7 +52,7 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
     return GenerateCall(
         prompt=prompt,
         early_stopping=stopping.get(request.early_stopping, EarlyStopping.HEURISTIC),
-        sampling=SamplingParams(**drawn),
+        sampling=SamplingOverrides(**drawn),
         tools=_tools(request.tools),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
@@ -86,6 +88,11 @@ def _prompt(request: Any) -> str | list[ChatMessage] | list[int] | None:
     return list(request.token_ids.ids) if kind == "token_ids" else None
 
 
+def sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
+    """Return all values of a sampling."""
+    return pb.Sampling(**_taken(sampling, _SAMPLING))
+
+
 def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
     """The inverse. Raises ValueError or TypeError for what the wire cannot carry."""
     request = pb.GenerateRequest(
@@ -110,7 +117,8 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         request.tools.add(name=tool.name, description=tool.description, parameters_json=tool.parameters)
     request.early_stopping = _STOPPING[call.early_stopping]
     for name in _SAMPLING:
-        setattr(request.sampling, name, getattr(call.sampling, name))
+        if (value := getattr(call.sampling, name)) is not None:
+            setattr(request.sampling, name, value)
     return request
 
 
@@ -182,7 +190,7 @@ def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
     end = response.finished
     reasons = {number: reason for reason, number in _REASONS.items()}
     stats = RequestStats(
-        stages=dict(end.timings.stages_s),
+        stages={stage: end.timings.stages_s[stage] for stage in STAGES if stage in end.timings.stages_s},
         prompt_tokens=end.usage.prompt_tokens,
         output_tokens=end.usage.output_tokens,
         **{own: getattr(end.migration, name) for name, own in _MIGRATED.items()},

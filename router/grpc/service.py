@@ -24,7 +24,8 @@ from protos import headrace_pb2 as pb
 from router.front.access import OPEN, as_tenant, let_in, tenant_for, tenant_of
 from router.front.api import SESSION_HEADER, ApiError, GenerateCall, GenerateEvent, Started, invalid
 from router.front.frontend import Frontend
-from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto, tokenize_call
+from router.front.validate import served
+from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto, sampling_to_proto, tokenize_call
 from router.grpc.statuses import LABEL_KEY, trailing_metadata, usable_label
 from telemetry.tracing import HEADER, sound
 
@@ -79,7 +80,8 @@ class Service:
         try:
             port = self._listen(server, host_port(host, port))
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {host}:{port} for gRPC: {error}") from error
+            why = "it is taken, or no address of this host"
+            raise OSError(f"cannot listen on {host}:{port} for gRPC: {why}") from error
         await server.start()
         self._server = server
         return port
@@ -153,14 +155,14 @@ class Service:
 
     async def _list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
         self._caller(context)
-        return pb.ListModelsResponse(models=[self._model()])
+        return pb.ListModelsResponse(models=[self._model(name) for name in self._frontend.names])
 
     async def _get_model(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
         self._caller(context)
-        model = self._model()
-        if _message(pb.GetModelRequest, data).name != model.name:
-            raise ApiError("NOT_FOUND", f"name: it is not served here, {model.name!r} is", "name")
-        return pb.GetModelResponse(model=model)
+        name, names = _message(pb.GetModelRequest, data).name, self._frontend.names
+        if name not in names:
+            raise ApiError("NOT_FOUND", f"name: it is not served here, {served(names)}", "name")
+        return pb.GetModelResponse(model=self._model(name))
 
     async def _tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
         caller = self._caller(context)
@@ -182,13 +184,14 @@ class Service:
         tenant = tenant_for(caller, request.tenant)
         return pb.DetokenizeResponse(text=await self._frontend.detokenize(list(request.token_ids), model, tenant))
 
-    def _model(self) -> pb.Model:
+    def _model(self, name: str) -> pb.Model:
         model = self._frontend.model
         return pb.Model(
-            name=model.name,
+            name=name,
             context_tokens=model.context_tokens,
             vocabulary_tokens=model.vocab_size,
             stop_token_ids=sorted(model.stop_ids),
+            default_sampling=sampling_to_proto(self._frontend.sampling),
         )
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:

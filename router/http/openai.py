@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from engine.plan import MAX_LOGPROBS
-from engine.types import EarlyStopping, SamplingParams
-from router.front.api import ChatMessage, GenerateCall, HttpForm, invalid
+from engine.types import EarlyStopping
+from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
 from router.front.validate import MAX_COUNT
 from router.http.chat_fields import Message, chat_message, raw_text
 from router.http.fields import FieldsReader, refuse_unsupported
@@ -205,7 +205,7 @@ def _parsed(
         prompt=prompt,
         **(_chat_options(request) if isinstance(request, ChatRequest) else {}),
         max_tokens=max_tokens,
-        sampling=SamplingParams(**_given(request, SamplingParams.__struct_fields__)),
+        sampling=SamplingOverrides(**_given(request, SamplingOverrides.__struct_fields__)),
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         request_id=label,

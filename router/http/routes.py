@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.front.access import as_tenant, tenant_of
-from router.front.api import SESSION_HEADER, ApiError, Position
+from router.front.api import SESSION_HEADER, ApiError, ModelFacts, Position
 from router.front.frontend import Frontend
 from router.front.outlet import Outlet
 from router.front.resume import unknown_token
@@ -43,12 +43,15 @@ RESUMABLE_HEADER = "x-headrace-resumable"
 
 class ServerState(Protocol):
     """The state that the routes beside generation report (`router.app.RouterApp`): whether at least one prefill and one
-    decode worker can take requests, the models, all metric families in Prometheus' text format, and what Prometheus is
-    to scrape, with the router itself at `router_address`, host:port, and what else is on its host at `host`."""
+    decode worker can take requests, the names of the model and the facts about it, all metric families in Prometheus'
+    text format, and what Prometheus is to scrape, with the router itself at `router_address`, host:port, and what else
+    is on its host at `host`."""
 
     def ready(self) -> bool: ...
 
     def models(self) -> list[str]: ...
+
+    def model_facts(self) -> ModelFacts: ...
 
     async def metrics_text(self) -> bytes: ...
 
@@ -65,7 +68,13 @@ def build_app(
     tokens = TokenRoutes(frontend, bodies)
 
     def card(name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": started, "owned_by": "headrace"}
+        return {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "headrace",
+            **msgspec.to_builtins(state.model_facts()),
+        }
 
     async def models(request: Request) -> Response:
         return json_response({"object": "list", "data": [card(name) for name in state.models()]})

@@ -13,7 +13,7 @@ from cluster.processes.spec import LaunchError
 from engine.messages import PeerAddress, Place, decode_router_frame, encode
 from engine.text.chat import ChatTemplate
 from engine.text.messages import ChatMessage, ChatPrompt
-from engine.types import FieldError, RequestId, TooLongError
+from engine.types import FieldError, RequestId, SamplingParams, TooLongError
 from protos import headrace_pb2 as pb
 from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall
@@ -40,6 +40,7 @@ class TinyModel:
     vocab_size = 100
     stop_ids = frozenset({99})
     context_tokens = 64
+    sampling = SamplingParams()
 
 
 def _taken(call: GenerateCall) -> None:

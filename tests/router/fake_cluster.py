@@ -32,7 +32,7 @@ from engine.messages import (
     encode,
 )
 from engine.text.messages import ChatPrompt
-from engine.types import Beam, FinishReason, Incarnation, TokenLogprobs
+from engine.types import Beam, FinishReason, Incarnation, SamplingParams, TokenLogprobs
 from router.dispatch import ATTACH
 from tests.secrets_of_tests import SECRETS
 
@@ -51,6 +51,7 @@ class ByteText:
     vocab_size = 300
     context_tokens = 512
     stop_ids = frozenset({END})
+    sampling = SamplingParams()
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
         if is_literal:

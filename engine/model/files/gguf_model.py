@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from engine.model.codes import Codes, FloatArray
@@ -12,6 +13,7 @@ from engine.model.files.checkpoint import find_family
 from engine.model.files.gguf_reader import GGUFFile
 from engine.model.files.gguf_text import Vocabulary, text_files
 from engine.text.files import TextFiles
+from engine.text.recommended import from_gguf
 
 _QUANT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -39,7 +41,9 @@ class GGUFModel:
         return self._file.codes(name)
 
     def text(self) -> TextFiles:
-        return text_files(Vocabulary.read(self.path, self._file.get)).of_model(self.config)
+        files = text_files(Vocabulary.read(self.path, self._file.get))
+        settings = msgspec.structs.replace(files.settings, sampling=from_gguf(self._file.get))
+        return msgspec.structs.replace(files, settings=settings).of_model(self.config)
 
     def _config(self, architecture: str) -> ModelConfig:
         file, path = self._file, self.path

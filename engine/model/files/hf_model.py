@@ -30,7 +30,7 @@ class HFModel:
         self.path = path
         raw = read_json(path / "config.json")
         self.family = find_family(path / "config.json", "hugging_face", "model_type", raw.get("model_type"))
-        self.config = model_config(path / "config.json", self.family, raw, path.resolve().name)
+        self.config = model_config(path / "config.json", self.family, raw, folder_name(path))
         self._raw = raw
         self.shards = [SafetensorsFile(shard) for shard in shards(path)]
         self._where = {name: shard for shard in self.shards for name in shard.tensors}
@@ -55,6 +55,16 @@ class HFModel:
 
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)
+
+
+def folder_name(path: Path) -> str:
+    """Return what a model in this folder is called: in the hub's cache, where folders have the names of commits, as its
+    repository is."""
+    folder = path.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    return folder.name
 
 
 def stored_dtype(path: Path) -> str:

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from engine.model.config import ModelError
 from engine.model.files.checkpoint import read_json
 from engine.text.files import TURN_ENDS, TextFiles, TextSettings
+from engine.text.recommended import from_generation_config
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -25,13 +26,16 @@ def text_files(path: Path, config: dict[str, Any]) -> TextFiles:
     settings = _optional(path / "tokenizer_config.json")
     named = {key: text for key in _NAMED if (text := _token_text(settings.get(key)))}
     stops = _ids(config.get("eos_token_id"))
-    stops |= _ids(_optional(path / "generation_config.json").get("eos_token_id"))
+    generation = _optional(path / "generation_config.json")
+    stops |= _ids(generation.get("eos_token_id"))
     if "eos_token" in named and (eos := tokenizer.token_to_id(named["eos_token"])) is not None:
         stops.add(eos)
     for index, added in tokenizer.get_added_tokens_decoder().items():
         if added.special and added.content in TURN_ENDS:
             stops.add(index)
-    said = TextSettings(stop_ids=tuple(sorted(stops)), named_tokens=named)
+    said = TextSettings(
+        stop_ids=tuple(sorted(stops)), named_tokens=named, sampling=from_generation_config(generation)
+    )
     return TextFiles(raw, _template(path, settings), said)
 
 

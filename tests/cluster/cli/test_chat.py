@@ -18,6 +18,7 @@ from router.front.api import (
     Finished,
     GenerateCall,
     GenerateEvent,
+    SamplingOverrides,
     Started,
 )
 
@@ -64,8 +65,9 @@ class Parrot:
 
 
 def arguments(**more: object) -> argparse.Namespace:
-    given = {"server": "x", "system": "", "max_tokens": 9, "temperature": 0.0, "seed": None}
-    return argparse.Namespace(**{**given, "stats": False, **more})
+    given = {"server": "x", "system": "", "max_tokens": 9, "min_tokens": 0, "seed": None, "stats": False}
+    given |= {"stop": [], "ignore_eos": False}
+    return argparse.Namespace(**{**dict.fromkeys(SamplingOverrides.__struct_fields__), **given, **more})
 
 
 @pytest.fixture

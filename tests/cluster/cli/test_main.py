@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from cluster.cli import __main__ as cli
 from cluster.cli.ask import ClientAnswer
-from cluster.cli.demo_report import figures, table
+from cluster.cli.demo_report import figures, summary, table
 from cluster.processes.leftovers import descendants, running
 from cluster.processes.signals import Interrupted, interruptible
 from engine.messages import RequestStats
@@ -69,11 +70,38 @@ def test_the_table_shows_every_stage_and_fits_a_terminal() -> None:
     """Guards against a stage that is measured but never shown, and a table cut off at 80 columns."""
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
-        console.print(table(dict.fromkeys(("first", "same system", "follow-up", "alone"), ANSWER)))
+        answers = dict.fromkeys(("first", "same system", "follow-up", "alone"), ANSWER)
+        console.print(table(answers, is_verbose=True))
     text = console.export_text()
     for stage in STAGES:
         assert f"stage {stage}, ms" in text
     assert "…" not in text and text.count("10.55") == 4 and text.count("12.3") == 4
+
+
+def test_the_table_begins_with_what_a_person_wants() -> None:
+    """Guards against thirty rows for who has just begun: the short table is the beginning of the long one."""
+    answers = dict.fromkeys(("first", "same system", "follow-up", "alone"), ANSWER)
+    shown = []
+    for is_verbose in (False, True):
+        console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        with console.file:
+            console.print(table(answers, is_verbose))
+        lines = console.export_text().splitlines()
+        shown.append(["".join(line.split()) for line in lines if line.startswith("│")])
+    short, long = shown
+    assert len(short) == 8 and long[:8] == short
+    assert len(long) == 8 + 7 + len(STAGES)
+
+
+def test_a_sentence_says_what_the_demo_has_shown() -> None:
+    """Guards against a sentence that says more than the figures: with one pool nothing migrates."""
+    late = msgspec.structs.replace(ANSWER, finished=msgspec.structs.replace(ANSWER.finished, ttft_s=0.9))
+    said = summary({"first": late, "second": ANSWER})
+    assert said.startswith("prefill-0 read the first prompt and sent 15 blocks of KV (10.55 MiB) to decode-0")
+    assert said.endswith("17 of 230 tokens were cached, so that its first token came after 200.0 ms, not 900.0.")
+    alone = msgspec.structs.replace(STATS, migrated_blocks=0)
+    one = msgspec.structs.replace(ANSWER, finished=msgspec.structs.replace(ANSWER.finished, stats=alone))
+    assert summary({"first": one, "second": one}).startswith("Both prompts were read, and answered, by decode-0;")
 
 
 def test_figures_hold_what_the_table_shows() -> None:

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
+from engine.types import SamplingParams
 from router.config import RouterConfig
-from router.front.api import ApiError, ChatMessage, GenerateCall
+from router.front.api import ApiError, ChatMessage, GenerateCall, SamplingOverrides
 from router.front.intake import Arrival, Intake
 from router.front.namespaces import CacheNamespaces
 from router.front.resume import unpack
@@ -73,3 +74,50 @@ def test_long_text_is_tokenized_in_a_thread(text: str, is_inline: bool) -> None:
     take(GenerateCall(prompt=text), model)
     (thread,) = model.threads
     assert (thread == threading.main_thread().name) is is_inline
+
+
+class Recommending(ByteText):
+    sampling = SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1)
+
+
+def sampled(call: GenerateCall, **settings: object) -> SamplingParams:
+    config = RouterConfig(namespace_key="secret", **settings)  # type: ignore[arg-type]
+    return asyncio.run(Intake(Recommending(), config).take(call)).record.sampling
+
+
+def test_what_a_call_does_not_say_of_sampling_is_the_models() -> None:
+    """Guards against temperature 1.0 from the whole vocabulary, which small models answer with gibberish, and against
+    a recommendation in the place of what the caller said."""
+    assert sampled(GenerateCall(prompt="x")) == Recommending.sampling
+    warm = GenerateCall(prompt="x", sampling=SamplingOverrides(temperature=1.5, top_k=0))
+    assert sampled(warm) == SamplingParams(temperature=1.5, top_k=0, repetition_penalty=1.1)
+    greedy = sampled(GenerateCall(prompt="x", sampling=SamplingOverrides(temperature=0.0)))
+    assert (greedy.temperature, greedy.top_k) == (0.0, 20)
+    whole = SamplingParams(temperature=0.0)
+    assert sampled(GenerateCall(prompt="x", sampling=whole)) == whole
+
+
+def test_recommendations_can_be_turned_off() -> None:
+    assert sampled(GenerateCall(prompt="x"), generation_config="off") == SamplingParams()
+
+
+def test_a_search_is_not_refused_for_a_penalty_that_nobody_asked_for() -> None:
+    """Guards against the model's own repetition penalty, with which a beam search would be INVALID_ARGUMENT."""
+    assert sampled(GenerateCall(prompt="x", beam_width=2)) == SamplingParams()
+
+
+def test_a_value_out_of_range_is_refused_whoever_else_has_one() -> None:
+    with pytest.raises(ApiError, match="temperature: is 3"):
+        sampled(GenerateCall(prompt="x", sampling=SamplingOverrides(temperature=3.0)))
+
+
+@pytest.mark.parametrize("asked", [None, "first", "second"])
+def test_every_name_of_the_model_may_be_asked_for(asked: str | None) -> None:
+    """Guards against an answer under a name that its caller does not know, and a stream that a later router would not
+    go on with: it finds the name in the context."""
+    config = RouterConfig(namespace_key="secret", served_model_names=("first", "second"))
+    call = GenerateCall(prompt="x", model=asked, resumable=True)
+    context = unpack(asyncio.run(Intake(ByteText(), config).take(call)).record.context)
+    assert context is not None and context.model == (asked or "first")
+    with pytest.raises(ApiError, match="'bytes' is not served here, 'first' and 'second' are"):
+        asyncio.run(Intake(ByteText(), config).take(GenerateCall(prompt="x", model="bytes")))

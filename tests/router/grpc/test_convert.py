@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import RequestStats
-from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams, TokenLogprobs
+from engine.types import EarlyStopping, FieldError, FinishReason, TokenLogprobs
 from protos import headrace_pb2 as pb
 from router.front.api import (
     ChatMessage,
@@ -15,6 +15,7 @@ from router.front.api import (
     GenerateCall,
     GenerateEvent,
     Position,
+    SamplingOverrides,
     Started,
     Tool,
     ToolCall,
@@ -34,7 +35,7 @@ FULL = GenerateCall(
     model="m",
     max_tokens=9,
     min_tokens=2,
-    sampling=SamplingParams(
+    sampling=SamplingOverrides(
         temperature=0.5,
         top_k=3,
         top_p=0.25,

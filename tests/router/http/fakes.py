@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from engine.messages import RequestStats
-from engine.types import FinishReason
+from engine.types import FinishReason, SamplingParams
 from router.app import LISTEN_BACKLOG
 from router.config import FrontLimits
 from router.front.api import (
@@ -21,6 +21,7 @@ from router.front.api import (
     Finished,
     GenerateCall,
     GenerateEvent,
+    ModelFacts,
     Position,
     Started,
 )
@@ -120,6 +121,9 @@ class FakeState:
 
     def models(self) -> list[str]:
         return ["tiny", "org/tiny"]
+
+    def model_facts(self) -> ModelFacts:
+        return ModelFacts("tiny", 512, SamplingParams(temperature=0.5))
 
     async def metrics_text(self) -> bytes:
         return b"headrace_requests_total 1.0\n"

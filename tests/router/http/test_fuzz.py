@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.messages import PeerAddress, Place, decode_router_frame, encode
-from engine.types import FieldError, RequestId, TooLongError
+from engine.types import FieldError, RequestId, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall, GenerateEvent
 from router.front.intake import to_record
@@ -26,6 +26,7 @@ class Model:
     vocab_size = 100
     stop_ids = frozenset({99})
     context_tokens = 64
+    sampling = SamplingParams()
 
 
 class CheckingFrontend:

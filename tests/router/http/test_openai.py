@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.front.api import ApiError, ChatMessage, ToolCall
+from router.front.api import ApiError, ChatMessage, SamplingOverrides, ToolCall
 from router.http.fields import HARMLESS
 from router.http.openai import UNSUPPORTED, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import error_reply
@@ -67,7 +67,7 @@ def test_absent_and_null_both_mean_the_servers_default() -> None:
     )
     bare, full = parse_completion(completion()), parse_completion(completion(**nulls))
     assert bare == full
-    assert bare.call.sampling.temperature == 1.0
+    assert bare.call.sampling == SamplingOverrides()
     assert bare.call.max_tokens is None
 
 

@@ -65,6 +65,8 @@ def test_routes_beside_generation() -> None:
     models = ask(frontend, "GET", "/v1/models").json()
     assert [card["id"] for card in models["data"]] == ["tiny", "org/tiny"]
     assert ask(frontend, "GET", "/v1/models/org/tiny").json()["id"] == "org/tiny"
+    one = models["data"][0]
+    assert (one["root"], one["max_model_len"], one["default_sampling"]["temperature"]) == ("tiny", 512, 0.5)
     unknown = ask(frontend, "GET", "/v1/models/huge")
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
 
