@@ -27,7 +27,7 @@ CHECKS = (
     "unsupported_method",
 )
 SECONDS = 25
-"""Of each of two runs."""
+"""The time of each of the two runs."""
 GENERATING = {"/v1/chat/completions": "ChatRequest", "/v1/completions": "CompletionRequest"}
 
 
