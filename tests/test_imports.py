@@ -122,6 +122,7 @@ CONFINED = {
         "*/service.py",
         "decode_worker/peer.py",
         "router/dispatch.py",
+        "router/client/*.py",
         "router/grpc/client.py",
         "router/server.py",
         "protos/*.py",

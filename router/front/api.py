@@ -7,6 +7,8 @@ from engine.text.messages import ChatMessage as ChatMessage
 from engine.text.messages import Tool as Tool
 from engine.text.messages import ToolCall as ToolCall
 from engine.types import EarlyStopping, FinishReason, SamplingParams, TokenLogprobs
+from router.client.errors import NOBODY as NOBODY
+from router.client.errors import ApiError as ApiError
 
 
 class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,19 +168,6 @@ GenerateEvent = Started | Delta | Finished
 
 SESSION_HEADER = "x-headrace-session"
 """The header, or the metadata, with `GenerateCall.session`."""
-NOBODY = "nobody answers"
-"""The beginning of a client's error where no server was reached at all."""
-
-
-class ApiError(Exception):
-    """Any request that ends badly. `code` names a gRPC status code, `field` the request field at fault."""
-
-    def __init__(self, code: str, message: str, field: str = "", retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.field = field
-        self.retry_after_s = retry_after_s
 
 
 def invalid(field: str, message: str) -> ApiError:

@@ -112,6 +112,7 @@ class Place:
             "DECODE__ENGINE__POOL_BYTES": str(64 << 20),
             "STOP_GRACE_S": "2",
         }
+        self.grpc_port = self._ports["50051"]
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
         self._environ |= {f"HEADRACE_{key}": value for key, value in settings.items()}
         self._environ["PATH"] = f"{BIN}:{os.environ['PATH']}"

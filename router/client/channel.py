@@ -1,0 +1,85 @@
+"""A client's connections: how they are opened, watched and secured, and how their errors are told."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+
+from router.client.errors import NOBODY, ApiError
+
+Metadata = tuple[tuple[str, str], ...]
+Options = Sequence[tuple[str, Any]]
+
+OPTIONS: Options = (
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Without all three a server that is silent, and not gone, is waited for without end.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_UNANSWERED = re.compile(r"failed to connect to all addresses.* ipv[46]:(\S+): (.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSecrets:
+    """What a client shows of itself and whom it trusts. Certificates and keys are the contents of PEM files."""
+
+    api_key: str = ""
+    has_tls: bool = False
+    roots: bytes | None = None
+    """The authorities that may have signed the server's certificate; None: those that this machine trusts."""
+    key: bytes | None = None
+    chain: bytes | None = None
+    """The client's own certificate, where the server asks for one."""
+    server_name: str = ""
+    """The name in the server's certificate, where that is not the one it is reached by."""
+
+    def __repr__(self) -> str:
+        return f"ClientSecrets({'an API key' if self.api_key else 'no API key'}, has_tls={self.has_tls})"
+
+    @property
+    def metadata(self) -> Metadata:
+        """What every call carries."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+
+def open_channel(library: Any, address: str, secrets: ClientSecrets, options: Options = ()) -> Any:
+    """Open a channel of `grpc` or of `grpc.aio`; `options` count before ours."""
+    ours = [*OPTIONS, *options]
+    if not secrets.has_tls:
+        return library.insecure_channel(address, ours)
+    if secrets.server_name:
+        ours.append(("grpc.ssl_target_name_override", secrets.server_name))
+    secure = grpc.ssl_channel_credentials(secrets.roots, secrets.key, secrets.chain)
+    return library.secure_channel(address, secure, ours)
+
+
+def api_error(error: grpc.RpcError) -> tuple[ApiError, bool]:
+    """Return the error of a call, and whether the server itself gave this status: any other comes from a broken
+    connection."""
+    metadata = {key: value for key, value in error.trailing_metadata() or ()}
+    retry_ms = metadata.get("retry-after-ms")
+    told = ApiError(
+        error.code().name,
+        _plain(error.details() or ""),
+        str(metadata.get("headrace-field", "")),
+        int(retry_ms) / 1e3 if retry_ms else None,
+    )
+    return told, "headrace-ended" in metadata
+
+
+def _plain(details: str) -> str:
+    """Say who does not answer and why, where a connection failed, without what the library writes around it."""
+    found = _UNANSWERED.search(details)
+    if found is None:
+        return details
+    return f"{NOBODY} at {unquote(found[1])}: {found[2].rpartition(': ')[2]}"

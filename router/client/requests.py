@@ -1,0 +1,114 @@
+"""What a caller writes in Python becomes a request, and what comes back becomes one value per sample."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.json_format import ParseDict, ParseError
+
+from protos import headrace_pb2 as pb
+from router.client.errors import ApiError
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text, token ids, or a chat: messages with `role` and `content`."""
+_SAMPLING = frozenset(pb.Sampling.DESCRIPTOR.fields_by_name)
+_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """One sample of an answer, whole. `cached_tokens` of the prompt's tokens had not to be computed."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    request_id: str
+    prefill_worker: str
+    decode_worker: str
+    ttft_s: float
+    e2e_s: float
+    stages_s: Mapping[str, float] = field(repr=False)
+    logprobs: tuple[float, ...] = field(repr=False)
+    """Those of its tokens, where `logprobs` was asked for."""
+    finished: pb.Finished = field(repr=False)
+    """All that the server says at the end."""
+
+
+def chat_messages(prompt: Sequence[Mapping[str, Any]]) -> pb.ChatMessages:
+    """Return a chat's messages. Raises ApiError for what is no chat."""
+    return _parsed({"messages": [dict(message) for message in prompt]}, pb.ChatMessages(), "messages")
+
+
+def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
+    """Return what asks for an answer to `prompt`. `options` are fields of `GenerateRequest` and `Sampling`, by name;
+    None leaves one out. Raises ApiError for a name or a value that no field has."""
+    given = {name: value for name, value in options.items() if value is not None}
+    sampling = {name: given.pop(name) for name in list(given) if name in _SAMPLING}
+    if sampling:
+        given["sampling"] = {**given.get("sampling", {}), **sampling}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    request = _parsed(given, pb.GenerateRequest(), "request")
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        request.chat.CopyFrom(chat_messages(prompt))  # type: ignore[arg-type]
+    else:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+    return request
+
+
+def _parsed(given: dict[str, Any], message: Any, name: str) -> Any:
+    try:
+        return ParseDict(given, message)
+    except (ParseError, TypeError, ValueError) as error:
+        raise ApiError("INVALID_ARGUMENT", f"{name}: {error}", name) from error
+
+
+class GatheredAnswer:
+    """Collects an answer's events; its samples stand in order when all have ended."""
+
+    # Mutable state: the name of the request, and what has come of each sample.
+
+    def __init__(self) -> None:
+        self._request_id = ""
+        self._texts: dict[int, list[str]] = {}
+        self._ids: dict[int, list[int]] = {}
+        self._logprobs: dict[int, list[float]] = {}
+        self._ends: dict[int, pb.Finished] = {}
+
+    def take(self, event: pb.GenerateResponse) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            self._request_id = event.started.request_id
+        elif kind == "delta":
+            self._texts.setdefault(event.delta.sample, []).append(event.delta.text)
+            self._ids.setdefault(event.delta.sample, []).extend(event.delta.token_ids)
+            self._logprobs.setdefault(event.delta.sample, []).extend(one.logprob for one in event.delta.logprobs)
+        elif kind == "finished":
+            self._ends[event.finished.sample] = event.finished
+
+    def samples(self) -> list[GeneratedText]:
+        return [self._sample(index, self._ends[index]) for index in sorted(self._ends)]
+
+    def _sample(self, index: int, end: pb.Finished) -> GeneratedText:
+        return GeneratedText(
+            text="".join(self._texts.get(index, ())),
+            token_ids=tuple(self._ids.get(index, ())),
+            finish_reason=_REASONS.get(end.reason, "unknown"),
+            prompt_tokens=end.usage.prompt_tokens,
+            output_tokens=end.usage.output_tokens,
+            cached_tokens=end.usage.cached_tokens,
+            request_id=self._request_id,
+            prefill_worker=end.prefill_worker,
+            decode_worker=end.decode_worker,
+            ttft_s=end.timings.ttft_s,
+            e2e_s=end.timings.e2e_s,
+            stages_s=dict(end.timings.stages_s),
+            logprobs=tuple(self._logprobs.get(index, ())),
+            finished=end,
+        )

@@ -1,0 +1,193 @@
+"""The Python client against a real router with stand-ins for its workers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from engine.messages import Cancel, Place
+from protos import headrace_pb2 as pb
+from router.app import RouterApp
+from router.client.channel import ClientSecrets
+from router.client.client import AsyncClient, SyncClient
+from router.client.errors import NOBODY, ApiError
+from router.client.requests import generate_request
+from router.config import RouterConfig
+from router.status.observer import NullObserver
+from tests.router.cut_proxy import CutProxy
+from tests.router.fake_cluster import ByteText, FakeWorkers, until
+from tests.secrets_of_tests import SECRETS
+
+ANSWER = "hello world"
+IDS = (*ANSWER.encode(), 256)
+Body = Callable[[str, FakeWorkers], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as one:
+        yield one
+
+
+@pytest.fixture
+def cluster(runner: asyncio.Runner) -> Callable[..., None]:
+    def run(body: Body, **config: object) -> None:
+        runner.run(_with_cluster(body, **config))
+
+    return run
+
+
+async def _with_cluster(body: Body, **config: object) -> None:
+    app = RouterApp(RouterConfig(grpc_port=0, http_port=-1, **config), ByteText(), NullObserver(), SECRETS)  # type: ignore[arg-type]
+    workers = FakeWorkers()
+    try:
+        addresses = await app.start()
+        await workers.start()
+        await app.set_workers(*workers.peers)
+        await until(app.hub.ready)
+        async with asyncio.timeout(20):
+            await body(addresses.grpc, workers)
+        await until(lambda: not app.hub.core.open)
+        app.hub.core.check()
+    finally:
+        await app.stop(0.0)
+        await workers.stop()
+
+
+def test_whole_answers_of_both_kinds(cluster: Callable[..., None]) -> None:
+    """Guards what most programs use: a text, a chat or ids in; one value with the account out."""
+
+    async def body(address: str, workers: FakeWorkers) -> None:
+        def asked() -> None:
+            with SyncClient(address) as client:
+                for prompt in ("hi", [104, 105], [{"role": "user", "content": "hi"}]):
+                    answer = client.generate(prompt)  # type: ignore[arg-type]
+                    assert (answer.text, answer.token_ids, answer.finish_reason) == (ANSWER, IDS, "stop")
+                    assert (answer.decode_worker, answer.prefill_worker) == ("d0", "p0")
+                assert [one.text for one in client.samples("hi", n=3)] == [ANSWER] * 3
+                assert client.generate("hi", max_tokens=2).finish_reason == "length"
+                assert client.detokenize(client.tokenize("hi<end>")) == "hi<end>"
+                assert [model.name for model in client.models()] == ["bytes"]
+
+        await asyncio.to_thread(asked)
+        async with AsyncClient(address) as client:
+            answers = await asyncio.gather(*(client.generate(f"q{at}") for at in range(8)))
+            assert [answer.text for answer in answers] == [ANSWER] * 8
+            assert await client.detokenize(await client.tokenize("hi")) == "hi"
+            assert (await client.models())[0].context_tokens == 512
+
+    cluster(body)
+
+
+def test_options_reach_the_worker(cluster: Callable[..., None]) -> None:
+    async def body(address: str, workers: FakeWorkers) -> None:
+        async with AsyncClient(address) as client:
+            trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+            await client.generate("x", temperature=0.5, max_tokens=3, seed=7, stop="zzz", n=None, traceparent=trace)
+        (place,) = [r for r in workers.got if isinstance(r, Place)]
+        record = place.record
+        assert (record.sampling.temperature, record.max_tokens, record.seed) == (0.5, 3, 7)
+        assert record.traceparent.split("-")[1] == trace.split("-")[1]
+        assert record.remaining_s is not None and 50 < record.remaining_s <= 60, "the client's own deadline"
+
+    cluster(body)
+
+
+@pytest.mark.parametrize("options", [{"temprature": 1}, {"max_tokens": "many"}, {"seed": -1}, {"stop": 3}])
+def test_what_no_field_has_is_refused_here(options: dict[str, object]) -> None:
+    """Guards against a misspelt option that changes nothing."""
+    with pytest.raises(ApiError) as raised:
+        generate_request("x", options)
+    assert raised.value.code == "INVALID_ARGUMENT"
+
+
+def test_a_broken_connection_is_no_failure(cluster: Callable[..., None]) -> None:
+    """Guards resumption: the rest comes over another connection, every token once."""
+
+    async def body(address: str, workers: FakeWorkers) -> None:
+        workers.slow_s = 0.05
+        proxy = CutProxy(address)
+        async with AsyncClient(await proxy.start()) as client:
+            events = []
+            async for event in client.stream("x"):
+                events.append(event)
+                if sum(len(one.delta.token_ids) for one in events) == 4 and not proxy.cut_connections:
+                    proxy.cut()
+            assert proxy.cut_connections
+            assert tuple(token for one in events for token in one.delta.token_ids) == IDS
+            assert [one.WhichOneof("event") for one in events].count("started") == 1
+        await proxy.stop()
+
+    cluster(body)
+
+
+def test_another_client_reads_on(cluster: Callable[..., None]) -> None:
+    """Guards `resume`: the token alone is enough, in a program that has nothing else of the request."""
+
+    async def body(address: str, workers: FakeWorkers) -> None:
+        workers.slow_s = 0.02
+        first = AsyncClient(address)
+        events = first.stream("x")
+        token = (await anext(events)).started.resume_token
+        await first.close()
+        async with AsyncClient(address) as second:
+            ids = [token async for event in second.resume(token) for token in event.delta.token_ids]
+        assert tuple(ids) == IDS
+        await events.aclose()
+
+    cluster(body)
+
+
+def test_a_busy_server_is_asked_again(cluster: Callable[..., None]) -> None:
+    """Guards retries within the deadline: refused for want of room, a request comes back when told and is answered."""
+
+    async def body(address: str, workers: FakeWorkers) -> None:
+        workers.slow_s = 0.01
+        async with AsyncClient(address, seed=1) as client, AsyncClient(address, retries=False) as hasty:
+            asked = [asyncio.create_task(client.generate("x", max_tokens=500)) for _ in range(6)]
+            answers = await asyncio.gather(*asked)
+            assert [answer.text for answer in answers] == [ANSWER] * 6
+            refused = [asyncio.create_task(hasty.generate("x", max_tokens=500)) for _ in range(6)]
+            done = await asyncio.gather(*refused, return_exceptions=True)
+            codes = {one.code for one in done if isinstance(one, ApiError)}
+            assert codes == {"RESOURCE_EXHAUSTED"}, "it was not busy"
+
+    cluster(body, max_waiting=1, retry_after_s=0.1)
+
+
+@pytest.mark.parametrize("call", ["generate", "tokenize"])
+def test_an_absent_server_is_waited_for_until_the_deadline(call: str) -> None:
+    """Guards against a client that waits without end, and one that gives up at once."""
+    client = SyncClient("127.0.0.1:9", timeout_s=0.6, seed=1)
+    with client, pytest.raises(ApiError, match=NOBODY) as raised:
+        getattr(client, call)("x")
+    assert raised.value.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+
+
+def test_leaving_cancels(cluster: Callable[..., None]) -> None:
+    """Guards a worker against answers that nobody reads, though the request is resumable by default."""
+
+    async def body(address: str, workers: FakeWorkers) -> None:
+        workers.slow_s = 5.0
+
+        def leave() -> None:
+            with SyncClient(address) as client:
+                events = client.stream("x")
+                assert next(events).WhichOneof("event") == "started"
+                events.close()
+
+        await asyncio.to_thread(leave)
+        await until(lambda: any(isinstance(r, Cancel) for r in workers.got))
+
+    cluster(body)
+
+
+def test_a_secret_is_not_shown() -> None:
+    assert "sesame" not in repr(ClientSecrets(api_key="sesame"))
+    assert ClientSecrets(api_key="sesame").metadata == (("authorization", "Bearer sesame"),)
+
+
+def test_a_request_is_what_was_said() -> None:
+    request = generate_request([{"role": "user", "content": "é"}], {"stop": ["a"], "top_k": 3, "tenant": None})
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="é")])
+    assert request == pb.GenerateRequest(chat=chat, stop=["a"], sampling=pb.Sampling(top_k=3))
