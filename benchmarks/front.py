@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -73,6 +74,7 @@ class HexText:
     vocab_size = VOCABULARY + 1
     context_tokens = CONTEXT_TOKENS
     stop_ids = frozenset({VOCABULARY})
+    model_dir: Path | None = None
     sampling = SamplingParams()
 
     def __init__(self) -> None:

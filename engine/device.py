@@ -3,6 +3,7 @@
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from engine.backends.determinism import deviations
 from engine.backends.native_attention import NativeAttention, attends
 from engine.backends.workspace import measure_workspace
 from engine.config import EngineConfig, StepLimits
+from engine.constraints.matchers import Matchers
+from engine.constraints.vocabulary import load_vocabulary
 from engine.cores import process_cores
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
@@ -53,6 +56,8 @@ class EngineDevice:
     """Its engine plans a step while one runs."""
     arithmetic: str = ""
     """Names whose rounding it is: KV computed by another may differ in its last bits."""
+    matchers: Matchers | None = None
+    """Says what answers with a constraint may go on with; None: such requests are refused."""
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
 
@@ -107,6 +112,7 @@ def open_device(
             opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
     memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
+    opened.runner.matchers = Matchers(partial(load_vocabulary, model_dir), shape.vocab)
     return EngineDevice(
         model=shape.name,
         layout=layout,
@@ -119,6 +125,7 @@ def open_device(
         context_tokens=shape.context_tokens,
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
+        matchers=opened.runner.matchers,
         is_deterministic=stable,
         arithmetic=_arithmetic(native, opened.kv),
         compilations=Compilations() if config.device == "cpu" else OWN,

@@ -2,11 +2,12 @@
 request is over, what a step costs by now, and where a request's time went. Pure: no torch, no clock; time is an
 argument."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from engine.constraints.text import check_constraint
 from engine.messages import Fault
 from engine.step import Row
-from engine.types import BeamParams, BlockId, FieldError, FinishReason, RequestRecord, TooLongError
+from engine.types import BeamParams, BlockId, Constraint, FieldError, FinishReason, RequestRecord, TooLongError
 
 STAGES = (
     "admit",
@@ -42,15 +43,32 @@ MAX_PROMPT_VALUES = 65_536
 TOO_MANY_VALUES = "asks for {} values (prompt tokens times alternatives and one); at most {} are given"
 
 
-def refusal(record: RequestRecord, vocab: int, context_tokens: int) -> Fault | None:
-    """Return what to answer where `check_record` raises."""
+CompiledConstraint = Callable[[Constraint], bool]
+"""Returns True when a worker can hold answers to this constraint, or has found out that it never can; else it has begun
+to compile it, and wakes the engine when that is over."""
+
+
+def refusal(
+    record: RequestRecord, vocab: int, context_tokens: int, compiled: CompiledConstraint | None = None
+) -> Fault | None:
+    """Return what to answer where `check_record` raises, and where a record has a constraint that nobody here could
+    hold it to. One that is sound begins to be `compiled`."""
     try:
         check_record(record, vocab, context_tokens)
     except TooLongError as error:
         return Fault("OUT_OF_RANGE", str(error), error.field)
     except FieldError as error:
         return Fault("INVALID_ARGUMENT", str(error), error.field)
+    if record.constraint is not None:
+        if compiled is None:
+            return Fault("INVALID_ARGUMENT", "constraint: this worker cannot hold answers to one", "constraint")
+        compiled(record.constraint)
     return None
+
+
+def is_compiled(record: RequestRecord, compiled: CompiledConstraint | None) -> bool:
+    """Return True unless the record's constraint is still being compiled."""
+    return record.constraint is None or compiled is None or compiled(record.constraint)
 
 
 def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None:
@@ -92,6 +110,10 @@ def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None
             _require(not getattr(record, field), field, "is not allowed with beam_width")
         for field in ("logprobs", "prompt_logprobs"):
             _require(getattr(record, field) is None, field, "is not allowed with beam_width")
+    if record.constraint is not None:
+        check_constraint(record.constraint)
+        _require(record.beams is None, "constraint", "is not allowed with beam_width")
+        _require(not record.ignore_eos, "ignore_eos", "is not allowed with a constraint, which ends the answer")
 
 
 def check_beams(beams: BeamParams) -> None:
@@ -114,9 +136,10 @@ def _require_number(field: str, value: float, limits: tuple[float, float]) -> No
 def finish_reason(
     record: RequestRecord, output_tokens: int, token: int, stop_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Return why the request is over with `token` as its `output_tokens`-th (1-based) output token, if it is."""
+    """Return why the request is over with `token` as its `output_tokens`-th (1-based) output token, if it is. Where
+    there is a constraint, an end before `min_tokens` is drawn only if nothing else may follow."""
     is_end = token in record.stop_token_ids or (not record.ignore_eos and token in stop_ids)
-    if is_end and output_tokens > record.min_tokens:
+    if is_end and (output_tokens > record.min_tokens or record.constraint is not None):
         return FinishReason.STOP
     return FinishReason.LENGTH if output_tokens >= record.max_tokens else None
 

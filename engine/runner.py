@@ -5,22 +5,25 @@ On a GPU a step is queued and `Launched.wait` waits for it, so that the next one
 follows takes its token from what the step before has drawn, there. The CPU computes as it is told to."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from engine.backends.attention import AttentionBackend
 from engine.backends.gpu.graphs import DecodeGraphs
 from engine.batch import Followed, ForwardBatch
+from engine.constraints.matchers import Mask, Matchers
 from engine.cores import Cores
 from engine.logprobs import QueuedDraws, StepLogprobs
 from engine.model.llama import Llama
-from engine.sampling import has_penalties
-from engine.step import Drawn, LatestDraws, Row, StepPlan
+from engine.sampling import needs_tokens
+from engine.step import DeadEnd, Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import KVTensors
 
 
@@ -97,9 +100,18 @@ class Queued(_Marked):
     """A step that is queued on a device. `tokens` int64 `[draws]` will be there, and `logprobs`, where any are asked
     for; `places`: where the token of each row with `draw` is, in the order of the plan."""
 
-    def __init__(self, tokens: Tensor, places: list[int], began: Any, logprobs: StepLogprobs | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        places: list[int],
+        began: Any,
+        logprobs: StepLogprobs | None = None,
+        dead: Mapping[int, DeadEnd] | None = None,
+    ) -> None:
+        """`dead`: draws whose token means nothing, by their place."""
         self.tokens = tokens
         self.places = places
+        self._dead = dead or {}
         self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=tokens.is_cuda)
         self._host.copy_(tokens, non_blocking=True)
         self._logprobs = None if logprobs is None else logprobs.to_host()
@@ -110,7 +122,7 @@ class Queued(_Marked):
         drawn = self._host.tolist()
         if self._logprobs is not None:
             drawn = self._logprobs.joined(drawn)
-        return [drawn[at] for at in self.places]
+        return [self._dead.get(at, drawn[at]) for at in self.places]
 
 
 class ModelRunner:
@@ -127,8 +139,11 @@ class ModelRunner:
         attention: AttentionBackend,
         graphs: DecodeGraphs | None = None,
         cores: Cores | None = None,
+        matchers: Matchers | None = None,
     ) -> None:
+        """`matchers` say what rows with a constraint may draw; a scheduler plans none where there are none."""
         self.kv = kv
+        self.matchers = matchers
         self._model = model
         self._attention = attention
         self._graphs = graphs
@@ -159,6 +174,7 @@ class ModelRunner:
         followed = self._followed(rows)
         if followed is None:
             rows = [self._latest.resolved(row) for row in rows]
+        masks = self._begin_masks([row for row in rows if row.draw])
         if self._graphs is not None and self._graphs.takes(rows):
             loaded = self._graphs.load(rows, followed)
             self._begins(began)
@@ -167,19 +183,47 @@ class ModelRunner:
             batch = self._batch(rows, followed)
             self._begins(began)
             logits = self._model.forward(batch, self.kv, self._attention)
-        # The device computes; what a penalty needs of the step before has been drawn, or is before that has ended.
-        draws = [self._latest.resolved(row) if has_penalties(row) else row for row in rows if row.draw]
+        # The device computes; what a penalty or a grammar needs of the step before is there, or is before that ends.
+        draws = [self._latest.resolved(row) if needs_tokens(row) else row for row in rows if row.draw]
+        dead = self._mask(draws, masks)
         drawn = self._attention.sample(logits, draws)
         launched: Queued | Done
         if isinstance(drawn, Tensor | QueuedDraws):
             tokens, logprobs = (drawn, None) if isinstance(drawn, Tensor) else drawn
             places = sorted(range(len(drawing)), key=drawing.__getitem__)
-            launched = Queued(tokens, places, began, logprobs)
+            launched = Queued(tokens, places, began, logprobs, dead)
         else:
-            in_order = [token for _, token in sorted(zip(drawing, drawn, strict=True))]
+            told = [dead.get(at, token) for at, token in enumerate(drawn)]
+            in_order = [told[at] for at in sorted(range(len(drawing)), key=drawing.__getitem__)]
             launched = Done(in_order, began, _mark(device))
         self._latest = LatestDraws(plan.rows, launched)
         return launched
+
+    def _begin_masks(self, draws: list[Row]) -> "Future[list[Mask]] | None":
+        """Begin to compute what rows with a constraint may draw, where all their tokens are known."""
+        constrained = [row for row in draws if row.record.constraint is not None]
+        if not constrained or any(row.follows for row in constrained):
+            return None
+        return self._matchers.begin(constrained)
+
+    def _mask(self, draws: list[Row], begun: "Future[list[Mask]] | None") -> dict[int, DeadEnd]:
+        """Write into `draws` what those with a constraint may draw. Return those that can draw nothing, by place."""
+        places = [at for at, row in enumerate(draws) if row.record.constraint is not None]
+        if not places:
+            return {}
+        masks = self._matchers.masks([draws[at] for at in places]) if begun is None else begun.result()
+        dead = {}
+        for at, mask in zip(places, masks, strict=True):
+            if isinstance(mask, DeadEnd):
+                dead[at] = mask
+            else:
+                draws[at] = msgspec.structs.replace(draws[at], allowed=mask)
+        return dead
+
+    @property
+    def _matchers(self) -> Matchers:
+        assert self.matchers is not None, "schedulers refuse constraints where there are no matchers"
+        return self.matchers
 
     def _followed(self, rows: list[Row]) -> Followed | None:
         """Return where on the device the tokens lie that rows follow; None where they are known."""

@@ -1,12 +1,13 @@
 """Draws a step's tokens from its logits: one draw per row that wants one, as its request's record says.
 
 What is done to a row's logits, in this order: log probabilities are taken from them as they are; what is not allowed is
-left out; biases are added; penalties; what would end the answer too early is left out; then temperature, top-k, top-p,
-min-p, and the draw.
+left out; biases are added; penalties; what would end the answer too early is left out; so is what a constraint forbids;
+then temperature, top-k, top-p, min-p, and the draw.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,9 +53,14 @@ def has_penalties(want: Row) -> bool:
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
+def needs_tokens(want: Row) -> bool:
+    """True where nothing can be drawn for it before all of its tokens are known."""
+    return want.record.constraint is not None or has_penalties(want)
+
+
 def _draw_one(logits: Tensor, want: Row) -> int:
     params = want.record.sampling
-    logits = adjusted(logits, want)
+    logits = constrained(logits, adjusted(logits, want), want)
     if params.temperature == 0.0:
         return int(logits.argmax())
     probs = probabilities(
@@ -64,9 +70,10 @@ def _draw_one(logits: Tensor, want: Row) -> int:
 
 
 def is_adjusted(want: Row) -> bool:
-    """True where `adjusted` changes the row's logits."""
+    """True where `adjusted` or `constrained` changes the row's logits."""
     record = want.record
-    return bool(want.banned or record.logit_bias or record.allowed_token_ids) or has_penalties(want)
+    is_limited = want.banned or want.allowed or record.logit_bias or record.allowed_token_ids
+    return bool(is_limited) or has_penalties(want)
 
 
 def adjusted(logits: Tensor, want: Row) -> Tensor:
@@ -95,3 +102,14 @@ def adjusted(logits: Tensor, want: Row) -> Tensor:
         banned = upload(torch.tensor(want.banned, dtype=torch.int64), logits.device)
         logits = logits.index_fill(0, banned, float("-inf"))
     return logits
+
+
+def constrained(logits: Tensor, altered: Tensor, want: Row) -> Tensor:
+    """`altered` without the tokens that the row's constraint forbids; where that leaves none, the same of `logits`, as
+    the model made them: a constraint comes before bans. All `[vocab]`, on the CPU."""
+    if not want.allowed:
+        return altered
+    bits = np.unpackbits(np.frombuffer(want.allowed, np.uint8), count=altered.numel(), bitorder="little")
+    forbidden = torch.from_numpy(bits == 0)
+    kept = altered.masked_fill(forbidden, float("-inf"))
+    return kept if bool((kept > float("-inf")).any()) else logits.masked_fill(forbidden, float("-inf"))

@@ -24,9 +24,13 @@ class Row(msgspec.Struct, frozen=True):
     blocks: Sequence[BlockId]
     draw: bool
     banned: tuple[int, ...] = ()
+    """Where its constraint allows nothing but banned tokens, they are not banned."""
     candidates: int = 0
     """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
     follows: bool = False
+    allowed: bytes = b""
+    """A bit for each token, in 32-bit words, set where the record's constraint allows it; empty: all are allowed. The
+    runner fills it in, while the device computes."""
 
     @property
     def draw_key(self) -> tuple[int, int, int]:
@@ -37,7 +41,14 @@ class Row(msgspec.Struct, frozen=True):
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
-Drawn = DrawnToken | Candidates
+class DeadEnd(msgspec.Struct, frozen=True):
+    """Nothing can be drawn: what the record asks of the answer could not be compiled, or has become too costly."""
+
+    message: str
+    code: str = "INVALID_ARGUMENT"
+
+
+Drawn = DrawnToken | Candidates | DeadEnd
 """The result of a row with `draw`."""
 
 
@@ -64,7 +75,9 @@ class LatestDraws:
         assert self.step is not None
         token = self.step.wait()[self.number(row)]
         assert not isinstance(token, tuple), "nothing follows a search"
-        return msgspec.structs.replace(row, tokens=[*row.tokens, id_of(token)], follows=False)
+        # Behind a dead end the request has ended: what is computed is dropped.
+        follows = 0 if isinstance(token, DeadEnd) else id_of(token)
+        return msgspec.structs.replace(row, tokens=[*row.tokens, follows], follows=False)
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -33,6 +33,7 @@ class FieldError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
 
 class TooLongError(FieldError):
@@ -79,6 +80,22 @@ class Beam(msgspec.Struct, frozen=True):
     ids: list[int]
     score: float
     reason: FinishReason
+
+
+class ConstraintKind(StrEnum):
+    """The language in which a constraint is written. Choices, any JSON object and EBNF are turned into one of these
+    when a call is taken in (`engine/constraints/text.py`)."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """What an answer must be like, to the token: every token is drawn from those with which it can still become so."""
+
+    kind: ConstraintKind
+    text: str
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -132,6 +149,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The same of the prompt's tokens, from the second on. All of the prompt is computed for it, whatever is cached."""
     emitted_logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of the tokens behind the prompt, where a router may come that has not heard them."""
+    constraint: Constraint | None = None
+    """What the answer must be like. Where it stands in its grammar is a function of the tokens behind the prompt."""
     namespace: bytes = b""
     """The part of the cache that its blocks are found in: a tenant's, or nobody's, or a part of either that a salt
     sets apart (`engine.identity.owner`)."""

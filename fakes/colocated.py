@@ -102,6 +102,7 @@ class Colocated:
         self.prefill = PrefillScheduler(
             prefill_config or PrefillConfig(),
             prefill.manager(None if tiers[0] is None else tiers[0].tiers),
+            compiled=None if prefill.matchers is None else prefill.matchers.is_compiled,
             **shared,  # type: ignore[arg-type]
         )
         self.decode = DecodeScheduler(
@@ -111,6 +112,7 @@ class Colocated:
             name="decode-0",
             incarnation=DECODE,
             block_bytes=decode.layout.block_bytes,
+            compiled=None if decode.matchers is None else decode.matchers.is_compiled,
             **shared,  # type: ignore[arg-type]
         )
         self._engines = (

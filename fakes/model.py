@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import xxhash
 
+from engine.constraints.matchers import Matchers
 from engine.kv.layout import KVLayout
 from engine.runner import Done, HostMark
-from engine.step import Candidates, Drawn, LatestDraws, Row, StepPlan
+from engine.step import Candidates, DeadEnd, Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import PagedKV
 from engine.types import BlockId, TokenLogprobs
 
@@ -73,11 +74,25 @@ def _hash(rows: np.ndarray, vocab: int) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows).tobytes()) % vocab
 
 
+def _of_allowed(rows: np.ndarray, mask: bytes, vocab: int) -> int:
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=vocab, bitorder="little")
+    allowed = np.flatnonzero(bits)
+    return int(allowed[_hash(rows, len(allowed))])
+
+
+def fake_constrained(tokens: Sequence[int], layout: KVLayout, vocab: int, mask: bytes) -> int:
+    """Return the token after `tokens` where only those of `mask` are allowed, computed without any KV memory."""
+    rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
+    return _of_allowed(rows, mask, vocab)
+
+
 class FakeRunner:
     """A runner without weights. Fulfils `engine.runner.Runner`. `vocab` bounds the tokens it makes."""
 
-    def __init__(self, kv: PagedKV, vocab: int = 257) -> None:
+    def __init__(self, kv: PagedKV, vocab: int = 257, matchers: Matchers | None = None) -> None:
+        """`matchers`: for records with a constraint, without which a scheduler has none to run."""
         self.kv = kv
+        self._matchers = matchers
         self._vocab = vocab
         self._latest = LatestDraws()
         planes = [kv.tensor] if kv.scales is None else [kv.tensor, kv.scales.unsqueeze(-1)]
@@ -108,6 +123,15 @@ class FakeRunner:
                 if row.candidates:
                     drawn.append(_candidates(there, self._vocab, row.candidates, row.banned))
                     continue
-                token, wanted = _hash(there, self._vocab), row.record.logprobs
+                wanted = row.record.logprobs
+                token = self._constrained(there, row) if row.record.constraint else _hash(there, self._vocab)
+                if isinstance(token, DeadEnd):
+                    drawn.append(token)
+                    continue
                 drawn.append(token if wanted is None else _logprobs(there, self._vocab, token, wanted))
         return drawn
+
+    def _constrained(self, rows: np.ndarray, row: Row) -> int | DeadEnd:
+        assert self._matchers is not None
+        (mask,) = self._matchers.masks([row])
+        return mask if isinstance(mask, DeadEnd) else _of_allowed(rows, mask, self._vocab)

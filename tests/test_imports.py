@@ -43,6 +43,8 @@ ALLOWED = {
         "access",
         "protos",
         "telemetry",
+        "engine.constraints.text",
+        "engine.constraints.trial_messages",
         "engine.text",
         "engine.types",
         "engine.identity",
@@ -93,6 +95,7 @@ WITH_NUMPY = ("router/core/*.py", "router/core/*/*.py")
 # These must work without torch, and therefore without anything of ours that imports it.
 TORCH_FREE = (
     "access/*.py",
+    "engine/constraints/*.py",
     "engine/types.py",
     "engine/messages.py",
     "engine/identity.py",

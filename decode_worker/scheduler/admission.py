@@ -16,7 +16,7 @@ from decode_worker.scheduler.request import Ownership, PrefillProgress, Request,
 from decode_worker.scheduler.samples.forks import shared_tokens
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Accepted, Ended, Fault, Place, Refused, RequestStats
-from engine.plan import StageClock, refusal
+from engine.plan import CompiledConstraint, StageClock, refusal
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from worker.config import DecodeConfig
 
@@ -33,6 +33,7 @@ class Admission:
     vocab: int
     context_tokens: int
     prefills: Prefills
+    compiled: CompiledConstraint | None = None
     requests: dict[RequestId, Request] = field(default_factory=dict)
     """Requests that were taken, until they end or depart."""
     by_key: ResumeIndex[Request] = field(default_factory=ResumeIndex)
@@ -67,7 +68,7 @@ class Admission:
 
     def refusal(self, record: RequestRecord) -> Fault | None:
         """Return why `record` could never be taken, if so."""
-        fault = refusal(record, self.vocab, self.context_tokens)
+        fault = refusal(record, self.vocab, self.context_tokens, self.compiled)
         if fault is not None:
             return fault
         if self._most_blocks(record) > self.kv.pool.total:

@@ -20,7 +20,7 @@ from decode_worker.scheduler.pace import Pace
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.samples.beams import Beams
 from engine.kv.manager import KVCacheManager, Lease
-from engine.plan import finish_reason, row_of, share_budget
+from engine.plan import CompiledConstraint, finish_reason, is_compiled, row_of, share_budget
 from engine.step import Candidates, Drawn, Row, StepPlan
 from engine.types import Beam, FinishReason
 from worker.config import DecodeConfig
@@ -47,7 +47,13 @@ class Batch:
     """Mutable state, all of it: the lines `ready`, `running` and `local`, the steps under way; the number of steps,
     what is counted until the shell has taken it, and what `alike`, `beams` and `pace` own. Owner: the scheduler."""
 
-    def __init__(self, config: DecodeConfig, kv: KVCacheManager, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        config: DecodeConfig,
+        kv: KVCacheManager,
+        stop_ids: frozenset[int],
+        compiled: CompiledConstraint | None = None,
+    ) -> None:
         self.alike = Alike(kv)
         self.beams = Beams(kv, stop_ids)
         self.pace = Pace(config.local_chunk_tokens, kv.block_size, config.mixed_step_s)
@@ -63,6 +69,7 @@ class Batch:
         self.recomputed_tokens = 0
         """Prompt tokens computed here because a worker that had computed them, or was to, is lost."""
         self._kv = kv
+        self._compiled = compiled
         self._max_rows = config.max_batch
         self._under_way: deque[_Planned] = deque()
         self.running_rows = 0
@@ -131,10 +138,14 @@ class Batch:
         return sum(short for _, short in wants)
 
     def fill(self, now: float) -> None:
-        """Let requests that are ready run, as far as a step has rows for them."""
+        """Let requests that are ready run, as far as a step has rows for them. One whose constraint is still being
+        compiled is passed over."""
         rows = sum([_rows(request) for request in self.running if not self._ends(request)])
-        while self.ready and (rows := rows + _rows(self.ready[0])) <= self._max_rows:
-            request = self.ready.pop(0)
+        for request in [r for r in self.ready if is_compiled(r.record, self._compiled)]:
+            rows += _rows(request)
+            if rows > self._max_rows:
+                break
+            self.ready.remove(request)
             request.move(RequestState.RUNNING)
             request.clock.enter("decode_run", now)
             self.running.append(request)
@@ -174,7 +185,8 @@ class Batch:
         step.running_rows = len(rows)
         if self.local:
             # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
-            incomplete = (r for r in self.alike.computable(self.local) if self._known(r) < len(r.tokens))
+            able = (r for r in self.alike.computable(self.local) if is_compiled(r.record, self._compiled))
+            incomplete = (r for r in able if self._known(r) < len(r.tokens))
             local = [*islice(incomplete, max(1, self._max_rows - len(rows)))]
             missing = [len(request.tokens) - self._known(request) for request in local]
             shares = share_budget(missing, self.pace.tokens(len(rows)))

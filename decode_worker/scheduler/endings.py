@@ -19,6 +19,7 @@ from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request, RequestState
 from engine.kv.manager import KVCacheManager
 from engine.messages import Cancel, Claim, ClaimTold, Ended, Fault, OrphansTold, RequestStats, Taken, Tokens, Yielded
+from engine.step import DeadEnd
 from engine.types import Beam, DrawnToken, FinishReason, Incarnation
 
 
@@ -96,6 +97,12 @@ class Endings:
         self.preemption.leave(request)
         is_well = reason in (FinishReason.STOP, FinishReason.LENGTH) and fault is None
         return [told, *self.settle(self.prefills.end(request, is_well, now), now)]
+
+    def give_up(self, request: Request, why: DeadEnd, now: float) -> list[Command]:
+        """End a request for which no token can be drawn, whichever worker it runs on."""
+        if request.state is RequestState.DEPARTED:
+            return [*self.departures.give_up(request, why, now)]
+        return self.end(request, FinishReason.ERROR, now, Fault(why.code, why.message, "constraint"))
 
     def end_all(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[Command]:
         return [command for request in requests for command in self.end(request, reason, now)]

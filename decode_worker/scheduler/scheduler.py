@@ -51,7 +51,8 @@ from engine.messages import (
     UsePrefill,
     Yield,
 )
-from engine.step import Drawn, StepPlan
+from engine.plan import CompiledConstraint
+from engine.step import DeadEnd, Drawn, StepPlan
 from engine.types import FinishReason, Incarnation
 from transfer.handoff.commands import FromReader, Leave, Posted, ReaderDead, ReaderLost, ReaderUp, Received, Sent
 from transfer.handoff.receiver import KVReceiver
@@ -74,12 +75,13 @@ class DecodeScheduler:
         context_tokens: int,
         stop_ids: frozenset[int],
         block_bytes: int,
+        compiled: CompiledConstraint | None = None,
     ) -> None:
         self.kv, self.receiver, self.leaving = kv, receiver, False
-        self.batch, self.swapping = Batch(config, kv, stop_ids), Swapping(config, kv)
+        self.batch, self.swapping = Batch(config, kv, stop_ids, compiled), Swapping(config, kv)
         handoffs = Handoffs(kv, receiver, incarnation, fingerprint)
         self.prefills = Prefills(name, config, kv, handoffs, Forks(kv), self.batch, self.swapping)
-        self.admission = Admission(name, config, kv, vocab, context_tokens, self.prefills)
+        self.admission = Admission(name, config, kv, vocab, context_tokens, self.prefills, compiled)
         self.preemption = Preemption(config, kv, self.batch, self.swapping, self.prefills, self.admission)
         self.departures, orphans = Departures(kv, fingerprint), Orphans(config.orphan_s)
         self.sender = self.departures.sender
@@ -205,7 +207,9 @@ class DecodeScheduler:
         """Send on what follows each row of the step, search on, or name it to the worker that goes on with it."""
         commands: list[Command] = []
         for request, token in self.batch.complete(plan, drawn):
-            if isinstance(token, tuple):
+            if isinstance(token, DeadEnd):
+                commands += self.endings.give_up(request, token, now)
+            elif isinstance(token, tuple):
                 answers = self.batch.search(request, token)
                 if answers is not None:
                     kept, reason = sum(len(beam.ids) for beam in answers), answers[0].reason

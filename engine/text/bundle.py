@@ -29,12 +29,13 @@ def fingerprint(model_dir: Path) -> str:
 class TextModel:
     """Stateless after `load`, and safe to share between threads. `stop_ids` end an answer."""
 
-    def __init__(self, files: TextFiles, control: ControlTokens) -> None:
+    def __init__(self, files: TextFiles, control: ControlTokens, model_dir: Path | None = None) -> None:
         settings = files.settings
         self.name = settings.name
         self.vocab_size = settings.vocab_size
         self.context_tokens = settings.context_tokens
         self.stop_ids: frozenset[int] = frozenset(settings.stop_ids)
+        self.model_dir = model_dir
         self.sampling = settings.sampling or SamplingParams()
         """What its publisher recommends."""
         self._control = control
@@ -56,7 +57,7 @@ class TextModel:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise ModelError(model_dir / TOKENIZER_FILE, f"not a tokenizer: {error}") from error
             raise
-        return TextModel(files, control)
+        return TextModel(files, control, model_dir)
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
         """Return token ids of a plain prompt. `add_special` adds what the model puts around it (often a leading BOS);

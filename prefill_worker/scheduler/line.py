@@ -16,11 +16,11 @@ A job whose next tokens are on their way into the cache is held back for them:
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.fetches import Fetches
-from engine.plan import share_budget
+from engine.plan import CompiledConstraint, is_compiled, share_budget
 from engine.types import RequestRecord
 from prefill_worker.scheduler.order import Job, JobState, Order
 from worker.config import PrefillConfig
@@ -35,7 +35,14 @@ class Line:
     """Mutable state: `waiting`, in the order of arrival, `running`, the jobs' states, fetches and expectations, the
     beginnings of all of them, and what `order` has measured. Owner: the scheduler."""
 
-    def __init__(self, config: PrefillConfig, kv: KVCacheManager, fetches: Fetches | None, context_tokens: int) -> None:
+    def __init__(
+        self,
+        config: PrefillConfig,
+        kv: KVCacheManager,
+        fetches: Fetches | None,
+        context_tokens: int,
+        compiled: CompiledConstraint | None = None,
+    ) -> None:
         fairness = config.fairness_tokens_per_s
         self.order = Order(None if fairness == "auto" else fairness, context_tokens)
         self.waiting: list[Job] = []
@@ -44,6 +51,7 @@ class Line:
         self._chunk_tokens = config.chunk_tokens
         self._max_prompts = config.max_prompts
         self._fetches = fetches
+        self._compiled = compiled
         self._begun: Counter[int] = Counter()
 
     def __iter__(self) -> Iterator[Job]:
@@ -78,8 +86,10 @@ class Line:
         job.state = JobState.SENDING
 
     def admit(self, now: float) -> list[Job]:
-        """Let jobs run, and return them, each with a lease for its whole prompt."""
-        matched = {job: self._matched(job) for job in self.waiting[:MAX_CONSIDERED]}
+        """Let jobs run, and return them, each with a lease for its whole prompt. Those whose constraint is still being
+        compiled are passed over."""
+        able = (job for job in self.waiting if is_compiled(job.record, self._compiled))
+        matched = {job: self._matched(job) for job in islice(able, MAX_CONSIDERED)}
         for waiting, cached in matched.items():
             waiting.expected = min(waiting.expected, waiting.remaining - cached)
 

@@ -20,8 +20,8 @@ from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored, TierEvent
 from engine.kv.tiers.fetches import Fetches
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
-from engine.plan import refusal, row_of
-from engine.step import Drawn, StepPlan
+from engine.plan import CompiledConstraint, refusal, row_of
+from engine.step import DeadEnd, Drawn, StepPlan
 from engine.types import DrawnToken, Incarnation
 from prefill_worker.scheduler.line import Line
 from prefill_worker.scheduler.order import Job, JobState
@@ -55,15 +55,17 @@ class PrefillScheduler:
         vocab: int,
         context_tokens: int,
         stop_ids: frozenset[int],
+        compiled: CompiledConstraint | None = None,
     ) -> None:
         self.kv = kv
         self.source: HandoffSource[Job] = HandoffSource(kv, fingerprint, self)
         self.sender = self.source.sender
         self.fetches = None if kv.tiers is None else Fetches(kv, kv.tiers)
-        self.line = Line(config, kv, self.fetches, context_tokens)
+        self.line = Line(config, kv, self.fetches, context_tokens, compiled)
         self._config = config
         self._vocab = vocab
         self._context_tokens = context_tokens
+        self._compiled = compiled
         self._stop_ids = stop_ids
         self._under_way: deque[_Planned] = deque()
         self._steps = 0
@@ -138,7 +140,7 @@ class PrefillScheduler:
         record = message.record
         if self.leaving:
             return Fault("UNAVAILABLE", "the prefill worker is leaving")
-        fault = refusal(record, self._vocab, self._context_tokens)
+        fault = refusal(record, self._vocab, self._context_tokens, self._compiled)
         if fault is not None:
             return fault
         if self.kv.blocks_for(len(record.tokens)) > self.kv.pool.total:
@@ -212,7 +214,9 @@ class PrefillScheduler:
             self.kv.copied(job.lease)
             self.kv.commit(job.lease, job.record.tokens[: row.end], tail=row.draw)
             commands += self._offer(job, row.end)
-            if row.draw:
+            if isinstance(token, DeadEnd):
+                commands += self.source.fail(job.handoff, token.code, token.message)
+            elif row.draw:
                 assert token is not None and not isinstance(token, tuple)
                 commands += self._finish(job, token, now)
         return commands

@@ -6,7 +6,7 @@ from engine.messages import RequestStats
 from engine.text.messages import ChatMessage as ChatMessage
 from engine.text.messages import Tool as Tool
 from engine.text.messages import ToolCall as ToolCall
-from engine.types import EarlyStopping, FinishReason, SamplingParams, TokenLogprobs
+from engine.types import Constraint, EarlyStopping, FinishReason, SamplingParams, TokenLogprobs
 from router.client.errors import NOBODY as NOBODY
 from router.client.errors import ApiError as ApiError
 
@@ -57,6 +57,10 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    constraint: Constraint | None = None
+    """What the answer must be like."""
+    constraint_field: str = "constraint"
+    """The name by which the caller knows it."""
     parse_control_tokens: bool | None = None
     """Whether the names of control tokens in the caller's text become these tokens: by default in a plain prompt, which
     its caller may have rendered, and not in the messages of a chat."""

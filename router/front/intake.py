@@ -13,11 +13,12 @@ from typing import TypeVar
 import msgspec
 
 from engine.text.messages import ChatPrompt
-from engine.types import FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
+from engine.types import Constraint, FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
 from router.front.api import ApiError, GenerateCall, TokenizedText
 from router.front.conversation import Conversations, TokenizedPrompt
+from router.front.grammars import GrammarTrials
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
 from router.front.resume import Context, pack, resume_key
@@ -51,16 +52,20 @@ class Intake:
         self._config = config
         self.namespaces = CacheNamespaces(config.namespace_key, terms)
         self.conversations = Conversations(model, config.conversation_tokens)
+        self._grammars = GrammarTrials(model.model_dir)
         self._pool = TokenizingPool(config.tokenize_threads, config.tokenize_budget_bytes)
 
     def close(self) -> None:
         self._pool.close()
+        self._grammars.close()
 
     async def take(self, call: GenerateCall) -> Arrival:
         """Check a call and make its record. Raises ApiError with the name of the field at fault."""
         try:
             call = msgspec.structs.replace(call, sampling=sampling_of(call, self._model, self._config))
             check_call(call, self._model, self._config)
+            if call.constraint is not None:
+                call = await self._constrained(call, call.constraint)
             chat = chat_of(call)
             prompt = await self._tokenize(call, chat)
             kept = kept_tokens(call, self._model, self._config)
@@ -127,6 +132,17 @@ class Intake:
     def namespace(self, tenant: str) -> bytes:
         """Return the cache namespace of a tenant of this cluster."""
         return self.namespaces.of(tenant)
+
+    async def _constrained(self, call: GenerateCall, constraint: Constraint) -> GenerateCall:
+        """Return the call with a constraint that workers can hold its answer to. Raises FieldError, and ApiError if
+        there is no time or no room to try it out."""
+        limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                approved = await self._grammars.approved(constraint, call.constraint_field)
+        except TimeoutError as error:
+            raise ApiError(DEADLINE.code, "the deadline passed before the constraint was compiled") from error
+        return msgspec.structs.replace(call, constraint=approved)
 
     async def _tokenize(
         self, call: GenerateCall, chat: ChatPrompt | None, add_special: bool | None = None
@@ -214,6 +230,7 @@ def to_record(
         stop_token_ids=call.stop_token_ids,
         min_tokens=min(call.min_tokens, max_tokens),
         ignore_eos=call.ignore_eos,
+        constraint=call.constraint,
         logit_bias=call.logit_bias,
         allowed_token_ids=call.allowed_token_ids,
         logprobs=call.logprobs,

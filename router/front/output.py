@@ -7,6 +7,7 @@ shown is ever taken back. Half a character is never shown: that is the detokeniz
 
 from array import array
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -32,6 +33,8 @@ class ServedModel(Protocol):
     vocab_size: int
     context_tokens: int
     stop_ids: frozenset[int]
+    model_dir: Path | None
+    """The prepared model, for those who read more of it; None where there is none."""
     sampling: SamplingParams
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]: ...

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from engine.constraints.text import check_constraint
 from engine.messages import Orphan
 from engine.plan import LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY, SAMPLING_RANGES, check_beams
 from engine.text.messages import ChatMessage, ChatPrompt, Tool
@@ -73,6 +74,10 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
         raise FieldError("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes")
     _count("priority", call.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_search(call)
+    if call.constraint is not None:
+        check_constraint(call.constraint, call.constraint_field)
+        if call.ignore_eos:
+            raise FieldError("ignore_eos", f"is not allowed with {call.constraint_field}, which ends the answer")
     if call.timeout_s is not None and not 0 < call.timeout_s <= MAX_TIMEOUT_S:
         raise FieldError("timeout_s", f"must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
 
@@ -94,6 +99,8 @@ def check_adopted(orphan: Orphan, context: Context, model: ServedModel, config: 
         stop=context.stop,
         stop_token_ids=record.stop_token_ids,
         priority=record.priority,
+        ignore_eos=record.ignore_eos,
+        constraint=record.constraint,
         logprobs=record.logprobs,
         logit_bias=record.logit_bias,
         allowed_token_ids=record.allowed_token_ids,
@@ -134,6 +141,8 @@ def _check_search(call: GenerateCall) -> None:
     check_beams(beams)
     if call.resumable:
         raise FieldError("resumable", "is not allowed with beam_width")
+    if call.constraint is not None:
+        raise FieldError(call.constraint_field, "is not allowed with beam_width")
     if call.stop:
         raise FieldError("stop", "is not allowed with beam_width; stop_token_ids are")
     for name in ("presence_penalty", "frequency_penalty"):

@@ -3,8 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+from engine.constraints.text import choices_constraint
 from engine.messages import RequestStats
-from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams, TokenLogprobs
+from engine.types import (
+    Constraint,
+    ConstraintKind,
+    EarlyStopping,
+    FieldError,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+)
 from protos import headrace_pb2 as pb
 from router.front.api import (
     ChatMessage,
@@ -38,6 +47,8 @@ _STOPPING = {
     EarlyStopping.HEURISTIC: pb.EARLY_STOPPING_HEURISTIC,
     EarlyStopping.NEVER: pb.EARLY_STOPPING_NEVER,
 }
+_KINDS: dict[str, ConstraintKind] = {kind.value: kind for kind in ConstraintKind}
+"""By the names of fields."""
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
@@ -49,7 +60,10 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
     given = {name: getattr(request, name) for name in _SCALARS if request.HasField(name)}
     drawn = {n: getattr(request.sampling, n) for n in _SAMPLING if request.sampling.HasField(n)}
     stopping = {number: name for name, number in _STOPPING.items()}
+    field = request.WhichOneof("constraint")
     return GenerateCall(
+        constraint=None if field is None else _constraint(request, field),
+        constraint_field=field or "constraint",
         prompt=prompt,
         early_stopping=stopping.get(request.early_stopping, EarlyStopping.HEURISTIC),
         sampling=SamplingOverrides(**drawn),
@@ -60,6 +74,12 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
         allowed_token_ids=tuple(request.allowed_token_ids),
         **given,
     )
+
+
+def _constraint(request: pb.GenerateRequest, field: str) -> Constraint:
+    if field == "choices":
+        return choices_constraint(request.choices.choices, field)
+    return Constraint(_KINDS[field], getattr(request, field))
 
 
 def tokenize_call(request: pb.TokenizeRequest) -> GenerateCall:
@@ -113,6 +133,8 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         value = getattr(call, name)
         if value is not None:
             setattr(request, name, value)
+    if call.constraint is not None:
+        setattr(request, call.constraint.kind, call.constraint.text)
     for tool in call.tools:
         request.tools.add(name=tool.name, description=tool.description, parameters_json=tool.parameters)
     request.early_stopping = _STOPPING[call.early_stopping]

@@ -23,6 +23,7 @@ from engine.types import EarlyStopping
 from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
 from router.front.validate import MAX_COUNT
 from router.http.chat_fields import Message, chat_message, raw_text
+from router.http.constraint_fields import ConstraintFields, requested_constraint
 from router.http.fields import FieldsReader, refuse_unsupported
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
@@ -44,7 +45,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -65,10 +65,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     **dict.fromkeys(("chat_template", "reasoning_effort"), ()),
     # What other servers call constraints on the answer: dropped, the answer would break what its reader relies on.
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), ()
-    ),
-    **dict.fromkeys(("guided_decoding_backend", "structured_outputs", "structural_tag", "json_schema"), ()),
+    **dict.fromkeys(("guided_whitespace_pattern", "guided_decoding_backend", "structural_tag", "json_schema"), ()),
     **dict.fromkeys(("grammar", "regex", "ebnf"), ()),
 }
 """Fields, with the values beside null with which they ask for nothing."""
@@ -82,7 +79,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: object = None
 
 
-class OpenAIRequest(msgspec.Struct, kw_only=True):
+class OpenAIRequest(ConstraintFields, kw_only=True):
     """The fields that both routes share."""
 
     model: str | None = None
@@ -201,6 +198,7 @@ def _parsed(
         label=label,
         logprobs=_logprobs(request),
     )
+    field, constraint = requested_constraint(request)
     call = GenerateCall(
         prompt=prompt,
         **(_chat_options(request) if isinstance(request, ChatRequest) else {}),
@@ -215,6 +213,8 @@ def _parsed(
         timeout_s=min(timeouts_s, default=None),
         early_stopping=_STOPPING[request.early_stopping],
         form=form,
+        constraint=constraint,
+        constraint_field=field,
         **_given(request, _SAME),
     )
     return Parsed(call, form, stream)

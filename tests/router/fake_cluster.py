@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import grpc
 import msgspec
@@ -51,6 +52,7 @@ class ByteText:
     vocab_size = 300
     context_tokens = 512
     stop_ids = frozenset({END})
+    model_dir: Path | None = None
     sampling = SamplingParams()
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:

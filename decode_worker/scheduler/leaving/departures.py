@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from decode_worker.scheduler.request import Request
 from engine.kv.manager import KVCacheManager
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
+from engine.step import DeadEnd
 from engine.types import DrawnToken, Incarnation, RequestId
 from transfer.handoff.commands import Command, Emit
 from transfer.handoff.source import HandoffSource
@@ -68,6 +69,15 @@ class Departures:
             return []
         departure.token = token
         return [c for handoff in departure.serving for c in self._serve(departure, handoff, now)]
+
+    def give_up(self, request: Request, why: DeadEnd, now: float) -> list[Command]:
+        """Tell those who ask for `request` that no token can follow."""
+        departure = self._departures.get(request.record.request)
+        if departure is None or departure.request is not request:
+            return []
+        commands = [c for handoff in departure.serving for c in self.source.fail(handoff, why.code, why.message)]
+        self._release(departure, now)
+        return commands
 
     def release(self, name: RequestId, placement: int, now: float) -> None:
         """Let a departure go: nobody will ask for it again."""

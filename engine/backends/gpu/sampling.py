@@ -14,12 +14,29 @@ from kernels.sample import SamplingRows, sample
 
 def draw_tokens(logits: Tensor, draws: Sequence[Row], config: KernelConfig) -> Tensor:
     """int64 `[draws]` on the logits' device, without waiting for it. `logits` float32 `[>= draws, vocab]`."""
-    logits = logits[: len(draws)]
+    plain = logits = logits[: len(draws)]
     if any(map(is_adjusted, draws)):
         logits = torch.stack([adjusted(row, want) for row, want in zip(logits, draws, strict=True)])
+    if any(want.allowed for want in draws):
+        _constrain(logits, plain, draws)
     if all(want.record.sampling.temperature == 0.0 for want in draws):
         return logits.argmax(-1)
     return sample(logits.contiguous(), _rows(draws, logits.device), config)
+
+
+def _constrain(logits: Tensor, plain: Tensor, draws: Sequence[Row]) -> None:
+    """Leave out, in place, what the rows' masks forbid: a bit for each token goes to the device, and is spread there.
+    Where that leaves nothing of a row, it is left out of the `plain` logits instead, as on the CPU."""
+    places = [at for at, want in enumerate(draws) if want.allowed]
+    masks = torch.frombuffer(bytearray(b"".join(draws[at].allowed for at in places)), dtype=torch.uint8)
+    octets = upload(masks.view(len(places), -1, 1), logits.device)
+    places_there = upload(torch.tensor(places), logits.device)
+    bits = torch.bitwise_and(octets >> torch.arange(8, dtype=torch.uint8, device=logits.device), 1)
+    forbidden = bits.view(len(places), -1)[:, : logits.shape[1]] == 0
+    kept = logits[places_there].masked_fill(forbidden, float("-inf"))
+    is_empty = (kept == float("-inf")).all(-1, keepdim=True)
+    rescued = plain[places_there].masked_fill(forbidden, float("-inf"))
+    logits[places_there] = torch.where(is_empty, rescued, kept)
 
 
 def _rows(draws: Sequence[Row], device: torch.device) -> SamplingRows:

@@ -6,7 +6,14 @@ import msgspec
 import pytest
 
 from engine.messages import RequestStats
-from engine.types import EarlyStopping, FieldError, FinishReason, TokenLogprobs
+from engine.types import (
+    Constraint,
+    ConstraintKind,
+    EarlyStopping,
+    FieldError,
+    FinishReason,
+    TokenLogprobs,
+)
 from protos import headrace_pb2 as pb
 from router.front.api import (
     ChatMessage,
@@ -67,6 +74,8 @@ FULL = GenerateCall(
     chat_template_kwargs='{"a": 1}',
     add_generation_prompt=False,
     continue_final_message=True,
+    constraint=Constraint(ConstraintKind.REGEX, "a+"),
+    constraint_field="regex",
 )
 NOT_SENT = {"form", "traceparent", "session"}
 """One belongs to HTTP alone, the others travel as metadata."""
@@ -169,3 +178,17 @@ def test_positions_keep_their_order(count: int) -> None:
     at = [Position(n + 1, 10 * n) for n in range(count)]
     request = resume_to_proto("token", at)
     assert (request.resume_token, positions_from_proto(request)) == ("token", at)
+
+
+@pytest.mark.parametrize("kind", ConstraintKind)
+def test_constraints_of_every_kind_travel(kind: ConstraintKind) -> None:
+    call = GenerateCall(prompt="hi", constraint=Constraint(kind, "x"), constraint_field=kind.value)
+    assert call_from_proto(call_to_proto(call)) == call
+
+
+def test_choices_become_a_grammar() -> None:
+    request = pb.GenerateRequest(prompt="hi", choices=pb.Choices(choices=["a", 'b"']))
+    call = call_from_proto(request)
+    assert call.constraint == Constraint(ConstraintKind.LARK, r'start: "a" | "b\""')
+    with pytest.raises(FieldError, match="choices"):
+        call_from_proto(pb.GenerateRequest(prompt="hi", choices=pb.Choices()))

@@ -126,6 +126,49 @@ def test_unsupported_fields_pass_when_they_ask_for_nothing(name: str, value: obj
     parse_chat(chat(**{name: value}))
 
 
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format", "json_schema", '{"type":"object"}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"strict": True, "schema": SCHEMA}}},
+            "response_format.json_schema.schema",
+            "json_schema",
+            json.dumps(SCHEMA),
+        ),
+        ({"guided_json": SCHEMA}, "guided_json", "json_schema", json.dumps(SCHEMA)),
+        ({"guided_json": json.dumps(SCHEMA)}, "guided_json", "json_schema", json.dumps(SCHEMA)),
+        ({"guided_regex": "a+"}, "guided_regex", "regex", "a+"),
+        ({"guided_choice": ["a", 'b"c']}, "guided_choice", "lark", 'start: "a" | "b\\"c"'),
+        ({"guided_grammar": 'root ::= "x"'}, "guided_grammar", "lark", 'root ::= "x"'),
+        ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs.json", "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"regex": "a"}, "guided_json": None}, "structured_outputs.regex", "regex", "a"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice", "lark", 'start: "a"'),
+        ({"structured_outputs": {"grammar": "start: A"}}, "structured_outputs.grammar", "lark", "start: A"),
+        (
+            {"structured_outputs": {"json_object": True}},
+            "structured_outputs.json_object",
+            "json_schema",
+            '{"type":"object"}',
+        ),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_the_answer_must_be_like(fields: dict[str, object], field: str, kind: str, text: str) -> None:
+    """Guards the order of a schema's properties too, which is that of the answer's."""
+    call = parse_chat(chat(**fields)).call
+    assert call.constraint is not None
+    assert (call.constraint_field, call.constraint.kind, call.constraint.text) == (field, kind, text)
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}])
+def test_an_answer_is_free_unless_it_is_asked_for_otherwise(fields: dict[str, object]) -> None:
+    assert parse_chat(chat(**fields)).call.constraint is None
+
+
 @pytest.mark.parametrize("name", HARMLESS)
 @pytest.mark.parametrize("value", ["x", {"a": 1}, True, 0])
 def test_harmless_fields_change_nothing(name: str, value: object) -> None:
@@ -194,9 +237,16 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"n": "2"}, "n"),
     ({"n": True}, "n"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"guided_json": {"type": "object"}}, "guided_json"),
-    ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"guided_regex": "a", "guided_grammar": "start: A"}, "guided_grammar"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a", ""]}, "guided_choice"),
+    ({"structured_outputs": {"choice": ["a"], "regex": "b"}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ({"grammar": "root ::= yes"}, "grammar"),
     ({"store": True}, "store"),
     ({"continue_final_message": 0}, "continue_final_message"),

@@ -1,0 +1,161 @@
+"""Which tokens may come next in the answers of a worker that have a constraint.
+
+A matcher stands behind a request's output tokens. It is found again by the request, goes on with those that are new,
+and is made anew, by replaying all of them, where it is not: after a preemption, on another worker, behind a prompt that
+another process has computed. So what is allowed is a function of the record and the tokens, and of nothing else.
+
+Where the grammar leaves but one way to go on, the only token allowed is the one in which the tokenizer would have
+written it, though pieces of it would do as well: so no answer depends on how often a worker looked.
+
+Constraints are compiled in threads of their own, and masks computed in another while the device runs the step.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from threading import Lock
+
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.constraints.grammar import compile_constraint, shown
+from engine.model.config import ModelError
+from engine.step import DeadEnd, Row
+from engine.types import Constraint, FieldError, RequestId
+
+log = logging.getLogger(__name__)
+
+MAX_GRAMMARS = 32
+"""Compiled constraints that are kept for the next request."""
+MAX_GRAMMAR_BYTES = 1024 * 1024
+"""The text of them, which what they are compiled to grows with."""
+SPARE_MATCHERS = 32
+"""Matchers that are kept beside those of the latest step."""
+
+Mask = bytes | DeadEnd
+"""A bit per token, in 32-bit words, set where it is allowed; or why there can be none."""
+
+
+class _Standing:
+    """A matcher, and the output tokens behind which it stands."""
+
+    __slots__ = ("constraint", "matcher", "tokens")
+
+    def __init__(self, constraint: Constraint, matcher: LLMatcher) -> None:
+        self.constraint = constraint
+        self.matcher = matcher
+        self.tokens: list[int] = []
+
+
+class Matchers:
+    """One for each worker. `is_compiled` belongs to the engine thread, `masks` to the thread for masks; the compiled
+    constraints, which both use, are under a lock."""
+
+    # Mutable state: the vocabulary, once it is loaded; compiled constraints, and those under way; matchers by request.
+
+    def __init__(
+        self,
+        load: Callable[[], LLTokenizer],
+        vocab: int,
+        compiling: Executor | None = None,
+        masking: Executor | None = None,
+    ) -> None:
+        """`load` makes the vocabulary, when the first constraint comes; `compiling` and `masking` run one thing at a
+        time, in threads unless given."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called, perhaps from another thread, when a constraint has been compiled."""
+        self._load = load
+        self._vocab = vocab
+        self._compiling = compiling or ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._masking = masking or ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._lock = Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._grammars: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
+        self._standing: OrderedDict[RequestId, _Standing] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"Matchers({len(self._grammars)} grammars, {len(self._standing)} matchers)"
+
+    def close(self) -> None:
+        for pool in (self._compiling, self._masking):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def is_compiled(self, constraint: Constraint) -> bool:
+        """Return False while it is being compiled, which this begins if need be."""
+        return self._grammar(constraint).done()
+
+    def begin(self, rows: Sequence[Row]) -> "Future[list[Mask]]":
+        """Compute what may follow each of `rows`, which have constraints, while the caller does something else."""
+        outputs = [row.tokens[row.record.prompt_tokens :] for row in rows]
+        return self._masking.submit(self._masks, rows, outputs)
+
+    def masks(self, rows: Sequence[Row]) -> list[Mask]:
+        """The same, waited for."""
+        return self.begin(rows).result()
+
+    def _masks(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]]) -> list[Mask]:
+        made = [self._mask(row, output) for row, output in zip(rows, outputs, strict=True)]
+        while len(self._standing) > len(rows) + SPARE_MATCHERS:
+            self._standing.popitem(last=False)
+        return made
+
+    def _mask(self, row: Row, output: Sequence[int]) -> Mask:
+        try:
+            standing = self._stand(row, output)
+        except FieldError as error:
+            return DeadEnd(str(error))
+        except ModelError as error:
+            return DeadEnd(str(error), "INTERNAL")
+        matcher, words = standing.matcher, (self._vocab + 31) // 32
+        forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
+        if forced and not matcher.is_error():
+            return (1 << forced[0]).to_bytes(4 * words, "little")
+        mask = matcher.compute_bitmask()[: 4 * words]
+        if matcher.is_error():
+            return DeadEnd(f"constraint: {shown(matcher.get_error())}")
+        return mask if any(mask) else DeadEnd("constraint: no token can follow")
+
+    def _stand(self, row: Row, output: Sequence[int]) -> _Standing:
+        """Return the matcher of a row's request, behind `output`. Raises FieldError where it cannot stand there."""
+        name, constraint = row.request, row.record.constraint
+        assert constraint is not None
+        standing = self._standing.get(name)
+        if standing is not None:
+            kept = len(standing.tokens)
+            if standing.constraint != constraint or standing.tokens != list(output[:kept]):
+                standing = None
+        if standing is None:
+            standing = _Standing(constraint, self._grammar(constraint).result().deep_copy())
+            self._standing[name] = standing
+        self._standing.move_to_end(name)
+        new = list(output[len(standing.tokens) :])
+        if new and not standing.matcher.consume_tokens(new):
+            del self._standing[name]
+            raise FieldError("constraint", f"the answer so far does not keep it: {shown(standing.matcher.get_error())}")
+        standing.tokens += new
+        return standing
+
+    def _grammar(self, constraint: Constraint) -> "Future[LLMatcher]":
+        with self._lock:
+            found = self._grammars.get(constraint)
+            if found is None:
+                found = self._grammars[constraint] = self._compiling.submit(self._compile, constraint)
+                found.add_done_callback(lambda _: self.wake())
+                self._evict()
+            self._grammars.move_to_end(constraint)
+            return found
+
+    def _evict(self) -> None:
+        held_bytes = sum(len(constraint.text) for constraint in self._grammars)
+        for constraint, grammar in list(self._grammars.items())[:-1]:
+            if len(self._grammars) <= MAX_GRAMMARS and held_bytes <= MAX_GRAMMAR_BYTES:
+                break
+            if grammar.done():
+                held_bytes -= len(constraint.text)
+                del self._grammars[constraint]
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        if self._vocabulary is None:
+            self._vocabulary = self._load()
+            log.info("constraints: the vocabulary is loaded")
+        return compile_constraint(constraint, self._vocabulary)

@@ -1,0 +1,95 @@
+"""The text of a constraint: what is taken, before any native code has seen it, and what else becomes one of its kinds.
+Pure.
+
+Grammars are compiled by recursive native code, so size and nesting are bounded here, at the router's border and at the
+worker's. What remains costly within these bounds is found out by a trial (`engine/constraints/trial.py`).
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.types import Constraint, ConstraintKind, FieldError
+
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 64
+"""Brackets within brackets: of a schema's JSON, of an expression, or of a grammar."""
+MAX_CHOICES = 1024
+FIELD = "constraint"
+"""The name by which callers know it where their front has no better one."""
+
+JSON_OBJECT = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}')
+
+
+def check_constraint(constraint: Constraint, field: str = FIELD) -> None:
+    """Raise FieldError for a text that must not be compiled."""
+    text = constraint.text
+    if not text.strip():
+        raise FieldError(field, "must not be empty")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise FieldError(field, "is not valid Unicode") from error
+    if size > MAX_BYTES:
+        raise FieldError(field, f"has {size} bytes, at most {MAX_BYTES} are accepted")
+    if "\0" in text:
+        raise FieldError(field, "must not contain NUL")
+    # For a schema too, whose strings may hold expressions, and before anything recursive reads it.
+    if depth_of(text) > MAX_DEPTH:
+        raise FieldError(field, f"is nested more than {MAX_DEPTH} deep")
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        _check_schema(text, field)
+
+
+def depth_of(text: str) -> int:
+    """Return how deeply brackets are nested at most, whatever they mean: an opening one counts until any is closed."""
+    depth = deepest = 0
+    for bracket in _BRACKETS.findall(text):
+        depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+_BRACKETS = re.compile(r"[()\[\]{}]")
+
+
+def _check_schema(text: str, field: str) -> None:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise FieldError(field, f"is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise FieldError(field, "must be a JSON schema: an object, or a boolean")
+    if schema is False:
+        raise FieldError(field, "allows nothing")
+    todo: list[object] = [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            reference = part.get("$ref")
+            if isinstance(reference, str) and not reference.startswith("#"):
+                raise FieldError(field, f"refers to {reference[:80]!r}; only references within the schema are followed")
+            todo += part.values()
+        elif isinstance(part, list):
+            todo += part
+
+
+def schema_constraint(schema: object, field: str) -> Constraint:
+    """Return the constraint of a schema that came as JSON. Raises FieldError for one that JSON cannot hold."""
+    try:
+        return Constraint(ConstraintKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FieldError(field, "is no JSON schema") from error
+
+
+def choices_constraint(choices: Sequence[str], field: str) -> Constraint:
+    """Return the constraint of an answer that is one of `choices`, to the letter."""
+    if not choices:
+        raise FieldError(field, "must name at least one choice")
+    if len(choices) > MAX_CHOICES:
+        raise FieldError(field, f"names {len(choices)} choices, at most {MAX_CHOICES} are accepted")
+    if not all(choices):
+        raise FieldError(field, "must not hold an empty choice")
+    return Constraint(ConstraintKind.LARK, "start: " + " | ".join(json.dumps(one) for one in choices))

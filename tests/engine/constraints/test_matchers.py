@@ -1,0 +1,169 @@
+"""What may come next in an answer, over a vocabulary of bytes."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from engine.constraints.matchers import SPARE_MATCHERS, Matchers
+from engine.model.config import ModelError
+from engine.plan import row_of
+from engine.step import DeadEnd, Row
+from engine.types import Constraint, ConstraintKind, RequestId, RequestRecord
+from fakes.vocabulary import AtOnce, byte_matchers, byte_vocabulary
+
+END = 256
+PROMPT = list(b"Say: ")
+PET = Constraint(
+    ConstraintKind.JSON_SCHEMA,
+    json.dumps({
+        "type": "object",
+        "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer"}, "tags": {"type": "array"}},
+        "required": ["kind", "age"],
+        "additionalProperties": False,
+    }),
+)  # fmt: skip
+DATE = Constraint(ConstraintKind.REGEX, "[0-9]{4}-[01][0-9]")
+CHOICE = Constraint(ConstraintKind.LARK, 'start: "yes" | "yellow" | "no"')
+
+
+def row(constraint: Constraint, output: bytes | list[int], name: str = "r") -> Row:
+    record = RequestRecord(
+        request=RequestId(name), tokens=PROMPT, prompt_tokens=len(PROMPT), max_tokens=999, seed=1, constraint=constraint
+    )
+    tokens = [*PROMPT, *output]
+    return row_of(record, tokens, len(tokens) - 1, len(tokens), [], frozenset({END}))
+
+
+def allowed(mask: object) -> set[int]:
+    assert isinstance(mask, bytes), mask
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def chars(text: str) -> set[int]:
+    return set(text.encode())
+
+
+def test_what_may_come_next() -> None:
+    matchers = byte_matchers()
+    for output, then in [
+        (b"", chars("yn")),
+        (b"y", chars("e")),
+        (b"ye", chars("sl")),
+        (b"yel", chars("l")),
+        (b"no", {END}),
+        (b"yes", {END}),
+    ]:
+        assert allowed(matchers.masks([row(CHOICE, output)])[0]) == then
+
+
+def test_an_answer_may_end_only_where_it_is_complete() -> None:
+    matchers = byte_matchers()
+    assert END not in allowed(matchers.masks([row(DATE, b"2026-1")])[0])
+    assert allowed(matchers.masks([row(DATE, b"2026-11")])[0]) == {END}
+
+
+def test_many_rows_have_their_own() -> None:
+    matchers = byte_matchers()
+    rows = [row(CHOICE, b"y", "a"), row(DATE, b"20", "b"), row(CHOICE, b"", "c")]
+    assert [allowed(mask) for mask in matchers.masks(rows)] == [chars("e"), chars("0123456789"), chars("yn")]
+
+
+def _written(matchers: Matchers, constraint: Constraint, seed: int) -> list[int]:
+    """Draw an answer among what is allowed, token by token."""
+    chosen, output = random.Random(seed), list[int]()
+    while len(output) < 200 and END not in output:
+        output.append(chosen.choice(sorted(allowed(matchers.masks([row(constraint, output)])[0]))))
+    return output
+
+
+@pytest.mark.parametrize("constraint", [PET, DATE, CHOICE], ids=lambda c: c.kind)
+def test_the_place_in_a_grammar_is_a_function_of_record_and_tokens(constraint: Constraint) -> None:
+    """Guards requests that go on elsewhere: whoever replays a beginning allows what those allow who were there all
+    along, also where a token was drawn behind which no mask was ever computed."""
+    for seed in range(4):
+        old = byte_matchers()
+        output = _written(old, constraint, seed)
+        for at in range(len(output)):
+            mask = byte_matchers().masks([row(constraint, output[:at])])
+            assert mask == old.masks([row(constraint, output[:at], f"new {at}")])
+            assert output[at] in allowed(mask[0])
+
+
+def test_a_request_that_comes_back_with_other_tokens_is_replayed() -> None:
+    """Guards the name of a request that is used again, with another answer or another constraint."""
+    matchers = byte_matchers()
+    matchers.masks([row(CHOICE, b"yel")])
+    assert allowed(matchers.masks([row(CHOICE, b"y")])[0]) == chars("e")
+    assert allowed(matchers.masks([row(CHOICE, b"n")])[0]) == chars("o")
+    assert allowed(matchers.masks([row(DATE, b"2")])[0]) == chars("0123456789")
+
+
+def test_tokens_that_do_not_keep_it_are_a_dead_end() -> None:
+    matchers = byte_matchers()
+    (mask,) = matchers.masks([row(CHOICE, b"maybe")])
+    assert isinstance(mask, DeadEnd) and "does not keep it" in mask.message
+    assert allowed(matchers.masks([row(CHOICE, b"n")])[0]) == chars("o"), "and it does not stay one"
+
+
+@pytest.mark.parametrize("text", ["start: nothing", "start: /[/", 'start: "a'])
+def test_what_cannot_be_compiled_is_a_dead_end(text: str) -> None:
+    matchers, constraint = byte_matchers(), Constraint(ConstraintKind.LARK, text)
+    assert matchers.is_compiled(constraint)
+    (mask,) = matchers.masks([row(constraint, b"")])
+    assert isinstance(mask, DeadEnd) and mask.message.startswith("constraint: ")
+
+
+def test_a_grammar_that_grows_too_costly_ends_its_request_and_no_other() -> None:
+    matchers = byte_matchers()
+    costly = Constraint(ConstraintKind.REGEX, "((a{1000}){1000}){1000}")
+    ends = None
+    for length in range(40):
+        mask, other = matchers.masks([row(costly, b"a" * length, "costly"), row(CHOICE, b"y", "other")])
+        assert allowed(other) == chars("e")
+        if isinstance(mask, DeadEnd):
+            ends = mask
+            break
+    assert ends is not None and ends.message.startswith("constraint: "), "within a few tokens, and not by a crash"
+
+
+def test_matchers_of_requests_that_are_gone_are_let_go() -> None:
+    matchers = byte_matchers()
+    for number in range(3 * SPARE_MATCHERS):
+        matchers.masks([row(CHOICE, b"y", f"r{number}")])
+    assert repr(matchers) == f"Matchers(1 grammars, {SPARE_MATCHERS + 1} matchers)"
+    assert allowed(matchers.masks([row(CHOICE, b"ye", "r0")])[0]) == chars("sl"), "and made anew where they come back"
+
+
+def test_compiled_constraints_are_kept_within_bounds() -> None:
+    matchers = byte_matchers()
+    for number in range(100):
+        matchers.is_compiled(Constraint(ConstraintKind.REGEX, f"a{{{number + 1}}}"))
+    assert repr(matchers) == "Matchers(32 grammars, 0 matchers)"
+    for number in range(40):
+        matchers.is_compiled(Constraint(ConstraintKind.REGEX, "b" * 60_000 + str(number)))
+    assert repr(matchers) == "Matchers(17 grammars, 0 matchers)", "1 MiB of text"
+
+
+def test_whoever_waits_for_a_constraint_is_woken() -> None:
+    matchers = Matchers(byte_vocabulary, END + 1, masking=AtOnce())
+    import threading
+
+    woken = threading.Event()
+    matchers.wake = woken.set
+    compiled = matchers.is_compiled(PET)
+    assert woken.wait(10.0)
+    assert matchers.is_compiled(PET)
+    assert isinstance(compiled, bool)
+    matchers.close()
+
+
+def test_a_vocabulary_that_cannot_be_loaded_is_a_dead_end() -> None:
+    def fails() -> None:
+        raise ModelError("here", "no tokenizer")
+
+    matchers = Matchers(fails, END + 1, AtOnce(), AtOnce())  # type: ignore[arg-type]
+    (mask,) = matchers.masks([row(CHOICE, b"")])
+    assert isinstance(mask, DeadEnd) and mask.code == "INTERNAL"

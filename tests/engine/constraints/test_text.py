@@ -1,0 +1,70 @@
+"""What is taken as a constraint before native code sees it."""
+
+import time
+
+import pytest
+
+from engine.constraints.text import (
+    MAX_BYTES,
+    MAX_CHOICES,
+    MAX_DEPTH,
+    check_constraint,
+    choices_constraint,
+    depth_of,
+)
+from engine.types import Constraint, ConstraintKind, FieldError
+
+
+def _nested(depth: int) -> str:
+    return '{"not":' * depth + "true" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("json_schema", "", "empty"),
+        ("regex", "  ", "empty"),
+        ("regex", "a" * (MAX_BYTES + 1), "bytes"),
+        ("regex", "\ud800", "Unicode"),
+        ("lark", "start: \0", "NUL"),
+        ("regex", "(" * 5000 + "a" + ")" * 5000, "deep"),
+        ("lark", "start: " + "[" * 200 + '"a"' + "]" * 200, "deep"),
+        ("json_schema", _nested(1000), "deep"),
+        ("json_schema", "[" * 30000, "deep"),
+        ("json_schema", "{", "not JSON"),
+        ("json_schema", "3", "must be a JSON schema"),
+        ("json_schema", "false", "allows nothing"),
+        ("json_schema", '{"items": {"$ref": "http://127.0.0.1:9/x.json"}}', "within the schema"),
+        ("json_schema", '{"$ref": "file:///etc/passwd"}', "within the schema"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_is_refused(kind: str, text: str, says: str) -> None:
+    began_s = time.perf_counter()
+    with pytest.raises(FieldError, match=says) as caught:
+        check_constraint(Constraint(ConstraintKind(kind), text), "guided")
+    assert caught.value.field == "guided"
+    assert time.perf_counter() - began_s < 0.5
+
+
+@pytest.mark.parametrize("text", ["true", '{"$ref": "#"}', _nested(MAX_DEPTH - 2), '{"const": "((((("}'])
+def test_what_is_taken(text: str) -> None:
+    check_constraint(Constraint(ConstraintKind.JSON_SCHEMA, text))
+
+
+def test_depth_counts_what_is_open_at_once() -> None:
+    assert depth_of("a") == 0
+    assert depth_of("()()()") == 1
+    assert depth_of("([{}])") == 3
+    assert depth_of(")))(") == 1
+
+
+def test_choices_are_quoted() -> None:
+    """Guards a choice that would close its string and go on as grammar."""
+    assert choices_constraint(['a" | /.*/ "', "b\n"], "x").text == r'start: "a\" | /.*/ \"" | "b\n"'
+
+
+@pytest.mark.parametrize("choices", [[], [""], ["a"] * (MAX_CHOICES + 1)], ids=len)
+def test_choices_that_are_none(choices: list[str]) -> None:
+    with pytest.raises(FieldError, match=r"^x: "):
+        choices_constraint(choices, "x")
