@@ -43,6 +43,7 @@ from engine.messages import (
     frames,
 )
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
+from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import FinishReason, Incarnation, SamplingParams
 from router.config import FrontLimits, RouterConfig
@@ -74,6 +75,7 @@ class HexText:
     vocab_size = VOCABULARY + 1
     context_tokens = CONTEXT_TOKENS
     stop_ids = frozenset({VOCABULARY})
+    dialect = Dialect()
     model_dir: Path | None = None
     sampling = SamplingParams()
 
@@ -102,8 +104,8 @@ class HexText:
     def text_of(self, ids: Sequence[int]) -> str:
         return " ".join(self.token_strings(ids))
 
-    def detokenizer(self) -> Detokenizer:
-        return self._detokenizers.make()
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        return self._detokenizers.make(shown)
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:
         return self._detokenizers.token_bytes(token)

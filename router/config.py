@@ -7,6 +7,8 @@ import msgspec
 from access.config import AccessConfig
 
 LocalPrefill = Literal["never", "auto"]
+ToolParser = Literal["auto", "none", "hermes", "llama3", "mistral", "harmony"]
+ReasoningParser = Literal["auto", "none", "think", "harmony"]
 
 
 class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     what is left until then; 0: none is."""
     session_s: float = 1800.0
     """The time for which a conversation that its client has named goes on where it was, from its last request on."""
+    tool_parser: ToolParser = "auto"
+    """How the model writes its calls of tools: `auto` goes by its template and tokens; `none`: tools are refused."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model's reasoning is told from its answer: `auto` goes by its template and tokens; `none`: it is not."""
     served_model_names: tuple[str, ...] = ()
     """The names that callers may give as `model`; answers to those who give none are under the first. Empty: the name
     of the model's file or folder."""

@@ -15,6 +15,7 @@ from engine.model.prepared.shards import contents, fingerprint_of
 from engine.text.chat import ChatTemplate
 from engine.text.control import ControlTokens
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
+from engine.text.dialect import dialect_of
 from engine.text.files import TOKENIZER_FILE, TextFiles
 from engine.text.messages import ChatPrompt
 from engine.types import FieldError, SamplingParams
@@ -41,6 +42,7 @@ class TextModel:
         self._control = control
         self._template = ChatTemplate(files.template, settings.named_tokens)
         self._detokenizers = DetokenizerFactory(self._control.tokenizer)
+        self.dialect = dialect_of(files.template, self._detokenizers.added)
 
     @staticmethod
     def load(model_dir: Path) -> "TextModel":
@@ -105,6 +107,6 @@ class TextModel:
         name."""
         return self._detokenizers.token_bytes(token)
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a detokenizer for one answer."""
-        return self._detokenizers.make()
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        """Return a detokenizer for one answer. Control tokens are skipped, but for those whose names are in `shown`."""
+        return self._detokenizers.make(shown)

@@ -36,16 +36,24 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._skipped = frozenset(index for index, token in added.items() if token.special)
+        self.added = frozenset(token.content for token in added.values())
+        self._special = {token.content: index for index, token in added.items() if token.special}
+        self._skipped = frozenset(self._special.values())
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._table = _ByteLevelTable(tokenizer, self._skipped)
+        self._tables = {frozenset[int](): self._table}
         self.token_bytes = cache(self._token_bytes)
 
-    def make(self) -> Detokenizer:
-        if self._is_byte_level:
-            return _ByteLevelDetokenizer(self._table)
-        return _WindowDetokenizer(self._tokenizer, self._skipped)
+    def make(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        """Return one that skips special tokens, but for those whose names are in `shown`."""
+        kept = frozenset(index for name, index in self._special.items() if name in shown)
+        if not self._is_byte_level:
+            return _WindowDetokenizer(self._tokenizer, self._skipped - kept)
+        table = self._tables.get(kept)
+        if table is None:
+            table = self._tables[kept] = _ByteLevelTable(self._tokenizer, self._skipped - kept)
+        return _ByteLevelDetokenizer(table)
 
 
     def _token_bytes(self, token: int) -> tuple[bytes, bool]:

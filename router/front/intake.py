@@ -16,11 +16,12 @@ from engine.text.messages import ChatPrompt
 from engine.types import Constraint, FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
-from router.front.api import ApiError, GenerateCall, TokenizedText
+from router.front.api import ApiError, GenerateCall, HttpForm, TokenizedText
 from router.front.conversation import Conversations, TokenizedPrompt
 from router.front.grammars import GrammarTrials
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
+from router.front.parsers.choose import Parsing, opens_thinking
 from router.front.resume import Context, pack, resume_key
 from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize, tokenize_end
 from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, check_ids, prompt_field
@@ -36,6 +37,8 @@ class Arrival(msgspec.Struct, frozen=True):
     prompt: TokenizedPrompt
     chat: ChatPrompt | None
     token: str
+    form: HttpForm | None = None
+    """The call's, with how the answer is taken apart."""
 
 
 class Intake:
@@ -68,6 +71,7 @@ class Intake:
                 call = await self._constrained(call, call.constraint)
             chat = chat_of(call)
             prompt = await self._tokenize(call, chat)
+            form = self._form(call, chat, prompt)
             kept = kept_tokens(call, self._model, self._config)
             if kept is not None and len(prompt.ids) > kept:
                 # Its text is no longer that of its ids, so no later turn can begin with them.
@@ -78,7 +82,7 @@ class Intake:
                 model=shown_name(call, self._model, self._config),
                 stop=call.stop,
                 chat=chat,
-                form=call.form,
+                form=form,
                 samples=call.n,
                 tenant=call.tenant,
             )
@@ -95,7 +99,27 @@ class Intake:
             )
         except FieldError as error:
             raise _refusal(error) from error
-        return Arrival(record, prompt, chat, token)
+        return Arrival(record, prompt, chat, token, form)
+
+    def _form(self, call: GenerateCall, chat: ChatPrompt | None, prompt: TokenizedPrompt) -> HttpForm | None:
+        """Return the form of the answer, with the parsers that it needs. Raises FieldError for tools whose calls nobody
+        could read."""
+        form = call.form
+        if form is None or chat is None:
+            return form
+        dialect, config = self._model.dialect, self._config
+        reasoning = dialect.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser
+        tools = dialect.tools if config.tool_parser == "auto" else config.tool_parser
+        if chat.tools and tools in ("", "none"):
+            what = "how this model writes its calls is not known here (router.tool_parser)"
+            raise FieldError("tools", what if not tools else "are switched off here")
+        parsing = Parsing(
+            tools=tools if chat.tools else "",
+            reasoning="" if reasoning == "none" else reasoning,
+            is_open=opens_thinking(chat, prompt.text),
+            single=not call.parallel_tool_calls,
+        )
+        return msgspec.structs.replace(form, parsing=parsing if parsing.tools or parsing.reasoning else None)
 
     async def tokenize(self, call: GenerateCall, *, add_special: bool | None, strings: bool) -> TokenizedText:
         """Return the ids that the call's text or chat would begin with. `add_special` adds what the model puts around a

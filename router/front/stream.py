@@ -207,7 +207,8 @@ class SampleStream:
             stats = msgspec.structs.replace(end.stats, prompt_tokens=self.started.prompt_tokens)
             finished = self._timeline.finished(reason, stats, stopped.matched if stopped is not None else "", now)
             score = end.beams[0].score if end.beams else None
-            self._finished = msgspec.structs.replace(finished, beam_score=score)
+            counted = self.output.reasoning_tokens
+            self._finished = msgspec.structs.replace(finished, beam_score=score, reasoning_tokens=counted)
             self._count(reason, now, self._finished.stats.stages)
         return self._finished
 

@@ -205,6 +205,11 @@ def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) 
     if not prompt:
         raise FieldError(field if isinstance(prompt, str) else "prompt", "must not be empty")
     chat = chat_of(call)
+    choice = call.tool_choice
+    if choice.mode == "required":
+        raise FieldError("tool_choice", "only none and auto are supported")
+    if choice.name and choice.name not in {tool.name for tool in call.tools}:
+        raise FieldError("tool_choice", f"names {_shown(choice.name)}, which is none of the tools")
     if chat is None:
         for name, asked in (("tools", call.tools), ("chat_template_kwargs", call.chat_template_kwargs)):
             if asked:
@@ -229,7 +234,7 @@ def chat_of(call: GenerateCall) -> ChatPrompt | None:
         return None
     return ChatPrompt(
         messages=messages,
-        tools=call.tools,
+        tools=() if call.tool_choice.mode == "none" else call.tools,
         template_kwargs=call.chat_template_kwargs,
         add_generation_prompt=call.add_generation_prompt and not call.continue_final_message,
         continue_final=call.continue_final_message,

@@ -70,6 +70,7 @@ class WholeAnswer:
             async with aclosing(_checked(self._events)) as events:
                 started = await _first(events)
                 label = label or started.request_id
+                form = started.form or self._form
                 answers: list[list[Delta]] = [[] for _ in range(started.samples)]
                 ends: list[Finished] = []
 
@@ -85,7 +86,7 @@ class WholeAnswer:
                     elif isinstance(item, Finished):
                         ends.append(item)
                 ends.sort(key=lambda end: end.sample)
-                body = whole(started, self._form, answers, ends, self._token_bytes)
+                body = whole(started, form, answers, ends, self._token_bytes)
                 headers = {"content-type": "application/json", "x-request-id": label}
                 response = Response(body, headers=headers)
         except ApiError as error:
@@ -141,7 +142,7 @@ class StreamedAnswer:
             await asyncio.gather(pulse, return_exceptions=True)
 
     async def _open(self, started: Started, out: "_EventStream") -> StreamWriter:
-        form = self._form or started.form
+        form = started.form or self._form
         if form is None:
             raise unknown_token("was not begun over HTTP")
         out.label = form.label or started.request_id

@@ -22,7 +22,7 @@ from engine.plan import MAX_LOGPROBS
 from engine.types import EarlyStopping
 from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
 from router.front.validate import MAX_COUNT
-from router.http.chat_fields import Message, chat_message, raw_text
+from router.http.chat_fields import ChoiceField, Message, ToolField, chat_choice, chat_message, chat_tools, raw_text
 from router.http.constraint_fields import ConstraintFields, requested_constraint
 from router.http.fields import FieldsReader, refuse_unsupported
 
@@ -45,9 +45,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "prompt_logprobs": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -122,6 +119,9 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[ToolField] | None = None
+    tool_choice: ChoiceField = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -251,7 +251,9 @@ def _chat_options(request: ChatRequest) -> dict[str, Any]:
     """Return what decides how a chat is rendered, beside its messages."""
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("continue_final_message", "is not allowed with add_generation_prompt")
-    options = _given(request, ("add_generation_prompt", "continue_final_message"))
+    options = _given(request, ("add_generation_prompt", "continue_final_message", "parallel_tool_calls"))
+    options["tools"] = chat_tools(request.tools)
+    options["tool_choice"] = chat_choice(request.tool_choice)
     if kwargs := raw_text(request.chat_template_kwargs, "chat_template_kwargs"):
         options["chat_template_kwargs"] = kwargs
     return options

@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.types import TokenLogprobs
+from engine.types import FinishReason, TokenLogprobs
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 from router.http.fields import UnknownFieldError
 from router.http.logprobs import TokenBytes, chat_logprobs, completion_logprobs
+from router.http.parsed_answer import PartsReader
 
 _STATUS: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
@@ -45,8 +46,8 @@ class ReplyText(msgspec.Struct):
 class ReplyChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     text: str | msgspec.UnsetType = msgspec.UNSET
-    message: ReplyText | msgspec.UnsetType = msgspec.UNSET
-    delta: ReplyText | dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    message: ReplyText | dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    delta: ReplyText | dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -76,7 +77,11 @@ def whole(
     choices = []
     for deltas, end in zip(answers, ends, strict=True):
         choice, text = last_choice(end), "".join(delta.text for delta in deltas)
-        if form.chat:
+        if form.parsing is not None:
+            reader = PartsReader(form.parsing, started.request_id, end.sample)
+            choice.message = reader.message(text)
+            choice.finish_reason = finish_reason(end, reader)
+        elif form.chat:
             choice.message = ReplyText(text, refusal=None)
         else:
             choice.text = text
@@ -86,7 +91,7 @@ def whole(
             given = [one for delta in deltas for one in delta.logprobs]
             choice.logprobs = written_logprobs(form, given, 0, token_bytes)
         choices.append(choice)
-    return encoded(started, form, "chat.completion", choices, usage(ends), ends[0])
+    return encoded(started, form, "chat.completion", choices, usage(ends, form), ends[0])
 
 
 def written_logprobs(
@@ -132,6 +137,13 @@ def _headrace(started: Started, end: Finished) -> dict[str, Any]:
     }
 
 
+def finish_reason(end: Finished, reader: PartsReader | None) -> str:
+    """Return OpenAI's word for how a sample ended."""
+    if reader is not None and reader.calls and end.reason is FinishReason.STOP:
+        return "tool_calls"
+    return end.reason.value
+
+
 def last_choice(end: Finished) -> ReplyChoice:
     """The choice that says how a sample ended, without its text."""
     choice = ReplyChoice(index=end.sample, finish_reason=end.reason.value)
@@ -140,15 +152,17 @@ def last_choice(end: Finished) -> ReplyChoice:
     return choice
 
 
-def usage(ends: Sequence[Finished]) -> dict[str, Any]:
+def usage(ends: Sequence[Finished], form: HttpForm) -> dict[str, Any]:
     """Sums up all samples: they share one prompt."""
+    has_reasoning = form.parsing is not None and form.parsing.reasoning
+    reasoned = {"completion_tokens_details": {"reasoning_tokens": sum(end.reasoning_tokens for end in ends)}}
     prompt, completion = ends[0].prompt_tokens, sum(end.output_tokens for end in ends)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": min(end.cached_tokens for end in ends)},
-    }
+    } | (reasoned if has_reasoning else {})
 
 
 class ErrorReply(msgspec.Struct, frozen=True):

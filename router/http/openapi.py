@@ -93,11 +93,16 @@ class UsageDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class ReasoningDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class UsageReport(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: UsageDetails
+    completion_tokens_details: ReasoningDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class WorkerPart(msgspec.Struct):
@@ -152,11 +157,26 @@ def _with_options(reader: FieldsReader[Any], name: str) -> FieldsReader[Any]:
     return FieldsReader(own, reader.unsupported)
 
 
-class AnswerDelta(msgspec.Struct):
-    """The new part of a chat's answer."""
+class WrittenFunction(msgspec.Struct):
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class WrittenCall(msgspec.Struct):
+    function: WrittenFunction
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+    index: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class WrittenMessage(msgspec.Struct):
+    """A chat's answer, or the new part of it."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    refusal: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[WrittenCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextReply(msgspec.Struct):
@@ -196,7 +216,8 @@ def describe() -> dict[str, Any]:
     """Return the whole document."""
     writer = SchemaWriter(LIMITS, NEUTRAL)
     errors = _json(writer.of(ErrorEnvelope))
-    choice: Any = _redescribed(ReplyChoice, delta=AnswerDelta | msgspec.UnsetType)
+    message = WrittenMessage | msgspec.UnsetType
+    choice: Any = _redescribed(ReplyChoice, message=message, delta=message)
     usage, headrace = UsageReport | msgspec.UnsetType | None, HeadracePart | msgspec.UnsetType
     whole = writer.of(_redescribed(Reply, choices=list[choice], usage=usage, headrace=headrace))
 

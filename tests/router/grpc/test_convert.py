@@ -77,8 +77,8 @@ FULL = GenerateCall(
     constraint=Constraint(ConstraintKind.REGEX, "a+"),
     constraint_field="regex",
 )
-NOT_SENT = {"form", "traceparent", "session"}
-"""One belongs to HTTP alone, the others travel as metadata."""
+NOT_SENT = {"form", "tool_choice", "parallel_tool_calls", "traceparent", "session"}
+"""Some belong to HTTP alone, the others travel as metadata."""
 FINISHED = Finished(
     reason=FinishReason.LENGTH,
     prompt_tokens=5,
