@@ -104,6 +104,9 @@ class HexText:
     def text_of(self, ids: Sequence[int]) -> str:
         return " ".join(self.token_strings(ids))
 
+    def tokenizer_files(self) -> dict[str, str]:
+        return {"tokenizer.json": "{}"}
+
     def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
         return self._detokenizers.make(shown)
 

@@ -81,6 +81,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The deadline of a request that names none: nothing waits for ever."""
     max_samples: int = 16
     """Most parallel samples (`n`) of one call; each counts as a request."""
+    vllm_protocol: bool = False
+    """Whether the gRPC port also speaks vLLM's engine protocol, to gateways made for that engine. It needs
+    `headrace[vllm]`."""
     max_message_bytes: int = 4 * 1024 * 1024
     max_prompt_bytes: int = 1024 * 1024
     tokenize_inline_bytes: int = 2 * 1024

@@ -107,6 +107,13 @@ class TextModel:
         name."""
         return self._detokenizers.token_bytes(token)
 
+    def tokenizer_files(self) -> dict[str, str]:
+        """Return what another program needs to tokenize and to render chats as this one does: file contents by name, as
+        they lie in a Hugging Face directory. Raises ModelError where the files are gone."""
+        if self.model_dir is None:
+            raise ModelError(Path(TOKENIZER_FILE), "was not read from a folder")
+        return TextFiles.load(self.model_dir).as_hugging_face()
+
     def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
         """Return a detokenizer for one answer. Control tokens are skipped, but for those whose names are in `shown`."""
         return self._detokenizers.make(shown)

@@ -29,6 +29,16 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     since it depends on the model and the prompt."""
     logprobs: int | None = None
     """How many alternatives are written beside each token's log probability; None: neither is written."""
+    prompts: int = 1
+    """The number of prompts that are answered as one: each has as many samples."""
+    echo: tuple[str, ...] | None = None
+    """The prompts as they were given, which the text begins with; empty where they were token ids. None: no echo."""
+    says_prompt: bool = False
+    """Log probabilities of the prompt's tokens are written."""
+    is_prompt_only: bool = False
+    """No output is written: the one token of it that was drawn was not asked for."""
+    best: int = 0
+    """So many samples of each prompt are written, those with the greatest mean log probability; 0: all."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -144,6 +154,8 @@ class Started(msgspec.Struct, frozen=True):
     resume_token: str = ""
     form: HttpForm | None = None
     samples: int = 1
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
+    """The prompt, where more is said of it; several where several requests are answered as one."""
     had_text: tuple[str, ...] = ()
     """The text that the client of a stream that goes on has, by sample, where the form takes texts apart."""
     had_ids: tuple[tuple[int, ...], ...] = ()
@@ -159,6 +171,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     sample: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of each of the tokens, where they are asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first of sample 0: those of the prompt's tokens from the second on, where they are asked for."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):

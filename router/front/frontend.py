@@ -175,6 +175,8 @@ class Frontend:
             arrival.form,
             call.n,
         )
+        if call.prompt_logprobs is not None or (call.form is not None and call.form.echo is not None):
+            started = msgspec.structs.replace(started, prompt_ids=(tuple(record.tokens),))
         remember = self._rememberer(arrival.chat, started, record, arrival.prompt)
         samples = Samples(started, self._turns, remember, owner(record.namespace))
         event = Submit(
@@ -465,4 +467,7 @@ def _sample(record: RequestRecord, index: int, count: int) -> RequestRecord:
     if count == 1:
         return record
     name = RequestId(f"{record.request}.{index}") if index else record.request
-    return msgspec.structs.replace(record, request=name, sample_index=index, group=record.request)
+    told = None if index else record.prompt_logprobs
+    return msgspec.structs.replace(
+        record, request=name, sample_index=index, group=record.request, prompt_logprobs=told
+    )

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.plan import MAX_PROMPT_VALUES, TOO_MANY_VALUES
 from engine.text.messages import ChatPrompt
 from engine.types import Constraint, FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
@@ -231,6 +232,9 @@ def to_record(
     field = prompt_field(call.prompt)
     if not tokens:
         raise FieldError(field, "must not be empty")
+    values = 0 if call.prompt_logprobs is None else len(tokens) * (call.prompt_logprobs + 1)
+    if values > MAX_PROMPT_VALUES:
+        raise FieldError("prompt_logprobs", TOO_MANY_VALUES.format(values, MAX_PROMPT_VALUES))
     room = model.context_tokens - len(tokens)
     if room < 1:
         holds = f"has {len(tokens)} tokens; the context holds {model.context_tokens}"

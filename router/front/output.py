@@ -6,7 +6,7 @@ shown is ever taken back. Half a character is never shown: that is the detokeniz
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -49,6 +49,8 @@ class ServedModel(Protocol):
     def token_strings(self, ids: Sequence[int]) -> list[str]: ...
 
     def text_of(self, ids: Sequence[int]) -> str: ...
+
+    def tokenizer_files(self) -> Mapping[str, str]: ...
 
     def detokenizer(self, shown: frozenset[str] = frozenset()) -> IncrementalDecoder: ...
 

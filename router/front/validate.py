@@ -64,6 +64,8 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
     _count("logprobs", call.logprobs, 0, MAX_LOGPROBS)
     _count("prompt_logprobs", call.prompt_logprobs, 0, MAX_LOGPROBS)
     _check_logits(call, model)
+    if call.resumable and call.prompt_logprobs is not None:
+        raise FieldError("resumable", "is not allowed with log probabilities of the prompt")
     for field, label in (("request_id", call.request_id), ("tenant", call.tenant), (SESSION_HEADER, call.session)):
         if len(label) > MAX_LABEL_CHARS:
             raise FieldError(field, f"must have at most {MAX_LABEL_CHARS} characters")

@@ -22,6 +22,7 @@ from router.http.logprobs import TokenBytes, characters
 from router.http.openai_reply import (
     ReplyChoice,
     ReplyText,
+    echoed_text,
     encoded,
     finish_reason,
     last_choice,
@@ -87,6 +88,7 @@ class StreamWriter:
         self._form = form
         self._at = list(at) or [EventPosition()] * started.samples
         self._ends: dict[int, Finished] = {}
+        self._echoed: set[int] = set()
         self._readers: dict[int, PartsReader] = {}
         self._around: dict[int, tuple[bytes, bytes, bytes]] = {}
 
@@ -99,6 +101,8 @@ class StreamWriter:
         at = self._at[sample]
         if at.closing:
             raise invalid(FIELD, "lies behind the end of the output")
+        if self._form.echo is not None and sample not in self._echoed:
+            return self._echo(sample) + self.delta(item)
         is_first = not self._has_output(sample)
         size = len(text) if text.isascii() else len(text.encode())
         self._at[sample] = EventPosition(at.next_index + len(ids), at.text_bytes + size)
@@ -116,6 +120,13 @@ class StreamWriter:
         before, between, after = around
         written = _encode(ids) if self._form.return_token_ids else b""
         return self._event(b"".join((before, _encode(text), between, written, after)))
+
+    def _echo(self, sample: int) -> bytes:
+        """One event with the prompt's text, before all output of a sample."""
+        self._echoed.add(sample)
+        prompt = sample * self._form.prompts // len(self._at)
+        text = echoed_text(self._started, self._form, prompt, self._token_bytes)
+        return self._event(self._output(sample, text, (), is_first=True)) if text else b""
 
     def _in_parts(self, item: Delta, *, is_first: bool) -> bytes:
         """One event for all parts that this output decides."""
@@ -190,7 +201,7 @@ class StreamWriter:
             return events
         bodies = [DONE]
         if self._form.include_usage:
-            use = usage(list(self._ends.values()), self._form)
+            use = usage([self._ends[sample] for sample in sorted(self._ends)], self._form)
             bodies.insert(0, self._chunk([], end if is_later else None, use))
         had = self._at[0].closing - 1
         if had > len(bodies) or any(one.closing != 1 for one in self._at[1:]):

@@ -33,6 +33,7 @@ from router.http.openai import Parsed, parse_chat, parse_completion, timeout_fro
 from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
 from router.http.page import PAGE_PATH, ChatPage
+from router.http.several import generate_all
 from router.http.tokens import TokenRoutes
 from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
@@ -165,7 +166,11 @@ class _Generate:
         session = request.headers.get(SESSION_HEADER, "")
         call = msgspec.structs.replace(call, resumable=resumable, traceparent=trace, session=session)
         outlet = Outlet()
-        events = self._frontend.generate(call, outlet)
+        if len(parsed.prompts) > 1:
+            calls = [msgspec.structs.replace(call, prompt=prompt) for prompt in parsed.prompts]
+            events = generate_all(self._frontend.generate, calls)
+        else:
+            events = self._frontend.generate(call, outlet)
         answer: ASGIApp = WholeAnswer(events, parsed.form, self._token_bytes, outlet)
         if parsed.stream:
             answer = StreamedAnswer(events, parsed.form, self._token_bytes, outlet=outlet)

@@ -98,7 +98,8 @@ def ours(page: str) -> list[Block]:
 class Place:
     """A folder like the repository's root after `make setup`, with the ports of the pages replaced by free ones."""
 
-    def __init__(self, cache: Path, folder: Path) -> None:
+    def __init__(self, cache: Path, folder: Path, **more: str) -> None:
+        """`more` are settings by the end of their variables' names."""
         self._ports = {"8000": _free_port(), "50051": _free_port()}
         settings = {
             "NAME": "pages",
@@ -111,8 +112,9 @@ class Place:
             "PREFILL__ENGINE__POOL_BYTES": str(64 << 20),
             "DECODE__ENGINE__POOL_BYTES": str(64 << 20),
             "STOP_GRACE_S": "2",
+            **more,
         }
-        self.grpc_port = self._ports["50051"]
+        self.grpc_port, self.http_port = self._ports["50051"], self._ports["8000"]
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
         self._environ |= {f"HEADRACE_{key}": value for key, value in settings.items()}
         self._environ["PATH"] = f"{BIN}:{os.environ['PATH']}"

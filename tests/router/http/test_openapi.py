@@ -57,12 +57,16 @@ def test_a_number_is_taken_up_to_its_limits_and_no_further(name: str, field: str
         return  # there it is true or false
     if field == "top_logprobs" and name == "CompletionRequest":
         return  # a chat's
+    if field == "best_of":
+        return  # its limits are those of n, which they name
     least = schema.get("minimum", schema.get("exclusiveMinimum"))
     most = schema["maximum"]
     step = 1 if schema["type"] == "integer" else 0.001
     is_open = "exclusiveMinimum" in schema
     refused = [least if is_open else least - step, most + step]
     taken = [least + step if is_open else least, *([] if field in HELD_ELSEWHERE else [most])]
+    if field == "max_tokens":
+        taken = []  # 0 is for completions that echo
     for value, is_taken in [*((one, False) for one in refused), *((one, True) for one in taken)]:
         body = LEAST[name] | FOR_ANOTHER.get(field, {}) | {field: value}
         if field == "max_completion_tokens":
