@@ -16,7 +16,7 @@ import queue
 import re
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -76,6 +76,7 @@ class HexText:
     context_tokens = CONTEXT_TOKENS
     stop_ids = frozenset({VOCABULARY})
     dialect = Dialect()
+    added_ids: Mapping[str, int] = {}
     model_dir: Path | None = None
     sampling = SamplingParams()
 

@@ -35,6 +35,8 @@ class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
+    """The address that both fronts listen on. Beyond loopback only with credentials, unless their absence is asked for
+    by name."""
     grpc_port: int = 50051
     """0 takes a free port."""
     http_port: int = 8000
@@ -60,6 +62,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 256
     """Requests that may wait for room; the next one is refused with `retry_after_s`."""
     retry_after_s: float = 1.0
+    """When a refused request is told to come again."""
     deadline_margin: float = 2.0
     """A request whose caller names a deadline is refused at once if it is predicted to take more than so many times
     what is left until then; 0: none is."""
@@ -77,6 +80,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     (`generation_config.json`, a GGUF file's metadata, or a table of model cards); `off`, temperature 1 from the whole
     vocabulary."""
     default_max_tokens: int = 512
+    """The longest answer to a request that does not say how long it may be."""
     default_timeout_s: float = 3600.0
     """The deadline of a request that names none: nothing waits for ever."""
     max_samples: int = 16
@@ -85,10 +89,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the gRPC port also speaks vLLM's engine protocol, to gateways made for that engine. It needs
     `headrace[vllm]`."""
     max_message_bytes: int = 4 * 1024 * 1024
+    """The largest message over gRPC."""
     max_prompt_bytes: int = 1024 * 1024
+    """The longest text of a prompt, all messages of a chat together."""
     tokenize_inline_bytes: int = 2 * 1024
     """Longer text is tokenized in threads of its own, so that it does not hold up other requests."""
     tokenize_threads: int = 2
+    """Threads for text of more than `tokenize_inline_bytes`."""
     tokenize_budget_bytes: int = 16 * 1024 * 1024
     """Text that may be in those threads' hands or wait for them; a request beyond it is refused, and may come again."""
     worker_silent_s: float = 10.0

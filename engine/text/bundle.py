@@ -42,6 +42,7 @@ class TextModel:
         self._control = control
         self._template = ChatTemplate(files.template, settings.named_tokens)
         self._detokenizers = DetokenizerFactory(self._control.tokenizer)
+        self.added_ids = self._detokenizers.added
         self.dialect = dialect_of(files.template, self._detokenizers.added)
 
     @staticmethod

@@ -36,7 +36,7 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self.added = frozenset(token.content for token in added.values())
+        self.added = {token.content: index for index, token in added.items()}
         self._special = {token.content: index for index, token in added.items() if token.special}
         self._skipped = frozenset(self._special.values())
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}

@@ -24,6 +24,10 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     created: int
     label: str = ""
+    api: Literal["", "messages", "responses"] = ""
+    """The shape: that of OpenAI's first two routes, of Anthropic's `/v1/messages`, or of `/v1/responses`."""
+    repeated: str = ""
+    """JSON text of what the answer repeats of its request."""
     parsing: Parsing | None = None
     """How the text is taken apart into reasoning, content and calls; None where all of it is content. The intake says,
     since it depends on the model and the prompt."""

@@ -23,6 +23,7 @@ from router.front.grammars import GrammarTrials
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
 from router.front.parsers.choose import Parsing, opens_thinking
+from router.front.parsers.forced import forced_calls
 from router.front.resume import Context, pack, resume_key
 from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize, tokenize_end
 from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, check_ids, prompt_field
@@ -73,6 +74,8 @@ class Intake:
             chat = chat_of(call)
             prompt = await self._tokenize(call, chat)
             form = self._form(call, chat, prompt)
+            if call.tool_choice.mode == "required" and form is not None and form.parsing is not None:
+                call = await self._forced(call, form.parsing)
             kept = kept_tokens(call, self._model, self._config)
             if kept is not None and len(prompt.ids) > kept:
                 # Its text is no longer that of its ids, so no later turn can begin with them.
@@ -118,7 +121,7 @@ class Intake:
             tools=tools if chat.tools else "",
             reasoning="" if reasoning == "none" else reasoning,
             is_open=opens_thinking(chat, prompt.text),
-            single=not call.parallel_tool_calls,
+            single=not call.parallel_tool_calls or bool(call.tool_choice.name),
         )
         return msgspec.structs.replace(form, parsing=parsing if parsing.tools or parsing.reasoning else None)
 
@@ -157,6 +160,15 @@ class Intake:
     def namespace(self, tenant: str) -> bytes:
         """Return the cache namespace of a tenant of this cluster."""
         return self.namespaces.of(tenant)
+
+    async def _forced(self, call: GenerateCall, parsing: Parsing) -> GenerateCall:
+        """Return the call held to calling a tool. Raises as `_constrained` does."""
+        name = call.tool_choice.name
+        tools = [tool for tool in call.tools if name in ("", tool.name)]
+        constraint = forced_calls(parsing, tools, self._model.added_ids)
+        call = msgspec.structs.replace(call, constraint=constraint, constraint_field="tool_choice")
+        check_call(call, self._model, self._config)
+        return await self._constrained(call, constraint)
 
     async def _constrained(self, call: GenerateCall, constraint: Constraint) -> GenerateCall:
         """Return the call with a constraint that workers can hold its answer to. Raises FieldError, and ApiError if

@@ -40,6 +40,10 @@ class ServedModel(Protocol):
     """The prepared model, for those who read more of it; None where there is none."""
     sampling: SamplingParams
 
+    @property
+    def added_ids(self) -> Mapping[str, int]:
+        """The tokens that were added to the vocabulary, by name."""
+
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]: ...
 
     def render_chat(self, chat: ChatPrompt) -> str: ...

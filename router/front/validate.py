@@ -209,7 +209,12 @@ def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) 
     chat = chat_of(call)
     choice = call.tool_choice
     if choice.mode == "required":
-        raise FieldError("tool_choice", "only none and auto are supported")
+        if not call.tools:
+            raise FieldError("tool_choice", "needs tools")
+        if call.constraint is not None and call.constraint_field != "tool_choice":
+            raise FieldError("tool_choice", f"is not allowed with {call.constraint_field}: both say what is answered")
+        if call.form is None:
+            raise FieldError("tool_choice", "is for chats whose calls are taken apart")
     if choice.name and choice.name not in {tool.name for tool in call.tools}:
         raise FieldError("tool_choice", f"names {_shown(choice.name)}, which is none of the tools")
     if chat is None:

@@ -18,7 +18,7 @@ from engine.plan import LENGTH_PENALTIES, LOGIT_BIASES, MAX_BEAM_WIDTH, MAX_LOGP
 from router.config import RouterConfig
 from router.front import validate
 from router.front.frontend import Frontend
-from router.http import chat_fields, openai, tokens
+from router.http import chat_fields, messages_request, openai, responses_request, tokens
 from router.http.answers import RESUME_TOKEN_HEADER
 from router.http.fields import FieldsReader
 from router.http.openai_reply import Reply, ReplyChoice
@@ -49,8 +49,8 @@ LIMITS: dict[str, Schema] = {
     "stop": {"minLength": 1, "maxItems": validate.MAX_STOP_STRINGS},
     "stop_token_ids": {"minimum": 0, "maxItems": validate.MAX_STOP_TOKEN_IDS},
     "messages": {"minItems": 1, "maxItems": validate.MAX_MESSAGES},
-    "role": {"enum": list(chat_fields.ROLES)},
-    "type": {"enum": [chat_fields.TEXT_PART]},
+    "Message.role": {"enum": list(chat_fields.ROLES)},
+    "ContentPart.type": {"enum": [chat_fields.TEXT_PART]},
     "prompt": {"minimum": 0},
     "best_of": _within(1, RouterConfig().max_samples),
     "tokens": {"minimum": 0},
@@ -181,6 +181,10 @@ class WrittenMessage(msgspec.Struct):
     tool_calls: list[WrittenCall] | msgspec.UnsetType = msgspec.UNSET
 
 
+class InputTokens(msgspec.Struct):
+    input_tokens: int
+
+
 class TextReply(msgspec.Struct):
     prompt: str
 
@@ -223,12 +227,12 @@ def describe() -> dict[str, Any]:
     usage, headrace = UsageReport | msgspec.UnsetType | None, HeadracePart | msgspec.UnsetType
     whole = writer.of(_redescribed(Reply, choices=list[choice], usage=usage, headrace=headrace))
 
-    def refusals(*statuses: str) -> Schema:
-        return {status: {"description": _REFUSED[status], "content": errors} for status in statuses}
+    def refusals(*statuses: str, content: Schema = errors) -> Schema:
+        return {status: {"description": _REFUSED[status], "content": content} for status in statuses}
 
-    def generates(summary: str, reader: FieldsReader[Any]) -> Schema:
+    def generates(summary: str, reader: FieldsReader[Any], reply: Schema = whole, faults: Schema = errors) -> Schema:
         answers = {
-            **_json(whole),
+            **_json(reply),
             **_EVENTS,
         }
         stream = "The answer, or with `stream` its events: each a `Reply` with the new part of the answer."
@@ -254,7 +258,7 @@ def describe() -> dict[str, Any]:
                 "requestBody": {"required": True, "content": _json(writer.body(reader))},
                 "responses": {
                     "200": {"description": stream, "content": answers, "headers": {RESUME_TOKEN_HEADER: token}},
-                    **refusals(*_REFUSED),
+                    **refusals(*_REFUSED, content=faults),
                 },
             }
         }
@@ -263,9 +267,12 @@ def describe() -> dict[str, Any]:
         answer = {"200": {"description": summary, "content": _json(writer.of(kind))}, **refusals(*statuses)}
         return {"get": {"summary": summary, "parameters": list(parameters), "responses": answer}}
 
-    def counts(summary: str, bodies: list[Schema], kind: object, *statuses: str) -> Schema:
+    def counts(
+        summary: str, bodies: list[Schema], kind: object, *statuses: str, faults: Schema = errors
+    ) -> Schema:
         body = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
-        answer = {"200": {"description": summary, "content": _json(writer.of(kind))}, **refusals(*statuses)}
+        refused = refusals(*statuses, content=faults)
+        answer = {"200": {"description": summary, "content": _json(writer.of(kind))}, **refused}
         asked = {"required": True, "content": _json(body)}
         return {"post": {"summary": summary, "requestBody": asked, "responses": answer}}
 
@@ -280,10 +287,20 @@ def describe() -> dict[str, Any]:
         {"name": FIELD, "in": "header", "schema": {"type": "string"}, "description": "The last event received."},
         {"name": "last_event_id", "in": "query", "schema": {"type": "string"}, "description": "The same."},
     ]
+    anthropics = _json({"type": "object"})
     text = writer.body(_with_options(openai.COMPLETION, "TokenizeText"))
     paths: dict[str, Schema] = {
         "/v1/chat/completions": generates("Go on with a chat", openai.CHAT),
         "/v1/completions": generates("Go on with a text or token ids", openai.COMPLETION),
+        "/v1/responses": generates("OpenAI's newer shape", responses_request.RESPONSES, {"type": "object"}),
+        "/v1/messages": generates("Anthropic's shape", messages_request.MESSAGES, {"type": "object"}, anthropics),
+        "/v1/messages/count_tokens": counts(
+            "The tokens of a message's prompt",
+            [writer.body(messages_request.COUNTING)],
+            InputTokens,
+            *_OF_TOKENS,
+            faults=anthropics,
+        ),
         "/v1/streams/{token}": {
             "parameters": [secret],
             "get": {

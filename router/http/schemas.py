@@ -57,13 +57,16 @@ class SchemaWriter:
             elif is_request and key in HARMLESS:
                 schema["properties"][key] = {"description": f"Let pass: {HARMLESS[key]}."}
             else:
-                schema["properties"][key] = self._schema(field.type, self._limits.get(key, {}) if is_request else {})
+                schema["properties"][key] = self._schema(field.type, self._limit(name, key) if is_request else {})
         lacking = {field.name for field in structs.fields(found.cls) if msgspec.UnsetType in get_args(field.type)}
         if required := [field.encode_name for field in found.fields if field.required and field.name not in lacking]:
             schema["required"] = required
         if is_request:
             schema["additionalProperties"] = False
         return _reference(name)
+
+    def _limit(self, struct: str, field: str) -> Schema:
+        return self._limits.get(f"{struct}.{field}") or self._limits.get(field, {})
 
     def _schema(self, found: inspect.Type, limits: Schema) -> Schema:
         if isinstance(found, inspect.StructType):

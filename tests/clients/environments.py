@@ -20,9 +20,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 NEEDS = {
     "schemathesis": ("schemathesis==4.32.5",),
     "openai": ("openai==3.54.0",),
-    "anthropic": ("anthropic==2.12.0",),
     "llm": ("llm==0.36",),
-    "aiperf": ("aiperf==0.13.0",),
 }
 INSTALL_LIMIT_S = 420
 

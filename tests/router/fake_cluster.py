@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -54,6 +54,7 @@ class ByteText:
     context_tokens = 512
     stop_ids = frozenset({END})
     dialect = Dialect()
+    added_ids: Mapping[str, int] = {}
     model_dir: Path | None = None
     sampling = SamplingParams()
 

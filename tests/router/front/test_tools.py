@@ -7,10 +7,13 @@ import json
 import msgspec
 import pytest
 
+from engine.constraints.text import JSON_OBJECT
 from engine.text.bundle import TextModel
 from engine.text.dialect import Dialect, dialect_of
+from engine.types import Constraint
 from router.config import RouterConfig
 from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm, Tool, ToolChoice
+from router.front.grammars import GrammarTrials
 from router.front.intake import Arrival, Intake
 from router.front.output import Output
 from router.front.parsers.choose import Parsing, parser_of
@@ -151,3 +154,32 @@ def test_the_turn_after_a_call_begins_with_the_very_ids_of_the_call() -> None:
     changed = msgspec.structs.replace(turn, tool_calls=(msgspec.structs.replace(turn.tool_calls[0], arguments=broken),))
     again = msgspec.structs.replace(chat, messages=(chat.messages[0], changed, chat.messages[2]))
     assert intake.conversations.begin(again, b"")[1] == [], "so does another call"
+
+
+def test_a_demanded_call_becomes_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `required` and a named function, which hold an answer that the model would rather begin otherwise."""
+
+    async def approved(self: GrammarTrials, constraint: Constraint, field: str) -> Constraint:
+        assert field == "tool_choice"
+        return constraint
+
+    # The trial itself needs a prepared model (tests/router/front/parsers/test_forced.py compiles what is made here).
+    monkeypatch.setattr(GrammarTrials, "approved", approved)
+    required = take(msgspec.structs.replace(ASKED, tool_choice=ToolChoice("required"))).record
+    assert required.constraint is not None and "<tool_call>" in required.constraint.text
+    tools = (TOOL, Tool("snow"))
+    named = take(msgspec.structs.replace(ASKED, tools=tools, tool_choice=ToolChoice("required", "snow")))
+    assert named.record.constraint is not None and "rain" not in named.record.constraint.text
+    assert named.form is not None and named.form.parsing is not None and named.form.parsing.single
+    assert take(ASKED).record.constraint is None
+    odd = [
+        ({"tools": ()}, "needs tools"),
+        ({"tool_choice": ToolChoice("required", "hail")}, "none of the tools"),
+        ({"constraint": JSON_OBJECT, "constraint_field": "response_format"}, "not allowed with response_format"),
+        ({"form": None}, "taken apart"),
+    ]
+    for fields, message in odd:
+        asked = msgspec.structs.replace(ASKED, **{"tool_choice": ToolChoice("required"), **fields})
+        with pytest.raises(ApiError, match=message) as caught:
+            take(asked)
+        assert caught.value.field == "tool_choice"
