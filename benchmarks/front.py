@@ -16,7 +16,7 @@ import queue
 import re
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,6 +43,7 @@ from engine.messages import (
     frames,
 )
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
+from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import FinishReason, Incarnation, SamplingParams
 from router.config import FrontLimits, RouterConfig
@@ -74,6 +75,8 @@ class HexText:
     vocab_size = VOCABULARY + 1
     context_tokens = CONTEXT_TOKENS
     stop_ids = frozenset({VOCABULARY})
+    dialect = Dialect()
+    added_ids: Mapping[str, int] = {}
     model_dir: Path | None = None
     sampling = SamplingParams()
 
@@ -102,8 +105,11 @@ class HexText:
     def text_of(self, ids: Sequence[int]) -> str:
         return " ".join(self.token_strings(ids))
 
-    def detokenizer(self) -> Detokenizer:
-        return self._detokenizers.make()
+    def tokenizer_files(self) -> dict[str, str]:
+        return {"tokenizer.json": "{}"}
+
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        return self._detokenizers.make(shown)
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:
         return self._detokenizers.token_bytes(token)

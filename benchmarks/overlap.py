@@ -24,7 +24,7 @@ from engine.kv.manager import KVCacheManager
 from engine.loop import Engine
 from engine.messages import PeerAddress, Place, Record, encode
 from engine.step import Drawn, StepPlan
-from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
+from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams, TokenLogprobs
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import DecodePlan, SharedPrefix, geometry_for, plan_decode
 from kernels.shared_prefixes import shared_prefixes
@@ -49,6 +49,9 @@ class TimedStep:
         if (left_s := self.ended_s - time.perf_counter()) > 0:
             time.sleep(left_s)
         return [(self._number * 7919 + at) % VOCAB for at in range(self._draws)]
+
+    def scores(self) -> Sequence[Sequence[TokenLogprobs]]:
+        return []
 
     def idle_s(self, before: "TimedStep") -> float:
         return self.began_s - before.ended_s

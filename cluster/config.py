@@ -36,10 +36,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The file of the secret by which its processes know each other: one a line, two while one replaces the other; made
     where there is none. Empty: one is drawn at each start. Workers that are started alone need it."""
     launcher: Literal["ray", "process"] = "ray"
+    """What starts the workers: Ray, which a cluster of several machines needs, or plain processes of this one."""
     ray: RayConfig = RayConfig()
     prefill_workers: int = 1
     """0: one pool of decode workers, each of which reads its prompts itself, beside its running requests."""
     decode_workers: int = 1
+    """At least 1."""
     routers: int = 1
     """Routers behind the same ports, one process each: as many cores as the front may use."""
     worker_host: str = "127.0.0.1"
@@ -47,11 +49,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str = ""
     """Where converted models are kept; empty means the user's cache folder."""
     start_timeout_s: float = 180.0
+    """How long all processes together may take until they serve, the conversion of a model included."""
     stop_grace_s: float = 5.0
     """How long running requests may take to end before their process is killed."""
     leave_grace_s: float = 60.0
     """How long a worker that is to leave the running cluster may take to finish, or to hand over, what it has."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """The least that every process of the cluster writes to standard error."""
     log_json: bool = False
     """Log one JSON object a line, with worker and request, instead of plain lines."""
     tracing: TracingConfig = TracingConfig()

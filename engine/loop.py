@@ -20,6 +20,7 @@ from engine.kv.manager import KVCacheManager
 from engine.runner import Launched, Runner
 from engine.step import Drawn, StepPlan
 from engine.storage.tiers.mover import TierMover
+from engine.types import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,9 @@ class Scheduler(Protocol[E_in, C_out]):
 
     def plan(self, now: float) -> tuple[StepPlan | None, Sequence[C_out]]:
         """Return the next step, behind one that was planned and is not complete yet, if there is one; never more."""
+
+    def scored(self, plan: StepPlan, scores: Sequence[Sequence[TokenLogprobs]]) -> None:
+        """Take what the scored rows of a step say of their prompts; `complete` of the same step follows."""
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> Sequence[C_out]: ...
 
@@ -149,6 +153,8 @@ class Engine(Generic[E, C]):
         drawn = step.launched.wait()
         ended = self._clock()
         self.steps += 1
+        if step.plan.is_scored:
+            self._scheduler.scored(step.plan, step.launched.scores())
         self._carry_out(self._scheduler.complete(step.plan, drawn, ended))
         idle_s = None if step.before is None else step.launched.idle_s(step.before)
         began, self._ended_at = max(step.at_s, self._ended_at), ended

@@ -234,6 +234,8 @@ class Tokens(PlacementMessage, omit_defaults=True):
     ids: list[int]
     logprobs: list[TokenLogprobs] = []
     """Those of each of the tokens, where they are asked for."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """With the first output token: those of the prompt's tokens from the second on, where they are asked for."""
 
 
 class Yielded(PlacementMessage, kw_only=True):
@@ -416,6 +418,8 @@ class FirstToken(HandoffMessage, kw_only=True):
     token: int
     logprobs: TokenLogprobs | None = None
     """The token's, where they are asked for."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """Those of the prompt's tokens from the second on, where they are asked for."""
     chunks: int
     queue_s: float
     run_s: float

@@ -173,7 +173,8 @@ def row_of(
     token after them, if it `follows` the step that draws it."""
     length = len(tokens) + follows
     banned = banned_tokens(record, length - record.prompt_tokens, stop_ids)
-    return Row(record.request, record, tokens, start, end, blocks, end == length, banned, candidates, follows)
+    scored = 0 if record.prompt_logprobs is None else max(0, min(end, record.prompt_tokens - 1) - start)
+    return Row(record.request, record, tokens, start, end, blocks, end == length, banned, candidates, follows, scored)
 
 
 def share_budget(remaining: Sequence[int], budget: int) -> list[int]:

@@ -20,11 +20,12 @@ from engine.backends.gpu.graphs import DecodeGraphs
 from engine.batch import Followed, ForwardBatch
 from engine.constraints.matchers import Mask, Matchers
 from engine.cores import Cores
-from engine.logprobs import QueuedDraws, StepLogprobs
+from engine.logprobs import PromptScores, QueuedDraws, StepLogprobs, prompt_scores
 from engine.model.llama import Llama
 from engine.sampling import needs_tokens
 from engine.step import DeadEnd, Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import KVTensors
+from engine.types import TokenLogprobs
 
 
 class Launched(Protocol):
@@ -32,6 +33,9 @@ class Launched(Protocol):
 
     def wait(self) -> Sequence[Drawn]:
         """Return a token, or candidates, for each row with `draw`, in the order of the rows, when the step is over."""
+
+    def scores(self) -> Sequence[Sequence[TokenLogprobs]]:
+        """Return what each scored row asks of a prompt's tokens, in the order of the rows; after `wait`."""
 
     def idle_s(self, before: Any) -> float:
         """Return for how many seconds nothing was computed between `before`, launched by the same runner just before
@@ -76,9 +80,10 @@ def _mark(device: torch.device) -> Any:
 class _Marked:
     """A step between two points of its device's work."""
 
-    def __init__(self, began: Any, ended: Any) -> None:
+    def __init__(self, began: Any, ended: Any, scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list) -> None:
         self._began = began
         self._ended = ended
+        self.scores = scores
 
     def idle_s(self, before: "_Marked") -> float:
         return max(0.0, float(before._ended.elapsed_time(self._began)) * 1e-3)
@@ -87,8 +92,14 @@ class _Marked:
 class Done(_Marked):
     """A step that has ended as it was launched."""
 
-    def __init__(self, drawn: Sequence[Drawn], began: Any, ended: Any) -> None:
-        super().__init__(began, ended)
+    def __init__(
+        self,
+        drawn: Sequence[Drawn],
+        began: Any,
+        ended: Any,
+        scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list,
+    ) -> None:
+        super().__init__(began, ended, scores)
         self._drawn = drawn
 
     def wait(self) -> Sequence[Drawn]:
@@ -106,6 +117,7 @@ class Queued(_Marked):
         places: list[int],
         began: Any,
         logprobs: StepLogprobs | None = None,
+        scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list,
         dead: Mapping[int, DeadEnd] | None = None,
     ) -> None:
         """`dead`: draws whose token means nothing, by their place."""
@@ -115,7 +127,7 @@ class Queued(_Marked):
         self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=tokens.is_cuda)
         self._host.copy_(tokens, non_blocking=True)
         self._logprobs = None if logprobs is None else logprobs.to_host()
-        super().__init__(began, _mark(tokens.device))
+        super().__init__(began, _mark(tokens.device), scores)
 
     def wait(self) -> Sequence[Drawn]:
         self._ended.synchronize()
@@ -175,7 +187,15 @@ class ModelRunner:
         if followed is None:
             rows = [self._latest.resolved(row) for row in rows]
         masks = self._begin_masks([row for row in rows if row.draw])
-        if self._graphs is not None and self._graphs.takes(rows):
+        scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list
+        if plan.is_scored:
+            batch = self._batch(rows, followed)
+            self._begins(began)
+            hidden = self._model.hidden(batch, self.kv, self._attention)
+            logits = self._model.logits(hidden[batch.logit_rows])
+            scored = [at for at in order if plan.rows[at].scored]
+            scores = partial(_in_order, prompt_scores(self._model.logits, hidden, rows).to_host(), scored)
+        elif self._graphs is not None and self._graphs.takes(rows):
             loaded = self._graphs.load(rows, followed)
             self._begins(began)
             logits = self._graphs.replay(loaded)
@@ -191,11 +211,11 @@ class ModelRunner:
         if isinstance(drawn, Tensor | QueuedDraws):
             tokens, logprobs = (drawn, None) if isinstance(drawn, Tensor) else drawn
             places = sorted(range(len(drawing)), key=drawing.__getitem__)
-            launched = Queued(tokens, places, began, logprobs, dead)
+            launched = Queued(tokens, places, began, logprobs, scores, dead)
         else:
             told = [dead.get(at, token) for at, token in enumerate(drawn)]
             in_order = [told[at] for at in sorted(range(len(drawing)), key=drawing.__getitem__)]
-            launched = Done(in_order, began, _mark(device))
+            launched = Done(in_order, began, _mark(device), scores)
         self._latest = LatestDraws(plan.rows, launched)
         return launched
 
@@ -244,6 +264,11 @@ class ModelRunner:
         """What was prepared so far, the CPU has done: a GPU that had nothing else to do has waited for it."""
         if self._model.device.type == "cuda":
             began.record()
+
+
+def _in_order(scores: PromptScores, places: list[int]) -> list[list[TokenLogprobs]]:
+    """Return what was said in the order of `places`."""
+    return [said for _, said in sorted(zip(places, scores.told(), strict=True), key=lambda pair: pair[0])]
 
 
 class Opened(NamedTuple):

@@ -28,6 +28,8 @@ class Row(msgspec.Struct, frozen=True):
     candidates: int = 0
     """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
     follows: bool = False
+    scored: int = 0
+    """So many of its tokens, from `start` on, have a next one in the prompt whose log probability is wanted."""
     allowed: bytes = b""
     """A bit for each token, in 32-bit words, set where the record's constraint allows it; empty: all are allowed. The
     runner fills it in, while the device computes."""
@@ -86,6 +88,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     rows: tuple[Row, ...]
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
     number: int = 0
+    is_scored: bool = False
+    """True where some row is `scored`."""
 
     @property
     def computed_tokens(self) -> int:

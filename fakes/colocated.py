@@ -56,6 +56,7 @@ class ColocatedAnswer:
     fork_of: RequestId | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     refused: int = 0
     ended: Ended | None = None
 
@@ -229,12 +230,13 @@ class Colocated:
 
     def _told(self, record: object) -> None:
         match record:
-            case Tokens(request, _, index, ids, logprobs):
+            case Tokens(request, _, index, ids, logprobs, prompt_logprobs):
                 answer = self.answers[request]
                 if index != len(answer.tokens):
                     raise RuntimeError(f"token {index} of {request} after {len(answer.tokens)}")
                 answer.tokens += ids
                 answer.logprobs += logprobs
+                answer.prompt_logprobs += prompt_logprobs
             case NeedPrefill(request, placement):
                 # There is no other prefill worker here.
                 none_left = UsePrefill(request, placement, None)

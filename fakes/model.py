@@ -49,6 +49,11 @@ def fake_candidates(
     return _candidates(rows, vocab, count, banned)
 
 
+def fake_prompt_logprobs(tokens: Sequence[int], layout: KVLayout, vocab: int, count: int) -> list[TokenLogprobs]:
+    """Return those of a prompt's tokens from the second on."""
+    return [fake_logprobs(tokens[:at], layout, vocab, tokens[at], count) for at in range(1, len(tokens))]
+
+
 def fake_logprobs(tokens: Sequence[int], layout: KVLayout, vocab: int, token: int, count: int) -> TokenLogprobs:
     """Return the log probabilities of `token` after `tokens`, and of the `count` likeliest."""
     rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
@@ -101,9 +106,21 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> Done:
         began = HostMark()
         drawn = self._run(plan.copies, [self._latest.resolved(row) for row in plan.rows])
-        done = Done(drawn, began, HostMark())
+        scores = [self._scores(row) for row in plan.rows if row.scored]
+        done = Done(drawn, began, HostMark(), lambda: scores)
         self._latest = LatestDraws(plan.rows, done)
         return done
+
+    def _there(self, row: Row, end: int) -> np.ndarray:
+        """Return the KV rows of the first `end` tokens, read back through the block table."""
+        size = self.kv.layout.block_size
+        table = [row.blocks[at // size] for at in range(end)]
+        offsets = [at % size for at in range(end)]
+        return np.concatenate([plane[table, :, :, :, offsets] for plane in self._planes], axis=-1)
+
+    def _scores(self, row: Row) -> list[TokenLogprobs]:
+        ends, wanted = range(row.start + 1, row.start + 1 + row.scored), row.record.prompt_logprobs or 0
+        return [_logprobs(self._there(row, end), self._vocab, row.tokens[end], wanted) for end in ends]
 
     def _run(self, copies: Sequence[tuple[BlockId, BlockId]], rows: Sequence[Row]) -> Sequence[Drawn]:
         self.kv.copy(list(copies))
@@ -116,10 +133,7 @@ class FakeRunner:
                 for plane, piece in zip(self._planes, pieces, strict=False):
                     plane[row.blocks[at // size], :, :, :, at % size] = piece
             if row.draw:
-                table = [row.blocks[at // size] for at in range(row.end)]
-                offsets = [at % size for at in range(row.end)]
-                planes = [plane[table, :, :, :, offsets] for plane in self._planes]
-                there = np.concatenate(planes, axis=-1)
+                there = self._there(row, row.end)
                 if row.candidates:
                     drawn.append(_candidates(there, self._vocab, row.candidates, row.banned))
                     continue

@@ -30,7 +30,7 @@ from router.dispatch import Links
 from router.front.api import ModelFacts
 from router.front.frontend import Frontend
 from router.front.output import ServedModel
-from router.grpc.service import Service
+from router.grpc.service import Service, check_vllm
 from router.hub import Hub
 from router.roster import ScrapeTarget
 from router.shadows import ShadowPolicy
@@ -71,7 +71,8 @@ class RouterApp:
     ) -> None:
         """`secrets` are what workers must have, `fingerprint` is that of the model whose text side this is: others are
         refused. Raises AccessError where `config.access` cannot be used, or its host may not be listened on, and
-        ValueError for an unknown policy."""
+        ValueError for an unknown policy, and for a protocol whose messages are not installed."""
+        check_vllm(config.vllm_protocol)
         check_exposed(config.host, config.access, "the router")
         clock = time.monotonic
         self._model = text.name
@@ -91,7 +92,13 @@ class RouterApp:
         self.hub.hear_siblings_with(self._hear_sibling)
         self._told = 0
         self._frontend = Frontend(text, self.hub, config, clock, observer, self._limits)
-        self._service = Service(self._frontend, self.hub.ready, self._authenticator, self._certificates)
+        self._service = Service(
+            self._frontend,
+            self.hub.ready,
+            self._authenticator,
+            self._certificates,
+            has_vllm=config.vllm_protocol,
+        )
         self._observer = observer
         self._pages = ThreadPoolExecutor(1, thread_name_prefix="metrics page")
         self._https: list[_Http] = []
@@ -109,11 +116,13 @@ class RouterApp:
             ports.append(config.own_port)
         connections = connections_now(config.limits.connections, fronts=1 + len(ports))
         if ports:
+            from router.http.browsers import BrowserGuard
             from router.http.gate import HttpGate, with_cors
             from router.http.routes import build_app
 
             inner = build_app(self._frontend, self, config.limits.bodies_bytes, chat_page=config.chat_page)
-            app = with_cors(HttpGate(inner, self._authenticator), config.cors_origins)
+            guarded = BrowserGuard(HttpGate(inner, self._authenticator), config.host)
+            app = with_cors(guarded, config.cors_origins)
             self._https = [
                 _Http(config, port, app, connections, self._certificates, is_shared=is_shared and not at)
                 for at, port in enumerate(ports)

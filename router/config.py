@@ -7,6 +7,8 @@ import msgspec
 from access.config import AccessConfig
 
 LocalPrefill = Literal["never", "auto"]
+ToolParser = Literal["auto", "none", "hermes", "llama3", "mistral", "harmony"]
+ReasoningParser = Literal["auto", "none", "think", "harmony"]
 
 
 class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +35,8 @@ class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
+    """The address that both fronts listen on. Beyond loopback only with credentials, unless their absence is asked for
+    by name."""
     grpc_port: int = 50051
     """0 takes a free port."""
     http_port: int = 8000
@@ -58,11 +62,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 256
     """Requests that may wait for room; the next one is refused with `retry_after_s`."""
     retry_after_s: float = 1.0
+    """When a refused request is told to come again."""
     deadline_margin: float = 2.0
     """A request whose caller names a deadline is refused at once if it is predicted to take more than so many times
     what is left until then; 0: none is."""
     session_s: float = 1800.0
     """The time for which a conversation that its client has named goes on where it was, from its last request on."""
+    tool_parser: ToolParser = "auto"
+    """How the model writes its calls of tools: `auto` goes by its template and tokens; `none`: tools are refused."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model's reasoning is told from its answer: `auto` goes by its template and tokens; `none`: it is not."""
     served_model_names: tuple[str, ...] = ()
     """The names that callers may give as `model`; answers to those who give none are under the first. Empty: the name
     of the model's file or folder."""
@@ -71,15 +80,22 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     (`generation_config.json`, a GGUF file's metadata, or a table of model cards); `off`, temperature 1 from the whole
     vocabulary."""
     default_max_tokens: int = 512
+    """The longest answer to a request that does not say how long it may be."""
     default_timeout_s: float = 3600.0
     """The deadline of a request that names none: nothing waits for ever."""
     max_samples: int = 16
     """Most parallel samples (`n`) of one call; each counts as a request."""
+    vllm_protocol: bool = False
+    """Whether the gRPC port also speaks vLLM's engine protocol, to gateways made for that engine. It needs
+    `headrace[vllm]`."""
     max_message_bytes: int = 4 * 1024 * 1024
+    """The largest message over gRPC."""
     max_prompt_bytes: int = 1024 * 1024
+    """The longest text of a prompt, all messages of a chat together."""
     tokenize_inline_bytes: int = 2 * 1024
     """Longer text is tokenized in threads of its own, so that it does not hold up other requests."""
     tokenize_threads: int = 2
+    """Threads for text of more than `tokenize_inline_bytes`."""
     tokenize_budget_bytes: int = 16 * 1024 * 1024
     """Text that may be in those threads' hands or wait for them; a request beyond it is refused, and may come again."""
     worker_silent_s: float = 10.0

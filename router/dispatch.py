@@ -209,7 +209,7 @@ class Links:
                 async with grpc.aio.insecure_channel(peer.address, CHANNEL_OPTIONS) as channel:
                     async for _ in self._listen(role, channel, peer):
                         pause_s = PAUSE_S[0]
-                log.warning("worker %s closed its stream", peer.name)
+                log.info("worker %s closed its stream", peer.name)
             except (grpc.aio.AioRpcError, msgspec.MsgspecError, TimeoutError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 log.info("no stream to worker %s: %s", peer.name, reason or type(error).__name__)

@@ -55,9 +55,15 @@ class Sink(Protocol):
         """Note that its leaving decode worker has yielded it after `stages`: it will be offered and accepted once
         more."""
 
-    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
-        """Take output, with the log probabilities of each token where they are asked for. Return the number of tokens
-        kept if they complete a stop string."""
+    def tokens(
+        self,
+        ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> int | None:
+        """Take output, with the log probabilities of each token, and with the first of all those of the prompt, where
+        they are asked for. Return the number of tokens kept if they complete a stop string."""
 
     def completed(self, end: events.Complete, now: float) -> None: ...
 
@@ -253,8 +259,8 @@ class Hub:
             case events.Begin(request):
                 if request in self._sinks:
                     self._sinks[request].accepted(now)
-            case events.Deliver(request, ids, logprobs):
-                self._deliver(request, ids, now, logprobs)
+            case events.Deliver(request, ids, logprobs, prompt_logprobs):
+                self._deliver(request, ids, now, logprobs, prompt_logprobs)
             case events.Moved(request, worker, stages):
                 log.info("moves off %s", worker, extra={"request": request})
                 self._observer.continued("move")
@@ -298,9 +304,16 @@ class Hub:
                 self._gone(verdict.name, "given_up")
                 self._sever(verdict.name)
 
-    def _deliver(self, request: RequestId, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs]) -> None:
+    def _deliver(
+        self,
+        request: RequestId,
+        ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs],
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
         sink = self._sinks.get(request)
-        if sink is not None and (kept := sink.tokens(ids, now, logprobs)) is not None:
+        if sink is not None and (kept := sink.tokens(ids, now, logprobs, prompt_logprobs)) is not None:
             self._handle(events.StopFound(request, kept))
 
     def _adopt(self, orphan: Orphan, now: float) -> None:

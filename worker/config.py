@@ -26,6 +26,7 @@ class PrefillConfig(WorkerConfig, frozen=True, kw_only=True):
     """λ of `matched_tokens + λ · waiting_seconds`: how many cached tokens one second of waiting is worth. "auto": as
     many as this worker computes in a second, as measured; 0: longest prefix first; large: first come, first served."""
     max_waiting: int = 1024
+    """Prompts that may wait in this worker's line; the next one is refused, and goes to another worker."""
 
     @property
     def step_limits(self) -> StepLimits:

@@ -47,6 +47,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     stored: str = "bfloat16"
     """How the model's weights are kept (`engine.model.prepared.cache.stored_dtype`)."""
     model: ModelConfig | None = None
+    not_run: str = ""
+    """Why this engine does not run such a model; empty where it does, or nothing but the sizes is known."""
 
 
 class TokenSizes(msgspec.Struct, frozen=True, kw_only=True):

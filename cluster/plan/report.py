@@ -36,6 +36,8 @@ def plan_text(plan: Plan) -> str:
         parts.append(_aligned(_pools(plan)))
     if plan.waste is not None:
         parts.append(_aligned(_waste(plan.waste, plan.request.tokens)))
+    if plan.model.not_run:
+        parts.append(plan.model.not_run)
     short = [pool for pool in plan.pools if pool.missing_bytes]
     for pool in short:
         parts.append(f"{pool.name}: {format_size(pool.missing_bytes)} short of a single block")

@@ -135,15 +135,30 @@ def _read(path: Path) -> Shape:
 
         return shape_of(GGUFModel(path).config, stored_dtype(path))
     file = path / CONFIG_FILE if path.is_dir() else path
-    from engine.model.files.checkpoint import read_json
+    from engine.model.files.checkpoint import find_family, read_json
     from engine.model.files.hf_model import said_dtype
 
     raw = read_json(file)
+    if "num_hidden_layers" not in raw and raw.get("model_type"):
+        # A family whose sizes have other names; raises with those that there are.
+        find_family(file, "hugging_face", "model_type", raw["model_type"])
     if "num_hidden_layers" not in raw:
         prepared = ModelConfig.load(file.parent)
         return shape_of(prepared, prepared.dtype)
     model, said = _hugging_face(file, raw), said_dtype(raw)
-    return shape_of(model) if said is None else shape_of(model, said)
+    shape = shape_of(model) if said is None else shape_of(model, said)
+    return msgspec.structs.replace(shape, not_run=_not_run(file, raw))
+
+
+def _not_run(file: Path, raw: dict[str, object]) -> str:
+    """Say why `headrace up` would refuse a model that can be planned for; empty where it would not for its family."""
+    from engine.model.files.checkpoint import find_family
+
+    try:
+        find_family(file, "hugging_face", "model_type", raw.get("model_type"))
+    except ModelError as error:
+        return f"for planning alone, as `headrace up` refuses it: {error}"
+    return ""
 
 
 def _hugging_face(file: Path, raw: dict[str, object]) -> ModelConfig:

@@ -364,7 +364,8 @@ class Cluster:
                 case Discard(name):
                     child = self._children.pop(name, None)
                     why = None if child is None else child.failure()
-                    log.warning("%s is gone: %s", name, why or self._cause(name))
+                    level = logging.INFO if child is not None and child.left() else logging.WARNING
+                    log.log(level, "%s is gone: %s", name, why or self._cause(name))
                     if child is not None:
                         child.stop(0.0)
                     if self._supervisor is not None and name not in self._supervisor:

@@ -55,8 +55,11 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
     if another one of its pool is up, or, for a prefill worker, a decode worker, which reads prompts itself; else the
     cluster ends. 0: the first death ends it."""
     window_s: float = 300.0
+    """The time after which a death no longer counts."""
     first_pause_s: float = 0.25
+    """The pause before a dead process is started again; twice as long after each further death."""
     longest_pause_s: float = 15.0
+    """The longest that this pause becomes."""
     at_once: int = 4
     """Workers that may be starting again at the same time."""
     router_hung_s: float = 30.0

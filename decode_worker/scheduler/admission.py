@@ -96,13 +96,21 @@ class Admission:
         return self.kv.blocks_for(self.room_tokens(record, len(record.tokens)))
 
     def acquire(
-        self, record: RequestRecord, tokens: list[int], *, migrating: bool = True, spare: int = 0
+        self,
+        record: RequestRecord,
+        tokens: list[int],
+        *,
+        migrating: bool = True,
+        spare: int = 0,
+        match_limit: int | None = None,
     ) -> Lease | None:
-        """Return a lease for `tokens`, prompt and output so far, that leaves others `spare` blocks, if there is one."""
+        """Return a lease for `tokens`, prompt and output so far, that leaves others `spare` blocks, if there is one. At
+        most `match_limit` of them are taken from the cache; None: all but the last."""
+        limit = len(tokens) - 1
         return self.kv.acquire(
             record.namespace,
             tokens,
-            match_limit=len(tokens) - 1,
+            match_limit=limit if match_limit is None else match_limit,
             room_tokens=len(tokens),
             grow_tokens=self.room_tokens(record, len(tokens)),
             migrating=migrating,
@@ -136,14 +144,15 @@ class Admission:
 
     def _parent(self, message: Place) -> Request | None:
         other = None if message.fork_of is None else self.requests.get(message.fork_of)
-        if other is None or other.state is RequestState.PREEMPTED:
+        if other is None or other.state is RequestState.PREEMPTED or message.record.prompt_logprobs is not None:
             return None
         return self.prefills.forks.parent(message.record, other)
 
     def _lease(self, record: RequestRecord, parent: Request | None, *, here: bool) -> Lease | None:
         if parent is not None:
             return self.promise(record, len(record.tokens))
-        return None if self.prefills.is_busy(here=here) else self.acquire(record, record.tokens)
+        limit = None if record.prompt_logprobs is None else 0
+        return None if self.prefills.is_busy(here=here) else self.acquire(record, record.tokens, match_limit=limit)
 
     def _take(self, link: int, message: Place, router: Incarnation, lease: Lease, now: float) -> Request:
         record, group = message.record, message.record.group

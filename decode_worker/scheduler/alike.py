@@ -57,6 +57,8 @@ class Alike:
     def _first(self, request: Request, line: Iterable[Request]) -> tuple[Request, int] | None:
         """Return who computes most of what `request` begins with, and lacks, and how many tokens of it."""
         size, known = self._kv.block_size, request.known
+        if request.record.prompt_logprobs is not None:
+            return None  # it computes all of its prompt
         if len(request.lease.path) * size != known:
             return None  # it has begun in the middle of a block, into which a copy may have to go first
         best: tuple[Request, int] | None = None

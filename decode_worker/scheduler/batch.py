@@ -22,7 +22,7 @@ from decode_worker.scheduler.samples.beams import Beams
 from engine.kv.manager import KVCacheManager, Lease
 from engine.plan import CompiledConstraint, finish_reason, is_compiled, row_of, share_budget
 from engine.step import Candidates, Drawn, Row, StepPlan
-from engine.types import Beam, FinishReason
+from engine.types import Beam, FinishReason, TokenLogprobs
 from worker.config import DecodeConfig
 
 
@@ -198,12 +198,14 @@ class Batch:
                     step.prompt_tokens += share
         if not rows:
             return None
+        # Only prompts are scored, and they come last.
+        is_scored = any([row.scored for row in rows[step.running_rows :]])
         step.leases += [lease for lease in step.copying if lease not in step.leases]
         self._kv.launched(step.leases)
         self._under_way.append(step)
         self._steps += 1
         step.number = self._steps
-        return StepPlan(tuple(rows), tuple(copies), self._steps)
+        return StepPlan(tuple(rows), tuple(copies), self._steps, is_scored)
 
     def _row(self, step: _Planned, request: Request, end: int) -> Row:
         record, tokens, lease = request.record, request.tokens, request.lease
@@ -227,6 +229,13 @@ class Batch:
     def s_per_prompt_token(self) -> float:
         """The time that each of them is predicted to take, in seconds; 0.0 until measured."""
         return self.pace.s_per_token(len(self.running))
+
+    def scored(self, plan: StepPlan, scores: Sequence[Sequence[TokenLogprobs]]) -> None:
+        """Keep what the oldest step under way says of the tokens of prompts."""
+        said = iter(scores)
+        for row, request in zip(plan.rows, self._under_way[0].requests, strict=True):
+            if row.scored:
+                request.scores[row.start :] = next(said)
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[tuple[Request, Drawn]]:
         """Count what the oldest step under way has computed. Return what follows each row that draws, with its request,

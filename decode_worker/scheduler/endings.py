@@ -9,6 +9,8 @@ requests are orphans, and what is remembered of ended ones, is the business of
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Command, Freed, Result, Tell, Unservable
@@ -64,6 +66,8 @@ class Endings:
                 reason = self.batch.append(request, token.token)
                 told = Tokens(name, request.placement, index, [token.token], [token])
                 request.keep(token)
+            if request.record.prompt_logprobs is not None:
+                told = msgspec.structs.replace(told, prompt_logprobs=request.take_scores())
             commands.append(Tell(request.link, told))
             if reason is not None:
                 return commands + self.end(request, reason, now)

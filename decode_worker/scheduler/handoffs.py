@@ -108,7 +108,7 @@ class Handoffs:
         self.kv.extend(request.lease, len(request.tokens), migrating=True)
         self.receiver.expect(handoff, self._targets(request))
         left_s = None if record.remaining_s is None else max(0.0, request.deadline - now)
-        ours = {"context": b"", "emitted_logprobs": ()}
+        ours: dict[str, object] = {"context": b"", "emitted_logprobs": ()}
         record = msgspec.structs.replace(record, tokens=list(request.tokens), remaining_s=left_s, **ours)
         have = request.have_blocks * self.kv.block_size
         return [Emit(peer.peer, StartPrefill(handoff=handoff, record=record, have_tokens=have))]

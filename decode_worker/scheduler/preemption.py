@@ -149,7 +149,7 @@ class Preemption:
         record, tokens, kv, prefills = request.record, request.tokens, self.kv, self.prefills
         # Who runs wants its next block soon: to take it away would preempt this request again.
         spare = max(len(self.batch.running), self.batch.shortage)
-        sample = self._fetched_sample(request)
+        sample = None if record.prompt_logprobs is not None else self._fetched_sample(request)
         # 1. Another sample of its prompt is being fetched, and this one was swapped: it waits, since fetching what they
         # share twice would take room twice.
         if sample is not None and request.stash is not None:
@@ -165,14 +165,15 @@ class Preemption:
             return []
         # Else it needs blocks for all of its tokens, to be filled by a tier, here, or by its prefill worker. What was
         # copied is copied back, unless all of it is here still.
-        missing = len(tokens) - kv.matched_tokens(record.namespace, tokens, len(tokens) - 1)
+        limit = request.match_limit
+        missing = len(tokens) - kv.matched_tokens(record.namespace, tokens, limit)
         few = self.config.local_chunk_tokens
         least = few if request.stash is None else kv.block_size
         loads = missing > least and self.swapping.looks_up(request)
         here = not request.prefill.worker.name or missing <= max(few, least)
         if not here and prefills.is_busy(here=False):
             return None
-        lease = self.admission.acquire(record, tokens, migrating=loads or not here, spare=spare)
+        lease = self.admission.acquire(record, tokens, migrating=loads or not here, spare=spare, match_limit=limit)
         if lease is None:
             return None
         preempted = self._begin(request, lease, "here" if here else "pool", now)

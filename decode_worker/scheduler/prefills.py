@@ -78,7 +78,7 @@ class Prefills:
         tiers, lease, size = self.kv.tiers, request.lease, self.kv.block_size
         if tiers is None:
             return False
-        limit, nodes = len(request.tokens) - 1, lease.path
+        limit, nodes = request.match_limit, lease.path
         parent = nodes[-1].identity if nodes else self.kv.cache.root_identity(lease.namespace)
         found = tiers.find(parent, request.tokens, len(nodes) * size, limit, size)
         if request.stash is None:
@@ -97,6 +97,8 @@ class Prefills:
         if request.prefill.worker.name and not request.arrived:
             self.handoffs.note("fallback", request)
         known = len(request.tokens) - 1 if request.arrived else request.have_blocks * self.kv.block_size
+        # What has landed is computed again where its log probabilities were to come with the first token.
+        known = min(known, request.match_limit)
         if request.output_tokens == 0:
             request.origin.prefill_cached_tokens = known
             self.batch.hit_tokens += min(known, request.origin.decode_cached_tokens)

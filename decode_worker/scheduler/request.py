@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from engine.kv.manager import Lease
 from engine.kv.tiers.stashes import Stash
 from engine.messages import FirstToken, Handoff, PeerAddress, RequestStats
@@ -179,6 +181,22 @@ class Request:
     """The router wants to place it elsewhere, as soon as all of its KV is here."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Those of its output so far, where they are asked for and another router may have to be told."""
+
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    """Log probabilities of its prompt's tokens from the second on, as far as they are computed here."""
+
+    @property
+    def match_limit(self) -> int:
+        """How many of its tokens may be had without being computed: of a prompt whose log probabilities are still to be
+        told, those that are known already."""
+        limit = len(self.tokens) - 1
+        return limit if self.record.prompt_logprobs is None else min(limit, len(self.scores))
+
+    def take_scores(self) -> list[TokenLogprobs]:
+        """Return the log probabilities of its prompt, which are told once: they are wanted no more."""
+        scores, self.scores = self.scores, []
+        self.record = msgspec.structs.replace(self.record, prompt_logprobs=None)
+        return scores
 
     def __post_init__(self) -> None:
         self.logprobs += self.record.emitted_logprobs

@@ -53,7 +53,7 @@ from engine.messages import (
 )
 from engine.plan import CompiledConstraint
 from engine.step import DeadEnd, Drawn, StepPlan
-from engine.types import FinishReason, Incarnation
+from engine.types import FinishReason, Incarnation, TokenLogprobs
 from transfer.handoff.commands import FromReader, Leave, Posted, ReaderDead, ReaderLost, ReaderUp, Received, Sent
 from transfer.handoff.receiver import KVReceiver
 from worker.config import DecodeConfig
@@ -124,7 +124,11 @@ class DecodeScheduler:
                 return self.endings.router_lost(link, now)
             case FromPeer(_, FirstToken() as message):
                 request = self.prefills.handoffs.first_token(message)
-                return [] if request is None else self.endings.follow(request, message.drawn, now)
+                if request is None:
+                    return []
+                if request.record.prompt_logprobs is not None:
+                    request.scores = message.prompt_logprobs
+                return self.endings.follow(request, message.drawn, now)
             case FromPeer() | PeerUp() | PeerDown() | Received():
                 return self.endings.settle(self.prefills.handle(event, now), now)
             case FromReader() | ReaderUp() | ReaderLost() | ReaderDead() | Posted() | Sent():
@@ -202,6 +206,10 @@ class DecodeScheduler:
             if request.yielding and not self.kv.shortage(request.lease, len(request.tokens)):
                 commands.append(self.endings.depart(request, now))
         return self.batch.plan(self.departures.incomplete, now), commands
+
+    def scored(self, plan: StepPlan, scores: Sequence[Sequence[TokenLogprobs]]) -> None:
+        """Keep what a step says of the tokens of prompts."""
+        self.batch.scored(plan, scores)
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
         """Send on what follows each row of the step, search on, or name it to the worker that goes on with it."""

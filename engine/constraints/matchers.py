@@ -11,12 +11,14 @@ Constraints are compiled in threads of their own, and masks computed in another 
 """
 
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from threading import Lock
 
-from llguidance import LLMatcher, LLTokenizer
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from engine.constraints.grammar import compile_constraint, shown
 from engine.model.config import ModelError
@@ -31,6 +33,9 @@ MAX_GRAMMAR_BYTES = 1024 * 1024
 """The text of them, which what they are compiled to grows with."""
 SPARE_MATCHERS = 32
 """Matchers that are kept beside those of the latest step."""
+
+MAX_MASK_THREADS = 8
+"""A quarter of the host's cores, but no more: the rest compute, or belong to other workers."""
 
 Mask = bytes | DeadEnd
 """A bit per token, in 32-bit words, set where it is allowed; or why there can be none."""
@@ -68,6 +73,8 @@ class Matchers:
         self._vocab = vocab
         self._compiling = compiling or ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = masking or ThreadPoolExecutor(1, thread_name_prefix="masks")
+        threads = min(MAX_MASK_THREADS, (os.cpu_count() or 1) // 4)
+        self._executor = LLExecutor(num_threads=threads) if threads > 1 else None
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
         self._grammars: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
@@ -94,12 +101,17 @@ class Matchers:
         return self.begin(rows).result()
 
     def _masks(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]]) -> list[Mask]:
-        made = [self._mask(row, output) for row, output in zip(rows, outputs, strict=True)]
+        made = [self._forced(row, output) for row, output in zip(rows, outputs, strict=True)]
+        hard = [at for at, one in enumerate(made) if isinstance(one, LLMatcher)]
+        matchers = [one for one in made if isinstance(one, LLMatcher)]
+        for at, mask in zip(hard, self._computed(matchers), strict=True):
+            made[at] = mask
         while len(self._standing) > len(rows) + SPARE_MATCHERS:
             self._standing.popitem(last=False)
-        return made
+        return [one for one in made if not isinstance(one, LLMatcher)]
 
-    def _mask(self, row: Row, output: Sequence[int]) -> Mask:
+    def _forced(self, row: Row, output: Sequence[int]) -> Mask | LLMatcher:
+        """Return the mask where it is known without looking at every token, else the matcher that is to say it."""
         try:
             standing = self._stand(row, output)
         except FieldError as error:
@@ -110,10 +122,19 @@ class Matchers:
         forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
         if forced and not matcher.is_error():
             return (1 << forced[0]).to_bytes(4 * words, "little")
-        mask = matcher.compute_bitmask()[: 4 * words]
-        if matcher.is_error():
-            return DeadEnd(f"constraint: {shown(matcher.get_error())}")
-        return mask if any(mask) else DeadEnd("constraint: no token can follow")
+        return matcher
+
+    def _computed(self, matchers: list[LLMatcher]) -> list[Mask]:
+        """Return what each allows, computed side by side where this host has cores to spare."""
+        words = (self._vocab + 31) // 32
+        masks = np.zeros((len(matchers), words), np.uint32)
+        if len(matchers) > 1 and self._executor is not None:
+            pairs = list(zip(matchers, range(len(matchers)), strict=True))
+            self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, 4 * words, len(matchers))
+        else:
+            for matcher, mask in zip(matchers, masks, strict=True):
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
+        return [_told(matcher, mask) for matcher, mask in zip(matchers, masks, strict=True)]
 
     def _stand(self, row: Row, output: Sequence[int]) -> _Standing:
         """Return the matcher of a row's request, behind `output`. Raises FieldError where it cannot stand there."""
@@ -159,3 +180,9 @@ class Matchers:
             self._vocabulary = self._load()
             log.info("constraints: the vocabulary is loaded")
         return compile_constraint(constraint, self._vocabulary)
+
+
+def _told(matcher: LLMatcher, mask: np.ndarray) -> Mask:
+    if matcher.is_error():
+        return DeadEnd(f"constraint: {shown(matcher.get_error())}")
+    return mask.tobytes() if mask.any() else DeadEnd("constraint: no token can follow")

@@ -15,6 +15,7 @@ from engine.model.prepared.shards import contents, fingerprint_of
 from engine.text.chat import ChatTemplate
 from engine.text.control import ControlTokens
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
+from engine.text.dialect import dialect_of
 from engine.text.files import TOKENIZER_FILE, TextFiles
 from engine.text.messages import ChatPrompt
 from engine.types import FieldError, SamplingParams
@@ -41,6 +42,8 @@ class TextModel:
         self._control = control
         self._template = ChatTemplate(files.template, settings.named_tokens)
         self._detokenizers = DetokenizerFactory(self._control.tokenizer, self._control.marks)
+        self.added_ids = self._detokenizers.added
+        self.dialect = dialect_of(files.template, self._detokenizers.added)
 
     @staticmethod
     def load(model_dir: Path) -> "TextModel":
@@ -110,6 +113,13 @@ class TextModel:
         name."""
         return self._detokenizers.token_bytes(token)
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a detokenizer for one answer."""
-        return self._detokenizers.make()
+    def tokenizer_files(self) -> dict[str, str]:
+        """Return what another program needs to tokenize and to render chats as this one does: file contents by name, as
+        they lie in a Hugging Face directory. Raises ModelError where the files are gone."""
+        if self.model_dir is None:
+            raise ModelError(Path(TOKENIZER_FILE), "was not read from a folder")
+        return TextFiles.load(self.model_dir).as_hugging_face()
+
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        """Return a detokenizer for one answer. Control tokens are skipped, but for those whose names are in `shown`."""
+        return self._detokenizers.make(shown)

@@ -42,7 +42,7 @@ class ControlTokens:
         tokenizer.encode_special_tokens = True
         self.tokenizer = tokenizer
         self._ids = {tokenizer.token_to_id(self._marks[name]): index for name, index in controls.items()}
-        self.marks = frozenset(self._ids)
+        self.marks = frozenset(index for index in self._ids if index is not None)
         """Ids of the marks, which no text is to show: the model's vocabulary may have room for them."""
         # Where names overlap, the tokenizer takes the first, and of several there the longest.
         self._names = _any_of(controls)

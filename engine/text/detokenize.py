@@ -37,17 +37,25 @@ class DetokenizerFactory:
         """`unknown` ids stand for no text, whatever the tokenizer calls them."""
         self._tokenizer = tokenizer
         self._unknown = unknown
-        added = tokenizer.get_added_tokens_decoder()
-        self._skipped = unknown | {index for index, token in added.items() if token.special}
+        added = {index: token for index, token in tokenizer.get_added_tokens_decoder().items() if index not in unknown}
+        self.added = {token.content: index for index, token in added.items()}
+        self._special = {token.content: index for index, token in added.items() if token.special}
+        self._skipped = unknown | frozenset(self._special.values())
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._table = _ByteLevelTable(tokenizer, self._skipped)
+        self._tables = {frozenset[int](): self._table}
         self.token_bytes = cache(self._token_bytes)
 
-    def make(self) -> Detokenizer:
-        if self._is_byte_level:
-            return _ByteLevelDetokenizer(self._table)
-        return _WindowDetokenizer(self._tokenizer, self._skipped)
+    def make(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        """Return one that skips special tokens, but for those whose names are in `shown`."""
+        kept = frozenset(index for name, index in self._special.items() if name in shown)
+        if not self._is_byte_level:
+            return _WindowDetokenizer(self._tokenizer, self._skipped - kept)
+        table = self._tables.get(kept)
+        if table is None:
+            table = self._tables[kept] = _ByteLevelTable(self._tokenizer, self._skipped - kept)
+        return _ByteLevelDetokenizer(table)
 
 
     def _token_bytes(self, token: int) -> tuple[bytes, bool]:

@@ -47,6 +47,16 @@ class TextFiles(msgspec.Struct, frozen=True):
         )
         return msgspec.structs.replace(self, settings=settings)
 
+    def as_hugging_face(self) -> dict[str, str]:
+        """Return contents by name of the files in which others keep the same."""
+        config = {
+            **self.settings.named_tokens,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self.settings.context_tokens,
+            **({"chat_template": self.template} if self.template else {}),
+        }
+        return {TOKENIZER_FILE: self.tokenizer, "tokenizer_config.json": msgspec.json.encode(config).decode()}
+
     def save(self, folder: Path) -> None:
         (folder / TOKENIZER_FILE).write_text(self.tokenizer, encoding="utf-8")
         (folder / TEMPLATE_FILE).write_text(self.template, encoding="utf-8")

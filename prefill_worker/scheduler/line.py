@@ -68,7 +68,7 @@ class Line:
         total, size = len(job.record.tokens), self._kv.block_size
         job.beginnings = _beginnings(job.record, size)
         begun = sum(1 for _ in takewhile(self._begun.__contains__, job.beginnings))
-        job.expected = total - max(self._matched(job), min(begun * size, total - 1))
+        job.expected = total - max(self._matched(job), min(begun * size, job.match_limit))
         self._begun.update(job.beginnings)
         self.waiting.append(job)
 
@@ -120,7 +120,9 @@ class Line:
         for job, cached in first:
             if job.held_until is not None and now >= job.held_until:
                 continue
-            record, limit = job.record, len(job.record.tokens) - 1
+            record, limit = job.record, job.match_limit
+            if not limit:
+                continue
             job.fetch = self._fetches.wanted(record.namespace, record.tokens, limit, self.order.speed)
             if job.fetch is not None and job.held_until is None:
                 job.held_until = now + (limit - cached) / self.order.speed
@@ -131,6 +133,8 @@ class Line:
             assert job.held_until is not None
             if now < job.held_until:
                 return True
+        if not job.match_limit:
+            return False
         # Whole blocks that another has computed are in the cache: what is not matched, it has still to compute.
         end = matched + self._kv.block_size
         return end < len(job.record.tokens) and any(
@@ -141,7 +145,7 @@ class Line:
         """Return False where there is no room for it now."""
         record, total = job.record, len(job.record.tokens)
         self._kv.entitle(record.namespace, record.cache_share)
-        lease = self._kv.acquire(record.namespace, record.tokens, match_limit=total - 1, room_tokens=total)
+        lease = self._kv.acquire(record.namespace, record.tokens, match_limit=job.match_limit, room_tokens=total)
         if lease is None:
             return False
         self.waiting.remove(job)
@@ -163,7 +167,7 @@ class Line:
 
     def _matched(self, job: Job) -> int:
         record = job.record
-        return self._kv.matched_tokens(record.namespace, record.tokens, len(record.tokens) - 1)
+        return self._kv.matched_tokens(record.namespace, record.tokens, job.match_limit)
 
     def shares(self, now: float) -> list[tuple[Job, int]]:
         """Return how many tokens of the next step each running job has, the first in order first; some have none, and

@@ -15,7 +15,7 @@ from engine.kv.manager import Lease
 from engine.kv.tiers.fetches import Fetch
 from engine.messages import Handoff
 from engine.plan import mean
-from engine.types import RequestRecord
+from engine.types import RequestRecord, TokenLogprobs
 
 FIRST_SPEED = 300.0
 """Tokens per second, until the first step has been measured."""
@@ -48,12 +48,20 @@ class Job:
     quarantined: float | None = None
     """The time since which its receiver is lost, but may still read."""
     fetch: Fetch | None = None
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    """Log probabilities of its prompt's tokens from the second on, as far as it has come."""
     held_until: float | None = None
     """The time at which it is no longer held back for fetches; None as long as it never was."""
 
     @property
     def remaining(self) -> int:
         return len(self.record.tokens) - self.computed
+
+    @property
+    def match_limit(self) -> int:
+        """How many of its tokens may be taken from the cache: none of a prompt whose log probabilities are asked for,
+        as they are not in it."""
+        return len(self.record.tokens) - 1 if self.record.prompt_logprobs is None else 0
 
 
 class Order:

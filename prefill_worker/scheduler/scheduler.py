@@ -22,7 +22,7 @@ from engine.kv.tiers.fetches import Fetches
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
 from engine.plan import CompiledConstraint, refusal, row_of
 from engine.step import DeadEnd, Drawn, StepPlan
-from engine.types import DrawnToken, Incarnation
+from engine.types import DrawnToken, Incarnation, TokenLogprobs
 from prefill_worker.scheduler.line import Line
 from prefill_worker.scheduler.order import Job, JobState
 from transfer.handoff.commands import Command, Emit, Leave, Posted, ReaderEvent, Sent
@@ -190,7 +190,15 @@ class PrefillScheduler:
         step = _Planned(jobs, [job.lease for job in jobs if job.lease is not None], now)
         self.kv.launched(step.leases)
         self._under_way.append(step)
-        return StepPlan(tuple(rows), tuple(copies), self._steps), commands
+        is_scored = any([row.scored for row in rows])
+        return StepPlan(tuple(rows), tuple(copies), self._steps, is_scored), commands
+
+    def scored(self, plan: StepPlan, scores: Sequence[Sequence[TokenLogprobs]]) -> None:
+        """Keep what the oldest step under way says of the tokens of prompts."""
+        said = iter(scores)
+        for row, job in zip(plan.rows, self._under_way[0].jobs, strict=True):
+            if row.scored:
+                job.scores += next(said)
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
         """Index and offer what the oldest step under way has finished; a job whose token was drawn is done computing.
@@ -232,7 +240,9 @@ class PrefillScheduler:
         cached_tokens = min(job.cached_tokens, job.record.prompt_tokens)
         self.hit_tokens += cached_tokens
         queue_s, run_s = started - job.arrived, now - started
-        return self.source.finish(job.handoff, token, queue_s=queue_s, run_s=run_s, cached_tokens=cached_tokens)
+        return self.source.finish(
+            job.handoff, token, queue_s=queue_s, run_s=run_s, cached_tokens=cached_tokens, scores=job.scores
+        )
 
     def check(self) -> None:
         """Recompute the invariants."""

@@ -49,6 +49,8 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateR
     sampling = {name: given.pop(name) for name in list(given) if name in _SAMPLING}
     if sampling:
         given["sampling"] = {**given.get("sampling", {}), **sampling}
+    if isinstance(given.get("choices"), list | tuple):
+        given["choices"] = {"choices": list(given["choices"])}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     request = _parsed(given, pb.GenerateRequest(), "request")

@@ -133,7 +133,10 @@ class Call:
 
     def rewrite(self) -> None:
         """Make what was emitted history of the record: the next placement goes on behind it."""
-        self.record = msgspec.structs.replace(self.record, tokens=self.tokens, emitted_logprobs=tuple(self.logprobs))
+        more: dict[str, object] = {"emitted_logprobs": tuple(self.logprobs)} if self.logprobs else {}
+        if self.emitted:
+            more["prompt_logprobs"] = None  # they came with the first token
+        self.record = msgspec.structs.replace(self.record, tokens=self.tokens, **more)
         self._chains.clear()
         bound, believed = self.cached_tokens_bound, self.believed_prefill_tokens
         believed = min(believed, self.record.prompt_tokens)

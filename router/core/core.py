@@ -340,7 +340,8 @@ class Router:
             logprobs = record.logprobs[known:]
             call.emit(fresh, logprobs)
             self._table.share.wrote(record.request, len(fresh))
-            out.append(Deliver(record.request, fresh, logprobs or ()))
+            prompt_logprobs = record.prompt_logprobs if not known and not record.index else ()
+            out.append(Deliver(record.request, fresh, logprobs or (), prompt_logprobs or ()))
             if call.source is not None:
                 self._table.release(call, out)
                 self._move(now, out)

@@ -154,6 +154,8 @@ class Deliver(msgspec.Struct, frozen=True):
     ids: list[int]
     logprobs: Sequence[TokenLogprobs] = ()
     """Those of each of them, where they are asked for."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """With the first of all: those of the prompt's tokens from the second on, where they are asked for."""
 
 
 class Complete(msgspec.Struct, frozen=True):

@@ -1,5 +1,7 @@
 """The calls to the router and its answers, whatever front they came through (gRPC or HTTP)."""
 
+from typing import Literal
+
 import msgspec
 
 from engine.messages import RequestStats
@@ -9,6 +11,7 @@ from engine.text.messages import ToolCall as ToolCall
 from engine.types import Constraint, EarlyStopping, FinishReason, SamplingParams, TokenLogprobs
 from router.client.errors import NOBODY as NOBODY
 from router.client.errors import ApiError as ApiError
+from router.front.parsers.choose import Parsing
 
 
 class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,8 +24,32 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     created: int
     label: str = ""
+    api: Literal["", "messages", "responses"] = ""
+    """The shape: that of OpenAI's first two routes, of Anthropic's `/v1/messages`, or of `/v1/responses`."""
+    repeated: str = ""
+    """JSON text of what the answer repeats of its request."""
+    parsing: Parsing | None = None
+    """How the text is taken apart into reasoning, content and calls; None where all of it is content. The intake says,
+    since it depends on the model and the prompt."""
     logprobs: int | None = None
     """How many alternatives are written beside each token's log probability; None: neither is written."""
+    prompts: int = 1
+    """The number of prompts that are answered as one: each has as many samples."""
+    echo: tuple[str, ...] | None = None
+    """The prompts as they were given, which the text begins with; empty where they were token ids. None: no echo."""
+    says_prompt: bool = False
+    """Log probabilities of the prompt's tokens are written."""
+    is_prompt_only: bool = False
+    """No output is written: the one token of it that was drawn was not asked for."""
+    best: int = 0
+    """So many samples of each prompt are written, those with the greatest mean log probability; 0: all."""
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Whether the model calls tools: as it likes, not at all, or at least one; `name` is the only one it may."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str = ""
 
 
 class SamplingOverrides(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +117,9 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the answer, where the call came over HTTP."""
     tools: tuple[Tool, ...] = ()
     """The functions that the model of a chat may call."""
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    """More than one call may be made in an answer."""
     chat_template_kwargs: str = ""
     """JSON text of an object: variables for the chat's template."""
     add_generation_prompt: bool = True
@@ -128,6 +158,10 @@ class Started(msgspec.Struct, frozen=True):
     resume_token: str = ""
     form: HttpForm | None = None
     samples: int = 1
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
+    """The prompt, where more is said of it; several where several requests are answered as one."""
+    had_text: tuple[str, ...] = ()
+    """The text that the client of a stream that goes on has, by sample, where the form takes texts apart."""
     had_ids: tuple[tuple[int, ...], ...] = ()
     """The output tokens that the client of a stream that goes on has, by sample, where the form's text offsets go on
     behind them."""
@@ -141,6 +175,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     sample: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of each of the tokens, where they are asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first of sample 0: those of the prompt's tokens from the second on, where they are asked for."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +195,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     stop_matched: str = ""
     sample: int = 0
     beam_score: float | None = None
+    reasoning_tokens: int = 0
+    """Output tokens of the reasoning, where the form of the answer tells them apart."""
 
 
 class Position(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ Such a chat is tokenized from its text, which is always right and only less ofte
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -99,11 +99,13 @@ class Conversations:
         chat: ChatPrompt,
         namespace: bytes,
         prompt: TokenizedPrompt,
+        turn: Callable[[str], ChatMessage],
         answer: str,
         emitted: Sequence[int],
     ) -> None:
-        """Keep a finished turn: `answer` is the text of all `emitted` ids."""
-        whole = _with_answer(chat, ChatMessage("assistant", answer))
+        """Keep a finished turn: `answer` is the text of all `emitted` ids, and `turn` makes of it the message that its
+        client will send back."""
+        whole = _with_answer(chat, turn(answer))
         try:
             text = self._text.render_chat(whole)
             spoken = (prompt.text or self._text.render_chat(chat)) + answer

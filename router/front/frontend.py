@@ -27,11 +27,13 @@ from engine.types import FieldError, FinishReason, RequestId, RequestRecord, Sam
 from router.config import RouterConfig
 from router.core.events import Complete, Submit
 from router.front.access import limited
-from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started, TokenizedText
+from router.front.api import ApiError, GenerateCall, GenerateEvent, HttpForm, Position, Started, TokenizedText
 from router.front.conversation import TokenizedPrompt
 from router.front.intake import Arrival, Intake, sampling_of, shown_name
 from router.front.outlet import Outlet, WakeQueue
 from router.front.output import Output, OutputHistory, ServedModel
+from router.front.parsers.choose import parser_of
+from router.front.parsers.turn import turn_of
 from router.front.resume import Resumables, resume_key, unknown_token, unpack
 from router.front.samples import BeamSink, Samples, SamplesReader
 from router.front.stream import SampleStream
@@ -170,10 +172,12 @@ class Frontend:
             shown_name(call, self.model, self._config),
             record.prompt_tokens,
             arrival.token,
-            call.form,
+            arrival.form,
             call.n,
         )
-        remember = self._rememberer(arrival.chat, record, arrival.prompt)
+        if call.prompt_logprobs is not None or (call.form is not None and call.form.echo is not None):
+            started = msgspec.structs.replace(started, prompt_ids=(tuple(record.tokens),))
+        remember = self._rememberer(arrival.chat, started, record, arrival.prompt)
         samples = Samples(started, self._turns, remember, owner(record.namespace))
         event = Submit(
             record,
@@ -215,7 +219,7 @@ class Frontend:
         history = OutputHistory(events=is_resumable) if keeps else None
         return SampleStream(
             Started(record.request, self.model.name, record.prompt_tokens),
-            Output(self.model.detokenizer(), stop),
+            self._output(samples.started.form, stop),
             timeline,
             self._observer,
             samples.changed,
@@ -226,11 +230,18 @@ class Frontend:
             history=history,
         )
 
+    def _output(self, form: HttpForm | None, stop: tuple[str, ...]) -> Output:
+        parsing = None if form is None else form.parsing
+        if parsing is None:
+            return Output(self.model.detokenizer(), stop)
+        reasoning = parser_of(msgspec.structs.replace(parsing, tools="")) if parsing.reasoning else None
+        return Output(self.model.detokenizer(parsing.marks), stop, reasoning)
+
     async def _serve(
         self,
         samples: Samples,
         reader: SamplesReader,
-        had: Callable[[], tuple[tuple[int, ...], ...]] | None = None,
+        had: Callable[[], dict[str, object]] | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Yield what `reader` takes, until the end or until the client leaves. `had` returns the tokens that its client
         has, where it wants to be reminded."""
@@ -240,7 +251,7 @@ class Frontend:
                 if isinstance(event, Started):
                     if token:
                         self._resumables.keep(token, samples)
-                    yield event if had is None else msgspec.structs.replace(event, had_ids=had())
+                    yield event if had is None else msgspec.structs.replace(event, **had())
                     continue
                 at, item = event
                 stream = reader.streams[at]
@@ -270,11 +281,14 @@ class Frontend:
             self._hub.leave(request)
 
     def _rememberer(
-        self, chat: ChatPrompt | None, record: RequestRecord, prompt: TokenizedPrompt
+        self, chat: ChatPrompt | None, started: Started, record: RequestRecord, prompt: TokenizedPrompt
     ) -> Callable[[str, list[int]], None] | None:
         """Return what keeps a finished answer for the chat's next turn; None for what is no chat."""
-        remember = self._intake.conversations.remember
-        return partial(remember, chat, record.namespace, prompt) if chat is not None else None
+        if chat is None:
+            return None
+        parsing = None if started.form is None else started.form.parsing
+        turn = partial(turn_of, parsing, started.request_id)
+        return partial(self._intake.conversations.remember, chat, record.namespace, prompt, turn)
 
     # ---- resumable requests
 
@@ -299,9 +313,8 @@ class Frontend:
         self._resumables.attached(token)
         form = samples.started.form
         had = None
-        if form is not None and form.logprobs is not None and not form.chat:
-            indexes = [at.next_index for at in positions] or [0] * len(reader.streams)
-            had = partial(_had_ids, reader.streams, indexes)
+        if form is not None and (form.parsing is not None or (form.logprobs is not None and not form.chat)):
+            had = partial(_had, reader.streams, list(positions) or [Position()] * len(reader.streams))
         async with aclosing(self._serve(samples, reader, had)) as events:
             async for event in events:
                 yield event
@@ -400,7 +413,7 @@ class Frontend:
             name, tokens = record.group or record.request, record.prompt_tokens
             started = Started(name, context.model, tokens, context.token, context.form, context.samples)
             prompt = TokenizedPrompt("", record.tokens[:tokens])
-            remember = self._rememberer(context.chat, record, prompt)
+            remember = self._rememberer(context.chat, started, record, prompt)
             samples = Samples(started, self._turns, remember, owner(record.namespace))
             self._resumables.keep(context.token, samples)
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
@@ -435,8 +448,12 @@ class Frontend:
             self._abandon(samples)
 
 
-def _had_ids(streams: Sequence[SampleStream], indexes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    return tuple([tuple(stream.ids[:index]) for stream, index in zip(streams, indexes, strict=True)])
+def _had(streams: Sequence[SampleStream], positions: Sequence[Position]) -> dict[str, object]:
+    """Return what the client has: fields of `Started`."""
+    both = list(zip(streams, positions, strict=True))
+    ids = tuple([tuple(stream.ids[: at.next_index]) for stream, at in both])
+    texts = tuple([stream.text.encode()[: at.text_bytes].decode(errors="replace") for stream, at in both])
+    return {"had_ids": ids, "had_text": texts}
 
 
 def _least_tokens(call: GenerateCall, record: RequestRecord) -> int:
@@ -450,4 +467,7 @@ def _sample(record: RequestRecord, index: int, count: int) -> RequestRecord:
     if count == 1:
         return record
     name = RequestId(f"{record.request}.{index}") if index else record.request
-    return msgspec.structs.replace(record, request=name, sample_index=index, group=record.request)
+    told = None if index else record.prompt_logprobs
+    return msgspec.structs.replace(
+        record, request=name, sample_index=index, group=record.request, prompt_logprobs=told
+    )

@@ -12,15 +12,18 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.plan import MAX_PROMPT_VALUES, TOO_MANY_VALUES
 from engine.text.messages import ChatPrompt
 from engine.types import Constraint, FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
-from router.front.api import ApiError, GenerateCall, TokenizedText
+from router.front.api import ApiError, GenerateCall, HttpForm, TokenizedText
 from router.front.conversation import Conversations, TokenizedPrompt
 from router.front.grammars import GrammarTrials
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
+from router.front.parsers.choose import Parsing, opens_thinking
+from router.front.parsers.forced import forced_calls
 from router.front.resume import Context, pack, resume_key
 from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize, tokenize_end
 from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, check_ids, prompt_field
@@ -36,6 +39,8 @@ class Arrival(msgspec.Struct, frozen=True):
     prompt: TokenizedPrompt
     chat: ChatPrompt | None
     token: str
+    form: HttpForm | None = None
+    """The call's, with how the answer is taken apart."""
 
 
 class Intake:
@@ -68,6 +73,9 @@ class Intake:
                 call = await self._constrained(call, call.constraint)
             chat = chat_of(call)
             prompt = await self._tokenize(call, chat)
+            form = self._form(call, chat, prompt)
+            if call.tool_choice.mode == "required" and form is not None and form.parsing is not None:
+                call = await self._forced(call, form.parsing)
             kept = kept_tokens(call, self._model, self._config)
             if kept is not None and len(prompt.ids) > kept:
                 # Its text is no longer that of its ids, so no later turn can begin with them.
@@ -78,7 +86,7 @@ class Intake:
                 model=shown_name(call, self._model, self._config),
                 stop=call.stop,
                 chat=chat,
-                form=call.form,
+                form=form,
                 samples=call.n,
                 tenant=call.tenant,
             )
@@ -95,7 +103,27 @@ class Intake:
             )
         except FieldError as error:
             raise _refusal(error) from error
-        return Arrival(record, prompt, chat, token)
+        return Arrival(record, prompt, chat, token, form)
+
+    def _form(self, call: GenerateCall, chat: ChatPrompt | None, prompt: TokenizedPrompt) -> HttpForm | None:
+        """Return the form of the answer, with the parsers that it needs. Raises FieldError for tools whose calls nobody
+        could read."""
+        form = call.form
+        if form is None or chat is None:
+            return form
+        dialect, config = self._model.dialect, self._config
+        reasoning = dialect.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser
+        tools = dialect.tools if config.tool_parser == "auto" else config.tool_parser
+        if chat.tools and tools in ("", "none"):
+            what = "how this model writes its calls is not known here (router.tool_parser)"
+            raise FieldError("tools", what if not tools else "are switched off here")
+        parsing = Parsing(
+            tools=tools if chat.tools else "",
+            reasoning="" if reasoning == "none" else reasoning,
+            is_open=opens_thinking(chat, prompt.text),
+            single=not call.parallel_tool_calls or bool(call.tool_choice.name),
+        )
+        return msgspec.structs.replace(form, parsing=parsing if parsing.tools or parsing.reasoning else None)
 
     async def tokenize(self, call: GenerateCall, *, add_special: bool | None, strings: bool) -> TokenizedText:
         """Return the ids that the call's text or chat would begin with. `add_special` adds what the model puts around a
@@ -132,6 +160,15 @@ class Intake:
     def namespace(self, tenant: str) -> bytes:
         """Return the cache namespace of a tenant of this cluster."""
         return self.namespaces.of(tenant)
+
+    async def _forced(self, call: GenerateCall, parsing: Parsing) -> GenerateCall:
+        """Return the call held to calling a tool. Raises as `_constrained` does."""
+        name = call.tool_choice.name
+        tools = [tool for tool in call.tools if name in ("", tool.name)]
+        constraint = forced_calls(parsing, tools, self._model.added_ids)
+        call = msgspec.structs.replace(call, constraint=constraint, constraint_field="tool_choice")
+        check_call(call, self._model, self._config)
+        return await self._constrained(call, constraint)
 
     async def _constrained(self, call: GenerateCall, constraint: Constraint) -> GenerateCall:
         """Return the call with a constraint that workers can hold its answer to. Raises FieldError, and ApiError if
@@ -207,6 +244,9 @@ def to_record(
     field = prompt_field(call.prompt)
     if not tokens:
         raise FieldError(field, "must not be empty")
+    values = 0 if call.prompt_logprobs is None else len(tokens) * (call.prompt_logprobs + 1)
+    if values > MAX_PROMPT_VALUES:
+        raise FieldError("prompt_logprobs", TOO_MANY_VALUES.format(values, MAX_PROMPT_VALUES))
     room = model.context_tokens - len(tokens)
     if room < 1:
         holds = f"has {len(tokens)} tokens; the context holds {model.context_tokens}"

@@ -6,16 +6,18 @@ shown is ever taken back. Half a character is never shown: that is the detokeniz
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import SamplingParams
 from router.front.api import Delta
 from router.front.logprobs import PackedLogprobs
+from router.front.parsers.pieces import AnswerParser
 
 
 class IncrementalDecoder(Protocol):
@@ -33,9 +35,14 @@ class ServedModel(Protocol):
     vocab_size: int
     context_tokens: int
     stop_ids: frozenset[int]
+    dialect: Dialect
     model_dir: Path | None
     """The prepared model, for those who read more of it; None where there is none."""
     sampling: SamplingParams
+
+    @property
+    def added_ids(self) -> Mapping[str, int]:
+        """The tokens that were added to the vocabulary, by name."""
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]: ...
 
@@ -47,7 +54,9 @@ class ServedModel(Protocol):
 
     def text_of(self, ids: Sequence[int]) -> str: ...
 
-    def detokenizer(self) -> IncrementalDecoder: ...
+    def tokenizer_files(self) -> Mapping[str, str]: ...
+
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> IncrementalDecoder: ...
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:
         """The bytes that a token stands for, and whether answers show them; of one that they skip, its name's."""
@@ -103,7 +112,12 @@ class OutputHistory:
 class Output:
     """The text side of one request. After a stop string it takes no more tokens."""
 
-    def __init__(self, detokenizer: IncrementalDecoder, stop: Sequence[str]) -> None:
+    def __init__(
+        self, detokenizer: IncrementalDecoder, stop: Sequence[str], reasoning: AnswerParser | None = None
+    ) -> None:
+        """`reasoning` is a parser of its own, by which the tokens of the reasoning are counted."""
+        self.reasoning_tokens = 0
+        self._reasoning = reasoning
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._beginnings = frozenset(text[:n] for text in stop for n in range(1, len(text)))
@@ -114,7 +128,7 @@ class Output:
 
     def push(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """The text that may be shown now and the ids that count, up to a stop string."""
-        if not self._stop:
+        if not self._stop and self._reasoning is None:
             return self._detokenizer.push(ids), list(ids)
         kept: list[int] = []
         shown: list[str] = []
@@ -123,7 +137,10 @@ class Output:
                 break
             kept.append(token)
             self._tokens += 1
-            shown.append(self._add(self._detokenizer.push((token,))))
+            text = self._detokenizer.push((token,))
+            if self._reasoning is not None:
+                self._count_reasoning(self._reasoning, text)
+            shown.append(self._add(text) if self._stop else text)
         return "".join(shown), kept
 
     def flush(self) -> str:
@@ -136,6 +153,13 @@ class Output:
         if self.stopped is None:
             text, self._held = text + self._held, ""
         return text
+
+    def _count_reasoning(self, parser: AnswerParser, text: str) -> None:
+        """A token counts that the reasoning goes on behind, or that has ended it: token by token, so that the count is
+        the same however they come."""
+        before = parser.is_reasoning
+        parser.push(text)
+        self.reasoning_tokens += before or parser.is_reasoning
 
     def _add(self, text: str) -> str:
         if not text:

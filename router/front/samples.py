@@ -194,7 +194,13 @@ class BeamSink:
         for stream in self._streams:
             stream.moved(stages, now)
 
-    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+    def tokens(
+        self,
+        ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> int | None:
         raise AssertionError("a search says no token before it is over")
 
     def completed(self, end: Complete, now: float) -> None:

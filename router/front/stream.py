@@ -108,13 +108,19 @@ class SampleStream:
     def moved(self, stages: dict[str, float], now: float) -> None:
         self._timeline.moved(stages, now)
 
-    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+    def tokens(
+        self,
+        ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> int | None:
         if self._admission is not None:
             self._admission.spend(len(ids))
         text, kept = self.output.push(ids)
         if kept:
             self._timeline.tokens(len(kept), now)
-            self._show(text, kept, tuple(logprobs[: len(kept)]) if logprobs else ())
+            self._show(text, kept, tuple(logprobs[: len(kept)]) if logprobs else (), tuple(prompt_logprobs))
         stopped = self.output.stopped
         return stopped.tokens_kept if stopped is not None else None
 
@@ -207,7 +213,8 @@ class SampleStream:
             stats = msgspec.structs.replace(end.stats, prompt_tokens=self.started.prompt_tokens)
             finished = self._timeline.finished(reason, stats, stopped.matched if stopped is not None else "", now)
             score = end.beams[0].score if end.beams else None
-            self._finished = msgspec.structs.replace(finished, beam_score=score)
+            counted = self.output.reasoning_tokens
+            self._finished = msgspec.structs.replace(finished, beam_score=score, reasoning_tokens=counted)
             self._count(reason, now, self._finished.stats.stages)
         return self._finished
 
@@ -219,7 +226,8 @@ class SampleStream:
             parts = deltas[:count]
             ids = tuple(chain.from_iterable([part.token_ids for part in parts]))
             logprobs = parts[0].logprobs and tuple(chain.from_iterable([part.logprobs for part in parts]))
-            deltas[:count] = [Delta("".join([part.text for part in parts]), ids, logprobs=logprobs)]
+            text, prompt = "".join([part.text for part in parts]), parts[0].prompt_logprobs
+            deltas[:count] = [Delta(text, ids, logprobs=logprobs, prompt_logprobs=prompt)]
         return deltas[0]
 
     def taken(self, count: int = 1) -> None:
@@ -241,8 +249,14 @@ class SampleStream:
             self._admission.sample_ended()
             self._admission = None
 
-    def _show(self, text: str, ids: list[int], logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
-        self._deltas.append(Delta(text, tuple(ids), logprobs=logprobs))
+    def _show(
+        self,
+        text: str,
+        ids: list[int],
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        self._deltas.append(Delta(text, tuple(ids), 0, logprobs, prompt_logprobs))
         self.changed.set()
 
     def _count(self, outcome: FinishReason, now: float, stages: dict[str, float]) -> None:

@@ -66,6 +66,8 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
     _count("logprobs", call.logprobs, 0, MAX_LOGPROBS)
     _count("prompt_logprobs", call.prompt_logprobs, 0, MAX_LOGPROBS)
     _check_logits(call, model)
+    if call.resumable and call.prompt_logprobs is not None:
+        raise FieldError("resumable", "is not allowed with log probabilities of the prompt")
     for field, label in (("request_id", call.request_id), ("tenant", call.tenant), (SESSION_HEADER, call.session)):
         if len(label) > MAX_LABEL_CHARS:
             raise FieldError(field, f"must have at most {MAX_LABEL_CHARS} characters")
@@ -207,6 +209,16 @@ def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) 
     if not prompt:
         raise FieldError(field if isinstance(prompt, str) else "prompt", "must not be empty")
     chat = chat_of(call)
+    choice = call.tool_choice
+    if choice.mode == "required":
+        if not call.tools:
+            raise FieldError("tool_choice", "needs tools")
+        if call.constraint is not None and call.constraint_field != "tool_choice":
+            raise FieldError("tool_choice", f"is not allowed with {call.constraint_field}: both say what is answered")
+        if call.form is None:
+            raise FieldError("tool_choice", "is for chats whose calls are taken apart")
+    if choice.name and choice.name not in {tool.name for tool in call.tools}:
+        raise FieldError("tool_choice", f"names {_shown(choice.name)}, which is none of the tools")
     if chat is None:
         for name, asked in (("tools", call.tools), ("chat_template_kwargs", call.chat_template_kwargs)):
             if asked:
@@ -231,7 +243,7 @@ def chat_of(call: GenerateCall) -> ChatPrompt | None:
         return None
     return ChatPrompt(
         messages=messages,
-        tools=call.tools,
+        tools=() if call.tool_choice.mode == "none" else call.tools,
         template_kwargs=call.chat_template_kwargs,
         add_generation_prompt=call.add_generation_prompt and not call.continue_final_message,
         continue_final=call.continue_final_message,

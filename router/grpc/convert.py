@@ -174,9 +174,12 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
         delta = pb.Delta(text=event.text, token_ids=event.token_ids, sample=event.sample)
         if event.logprobs:
             delta.logprobs.extend(map(_logprobs_to_proto, event.logprobs))
+        if event.prompt_logprobs:
+            delta.prompt_logprobs.extend(map(_logprobs_to_proto, event.prompt_logprobs))
         return pb.GenerateResponse(delta=delta)
     if isinstance(event, Started):
-        return pb.GenerateResponse(started=pb.Started(**_taken(event, _STARTED)))
+        (ids,) = event.prompt_ids or ((),)
+        return pb.GenerateResponse(started=pb.Started(**_taken(event, _STARTED), prompt_ids=ids))
     stats = event.stats
     finished = pb.Finished(
         reason=_REASONS[event.reason],
@@ -205,10 +208,12 @@ def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
     if kind == "delta":
         delta = response.delta
         logprobs = tuple([_logprobs_from_proto(one) for one in delta.logprobs])
-        return Delta(delta.text, tuple(delta.token_ids), delta.sample, logprobs)
+        prompt_logprobs = tuple([_logprobs_from_proto(one) for one in delta.prompt_logprobs])
+        return Delta(delta.text, tuple(delta.token_ids), delta.sample, logprobs, prompt_logprobs)
     if kind == "started":
         started = response.started
-        return Started(**_taken(started, _STARTED) | {"samples": max(1, started.samples)})
+        ids = (tuple(started.prompt_ids),) if started.prompt_ids else ()
+        return Started(**_taken(started, _STARTED) | {"samples": max(1, started.samples), "prompt_ids": ids})
     end = response.finished
     reasons = {number: reason for reason, number in _REASONS.items()}
     stats = RequestStats(

@@ -8,6 +8,7 @@ no protobuf, or holds invalid UTF-8, is the caller's fault and is told so.
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from importlib.util import find_spec
 from typing import Any
 
 import grpc
@@ -34,6 +35,12 @@ SERVICE = "headrace.v1.Headrace"
 log = logging.getLogger(__name__)
 
 
+def check_vllm(wanted: bool) -> None:
+    """Raises ValueError where vLLM's engine protocol is wanted and its messages are not installed."""
+    if wanted and find_spec("smg_grpc_proto") is None:
+        raise ValueError("router.vllm_protocol needs the messages of that protocol: pip install 'headrace[vllm]'")
+
+
 class Service:
     """The gRPC server and its handlers; `ready` is asked for health."""
 
@@ -43,12 +50,16 @@ class Service:
         ready: Callable[[], bool],
         authenticator: Authenticator = OPEN,
         certificates: ServerCertificates | None = None,
+        *,
+        has_vllm: bool = False,
     ) -> None:
-        """Without `certificates` there is no TLS. Health and reflection need no credential beyond what TLS asks."""
+        """`has_vllm`: vLLM's engine protocol is spoken, too. Without `certificates` there is no TLS. Health and
+        reflection need no credential beyond what TLS asks."""
         self._frontend = frontend
         self._authenticator = authenticator
         self._certificates = certificates
         self._ready = ready
+        self._has_vllm = has_vllm
         self._health = health.aio.HealthServicer()
         self._serving: bool | None = None
         self._server: grpc.aio.Server | None = None
@@ -121,7 +132,15 @@ class Service:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        if self._has_vllm:
+            # Imported here, since its messages are an extra.
+            from router.grpc.vllm.service import SERVICE as VLLM
+            from router.grpc.vllm.service import VllmEngineService
+
+            other = VllmEngineService(self._frontend, self._ready, self._caller)
+            server.add_generic_rpc_handlers((other.handlers(_single, _streamed),))
+            names.append(VLLM)
         reflection.enable_server_reflection(names, server)
 
     async def update_health(self) -> None:
@@ -224,6 +243,23 @@ def _streaming(events: Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerato
         except Exception:
             log.exception("a request failed")
             await _abort(context, ApiError("INTERNAL", "the router failed on this request"))
+
+    return grpc.unary_stream_rpc_method_handler(answer)
+
+
+def _streamed(messages: Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerator[Message, None]]) -> Any:
+    """A handler that sends the messages as they are, and what is raised as a status."""
+
+    async def answer(data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(messages(data, context)) as stream:
+                async for message in stream:
+                    yield message.SerializeToString()
+        except ApiError as error:
+            await _abort(context, error)
+        except Exception:
+            log.exception("a call failed")
+            await _abort(context, ApiError("INTERNAL", "the router failed on this call"))
 
     return grpc.unary_stream_rpc_method_handler(answer)
 

@@ -19,14 +19,13 @@ from starlette.types import Receive, Scope, Send
 from router.front.api import ApiError, Delta, Finished, GenerateEvent, HttpForm, Started
 from router.front.outlet import Outlet
 from router.front.resume import unknown_token
+from router.http.formats import EventWriter, body_of, envelope_of, failure_of, writer_of
 from router.http.logprobs import TokenBytes
-from router.http.openai_reply import error_reply, whole
+from router.http.openai_reply import error_reply
 from router.http.openai_stream import (
     KEEP_ALIVE,
     KEEP_ALIVE_BETWEEN_IDS,
     EventPosition,
-    StreamWriter,
-    event,
 )
 
 KEEP_ALIVE_S = 10.0
@@ -70,6 +69,7 @@ class WholeAnswer:
             async with aclosing(_checked(self._events)) as events:
                 started = await _first(events)
                 label = label or started.request_id
+                form = started.form or self._form
                 answers: list[list[Delta]] = [[] for _ in range(started.samples)]
                 ends: list[Finished] = []
 
@@ -85,11 +85,11 @@ class WholeAnswer:
                     elif isinstance(item, Finished):
                         ends.append(item)
                 ends.sort(key=lambda end: end.sample)
-                body = whole(started, self._form, answers, ends, self._token_bytes)
+                body = body_of(started, form, answers, ends, self._token_bytes)
                 headers = {"content-type": "application/json", "x-request-id": label}
                 response = Response(body, headers=headers)
         except ApiError as error:
-            response = error_response(error, label)
+            response = error_response(error, label, self._form.api)
         await response(scope, receive, send)
 
 
@@ -117,6 +117,7 @@ class StreamedAnswer:
         connection = scope.get("state", {}).get(CONNECTION)
         out = _EventStream(send, self._form.label if self._form is not None else "", connection)
         pulse = asyncio.ensure_future(out.keep_alive())
+        writer: EventWriter | None = None
         try:
             async with aclosing(_checked(self._events)) as events:
                 writer = await self._open(await _first(events), out)
@@ -132,23 +133,24 @@ class StreamedAnswer:
                 await out.end()
         except ApiError as error:
             if await out.withdraw():
-                await error_response(error, out.label)(scope, receive, send)
+                api = "" if self._form is None else self._form.api
+                await error_response(error, out.label, api)(scope, receive, send)
             else:
-                await out.write(event(msgspec.json.encode(error_reply(error).envelope)))
+                await out.write(failure_of(error, writer))
                 await out.end()
         finally:
             pulse.cancel()
             await asyncio.gather(pulse, return_exceptions=True)
 
-    async def _open(self, started: Started, out: "_EventStream") -> StreamWriter:
-        form = self._form or started.form
+    async def _open(self, started: Started, out: "_EventStream") -> EventWriter:
+        form = started.form or self._form
         if form is None:
             raise unknown_token("was not begun over HTTP")
         out.label = form.label or started.request_id
         out.resume_token = started.resume_token
         if started.resume_token and not self._had_the_end:
             await out.begin()
-        writer = StreamWriter(started, form, self._token_bytes, self._at)
+        writer = writer_of(started, form, self._token_bytes, self._at)
         if self._outlet is not None and not any(one.closing for one in self._at):
             self._outlet.take = lambda item: out.is_free() and out.put(writer.delta(item))
         return writer
@@ -273,7 +275,8 @@ def json_response(body: object, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError, label: str = "") -> Response:
+def error_response(error: ApiError, label: str = "", api: str = "") -> Response:
+    """Return an error in the envelope of the route's shape."""
     reply = error_reply(error)
     headers = reply.headers | ({"x-request-id": label} if label else {})
-    return json_response(reply.envelope, reply.status, headers)
+    return json_response(envelope_of(error, api, label), reply.status, headers)

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from router.front.api import ChatMessage, ToolCall, invalid
+from router.front.api import ChatMessage, Tool, ToolCall, ToolChoice, invalid
 from router.http.fields import refuse_unsupported
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -39,6 +39,31 @@ class MessageCall(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
     index: object = None
     """Let pass: clients that put streamed calls together leave it there."""
+
+
+class FunctionField(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.Raw(b"")
+    strict: object = None
+    """Let pass: a call that the caller demands always keeps to the parameters, others are the model's own text."""
+
+
+class ToolField(msgspec.Struct, forbid_unknown_fields=True):
+    function: FunctionField
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedChoice(msgspec.Struct, forbid_unknown_fields=True):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+ChoiceField = Literal["none", "auto", "required"] | NamedChoice | None
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,6 +106,21 @@ def chat_message(message: Message, path: str) -> ChatMessage:
         name=message.name or "",
         reasoning=reasoning,
     )
+
+
+def chat_tools(fields: list[ToolField] | None) -> tuple[Tool, ...]:
+    made = []
+    for at, field in enumerate(fields or ()):
+        function = field.function
+        parameters = raw_text(function.parameters, f"tools[{at}].function.parameters")
+        made.append(Tool(function.name, function.description or "", parameters))
+    return tuple(made)
+
+
+def chat_choice(field: ChoiceField) -> ToolChoice:
+    if isinstance(field, NamedChoice):
+        return ToolChoice("required", field.function.name)
+    return ToolChoice(field or "auto")
 
 
 def arguments_text(raw: msgspec.Raw, path: str) -> str:

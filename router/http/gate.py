@@ -23,6 +23,7 @@ from router.http.page import PAGE_PATH
 
 OPEN_PATHS = frozenset({"/health", "/ready", PAGE_PATH})
 MONITORED_PATHS = frozenset({"/metrics", "/sd"})
+MESSAGES_PATH = "/v1/messages"
 _NAMES = "certificate_names"
 _CALLER = "caller"
 
@@ -38,7 +39,7 @@ class HttpGate:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             state = scope.setdefault("state", {})
             try:
-                shown = _authorization(scope["headers"])
+                shown = _authorization(scope["headers"], scope["path"])
                 caller = let_in(self._authenticator, shown, state.get(_NAMES))
                 if scope["path"] in MONITORED_PATHS:
                     check_monitor(caller)
@@ -78,16 +79,20 @@ def caller_of(request: Request) -> Caller:
     return found
 
 
-def _authorization(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the header's value; a second one makes it no credential, since servers differ in which they believe."""
-    found = [value for name, value in headers if name == b"authorization"]
+def _authorization(headers: Iterable[tuple[bytes, bytes]], path: str) -> str:
+    """Return the header's value; a second one makes it no credential, since servers differ in which they believe.
+    Anthropic's clients show a key in a header of their own."""
+    shown = list(headers)
+    found = [value for name, value in shown if name == b"authorization"]
+    if path.startswith(MESSAGES_PATH):
+        found += [b"Bearer " + value for name, value in shown if name == b"x-api-key"]
     if not found:
         return ""
     return found[0].decode("latin-1") if len(found) == 1 else "ambiguous"
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    response = error_response(error)
+    response = error_response(error, api="messages" if scope["path"].startswith(MESSAGES_PATH) else "")
     if error.code == "UNAUTHENTICATED":
         response.headers["www-authenticate"] = "Bearer"
     # The body is not read, so the connection cannot carry another request.

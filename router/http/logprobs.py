@@ -54,6 +54,19 @@ def completion_logprobs(
     }
 
 
+def prompt_logprobs(given: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any] | None]:
+    """The field `prompt_logprobs`: by token id, for each token of the prompt; nothing is known of the first."""
+    told: list[dict[str, Any] | None] = [None]
+    for one in given:
+        values = {**dict(one.top), one.token: one.logprob}
+        told.append({str(token): _decoded(token, logprob, token_bytes) for token, logprob in values.items()})
+    return told
+
+
+def _decoded(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    return {"logprob": logprob, "decoded_token": token_bytes(token)[0].decode(errors="replace")}
+
+
 def characters(token: int, token_bytes: TokenBytes) -> int:
     """How many characters of the text a token begins."""
     data, is_shown = token_bytes(token)

@@ -20,7 +20,7 @@ import msgspec
 
 from engine.types import EarlyStopping
 from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
-from router.http.chat_fields import Message, chat_message, raw_text
+from router.http.chat_fields import ChoiceField, Message, ToolField, chat_choice, chat_message, chat_tools, raw_text
 from router.http.constraint_fields import ConstraintFields, requested_constraint
 from router.http.fields import FieldsReader, refuse_unsupported
 
@@ -38,14 +38,12 @@ _SAME = (
     "parse_control_tokens", "truncate_prompt_tokens", "cache_salt",
 )
 """Fields that a call has under the same name, and with the same values."""
+MAX_CHOICES = 128
+"""Answers to several prompts, with their samples."""
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "prompt_logprobs": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -112,6 +110,7 @@ class OpenAIRequest(ConstraintFields, kw_only=True):
     top_logprobs: Int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[Int] | None = None
+    prompt_logprobs: Int | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -120,22 +119,37 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[ToolField] | None = None
+    tool_choice: ChoiceField = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
     prompt: str | list[str | Int | list[Int]]
+    echo: bool | None = None
+    best_of: Int | None = None
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A request ready to run, and how its answer is to be written; `call.form` is `form`."""
+    """A request ready to run, and how its answer is to be written; `call.form` is `form`. `prompts` are all of its
+    prompts, the first of which is the call's."""
 
     call: GenerateCall
     form: HttpForm
     stream: bool
+    prompts: tuple[str | list[int], ...] = ()
+
+    @property
+    def calls(self) -> list[GenerateCall]:
+        """A call for each prompt."""
+        return [msgspec.structs.replace(self.call, prompt=prompt) for prompt in self.prompts] or [self.call]
 
 
 _chat = FieldsReader(ChatRequest, UNSUPPORTED)
-_completion = FieldsReader(CompletionRequest, UNSUPPORTED)
+_completion = FieldsReader(
+    CompletionRequest,
+    {name: values for name, values in UNSUPPORTED.items() if name not in CompletionRequest.__struct_fields__},
+)
 
 
 def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
@@ -155,9 +169,40 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
 
 
 def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
-    """Read a `/v1/completions` body: text, a list of one text, token ids, or a list of one list of token ids."""
+    """Read a `/v1/completions` body: a text or a list of them, token ids or a list of lists of them."""
     request = _completion.read(body)
-    return _parsed(request, _prompt(request.prompt), request.max_tokens, label, timeout_s, created)
+    prompts = _prompts(request.prompt)
+    limit, best_of = request.max_tokens, request.best_of
+    is_prompt_only = limit == 0
+    if is_prompt_only and not (request.echo or request.prompt_logprobs is not None):
+        raise invalid("max_tokens", "must be at least 1 without echo")
+    parsed = _parsed(request, prompts[0], 1 if is_prompt_only else limit, label, timeout_s, created)
+    call, form, drawn = parsed.call, parsed.form, parsed.call.n
+    if best_of is not None and best_of != drawn:
+        if best_of < drawn:
+            raise invalid("best_of", "must not be below n")
+        if parsed.stream:
+            raise invalid("best_of", "is allowed only without stream: the best are known at the end")
+        if call.beam_width is not None:
+            raise invalid("best_of", "is not allowed with beam_width")
+        drawn, form = best_of, msgspec.structs.replace(form, best=drawn)
+        call = msgspec.structs.replace(call, logprobs=call.logprobs or 0)
+    if len(prompts) * drawn > MAX_CHOICES and len(prompts) > 1:
+        raise invalid("prompt", f"asks for {len(prompts) * drawn} answers with its samples; at most {MAX_CHOICES}")
+    if request.echo:
+        if parsed.stream and (is_prompt_only or form.logprobs is not None):
+            raise invalid("echo", "is not streamed with logprobs, or alone")
+        texts = tuple([prompt if isinstance(prompt, str) else "" for prompt in prompts])
+        form = msgspec.structs.replace(form, echo=texts)
+        if form.logprobs is not None:
+            told = max(form.logprobs, request.prompt_logprobs or 0)
+            call = msgspec.structs.replace(call, prompt_logprobs=told)
+    elif is_prompt_only and parsed.stream:
+        raise invalid("max_tokens", "must be at least 1 where it is streamed")
+    if call.resumable and (request.echo or len(prompts) > 1):
+        raise invalid("resumable", "is not allowed with echo, or several prompts")
+    form = msgspec.structs.replace(form, prompts=len(prompts), is_prompt_only=is_prompt_only)
+    return Parsed(msgspec.structs.replace(call, n=drawn, form=form), form, parsed.stream, tuple(prompts))
 
 
 def timeout_from(value: str, field: str) -> float:
@@ -182,6 +227,8 @@ def _parsed(
         if not stream:
             raise invalid("stream_options", "is allowed only with stream: true")
         refuse_unsupported(request.stream_options, _OF_STREAM_OPTIONS, "stream_options")
+    if request.prompt_logprobs is not None and stream:
+        raise invalid("prompt_logprobs", "is allowed only without stream")
     if request.resumable and not stream:
         raise invalid("resumable", "is allowed only with stream: true")
     if request.seed is not None and request.seed.bit_length() > 64:
@@ -195,6 +242,7 @@ def _parsed(
         created=created,
         label=label,
         logprobs=_logprobs(request),
+        says_prompt=request.prompt_logprobs is not None,
     )
     field, constraint = requested_constraint(request)
     call = GenerateCall(
@@ -249,7 +297,9 @@ def _chat_options(request: ChatRequest) -> dict[str, Any]:
     """Return what decides how a chat is rendered, beside its messages."""
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("continue_final_message", "is not allowed with add_generation_prompt")
-    options = _given(request, ("add_generation_prompt", "continue_final_message"))
+    options = _given(request, ("add_generation_prompt", "continue_final_message", "parallel_tool_calls"))
+    options["tools"] = chat_tools(request.tools)
+    options["tool_choice"] = chat_choice(request.tool_choice)
     if kwargs := raw_text(request.chat_template_kwargs, "chat_template_kwargs"):
         options["chat_template_kwargs"] = kwargs
     return options
@@ -260,18 +310,23 @@ def _given(request: OpenAIRequest, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 
-def _prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Return all prompts: one text, some, one list of token ids, or some."""
     if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1 and isinstance(prompt[0], str | list):
-        return prompt[0]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) != len(prompt):
-        raise invalid(
-            "prompt",
-            "must be one text or one list of token ids; send several prompts as several requests",
-        )
-    return ids
+        return [prompt]
+    if not prompt:
+        return [[]]
+    if isinstance(prompt[0], int):
+        ids = [item for item in prompt if isinstance(item, int)]
+        several: list[str | list[int]] = [ids]
+        is_whole = len(ids) == len(prompt)
+    else:
+        kind = str if isinstance(prompt[0], str) else list
+        several = [item for item in prompt if isinstance(item, str | list) and isinstance(item, kind)]
+        is_whole = len(several) == len(prompt)
+    if not is_whole:
+        raise invalid("prompt", "must be a text or a list of token ids, or a list of either")
+    return several
 
 
 def _timeout(seconds: float, field: str) -> float:

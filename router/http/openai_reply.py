@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.types import TokenLogprobs
+from engine.types import FinishReason, TokenLogprobs
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 from router.http.fields import UnknownFieldError
-from router.http.logprobs import TokenBytes, chat_logprobs, completion_logprobs
+from router.http.logprobs import TokenBytes, chat_logprobs, completion_logprobs, prompt_logprobs
+from router.http.parsed_answer import PartsReader
 
 _STATUS: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
@@ -45,12 +46,13 @@ class ReplyText(msgspec.Struct):
 class ReplyChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     text: str | msgspec.UnsetType = msgspec.UNSET
-    message: ReplyText | msgspec.UnsetType = msgspec.UNSET
-    delta: ReplyText | dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    message: ReplyText | dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    delta: ReplyText | dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
     beam_score: float | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: Any = msgspec.UNSET
 
 
 class Reply(msgspec.Struct):
@@ -63,6 +65,7 @@ class Reply(msgspec.Struct):
     choices: list[ReplyChoice]
     usage: dict[str, Any] | msgspec.UnsetType | None
     headrace: dict[str, Any] | msgspec.UnsetType
+    prompt_logprobs: Any = msgspec.UNSET
 
 
 def whole(
@@ -72,29 +75,71 @@ def whole(
     ends: Sequence[Finished],
     token_bytes: TokenBytes,
 ) -> bytes:
-    """An answer at once: all output and the account of every sample, in order. The figures are those of sample 0."""
-    choices = []
-    for deltas, end in zip(answers, ends, strict=True):
-        choice, text = last_choice(end), "".join(delta.text for delta in deltas)
-        if form.chat:
-            choice.message = ReplyText(text, refusal=None)
-        else:
-            choice.text = text
-        if form.return_token_ids:
-            choice.token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-        if form.logprobs is not None:
-            given = [one for delta in deltas for one in delta.logprobs]
-            choice.logprobs = written_logprobs(form, given, 0, token_bytes)
-        choices.append(choice)
-    return encoded(started, form, "chat.completion", choices, usage(ends), ends[0])
+    """An answer at once: all output and the account of every sample, in order of prompts and samples. The figures are
+    those of sample 0."""
+    each, choices = len(answers) // form.prompts, list[ReplyChoice]()
+    about = [EchoedPrompt(started, form, at, answers[at * each], token_bytes) for at in range(form.prompts)]
+    for prompt in range(form.prompts):
+        samples = range(prompt * each, (prompt + 1) * each)
+        for at in sorted(samples, key=lambda at: -_mean(answers[at]))[: form.best] if form.best else samples:
+            deltas, choice = [] if form.is_prompt_only else answers[at], last_choice(ends[at])
+            choice.index, text = len(choices), "".join(delta.text for delta in deltas)
+            if form.parsing is not None:
+                reader = PartsReader(form.parsing, started.request_id, at)
+                choice.message = reader.message(text)
+                choice.finish_reason = finish_reason(ends[at], reader)
+            elif form.chat:
+                choice.message = ReplyText(text, refusal=None)
+            else:
+                choice.text = about[prompt].text + text
+            if form.return_token_ids:
+                choice.token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+            if form.logprobs is not None:
+                given = [one for delta in deltas for one in delta.logprobs]
+                choice.logprobs = written_logprobs(form, [*about[prompt].given, *given], 0, token_bytes)
+            if form.says_prompt and not form.chat:
+                choice.prompt_logprobs = about[prompt].logprobs
+            choices.append(choice)
+    told = about[0].logprobs if form.says_prompt and form.chat else msgspec.UNSET
+    return encoded(started, form, "chat.completion", choices, usage(ends, form), ends[0], told)
+
+
+class EchoedPrompt:
+    """What an answer says of prompt number `at`. `first` is the output of its first sample."""
+
+    def __init__(
+        self, started: Started, form: HttpForm, at: int, first: Sequence[Delta], token_bytes: TokenBytes
+    ) -> None:
+        said = first[0].prompt_logprobs if first else ()
+        self.text = echoed_text(started, form, at, token_bytes)
+        self.given: list[TokenLogprobs | int] = []
+        """What comes before the output in a completion's lists: the first token, of which nothing is known, and the
+        others."""
+        if form.echo is not None and form.logprobs is not None:
+            self.given = [started.prompt_ids[at][0], *said]
+        self.logprobs = prompt_logprobs(said, token_bytes) if form.says_prompt else None
+
+
+def echoed_text(started: Started, form: HttpForm, at: int, token_bytes: TokenBytes) -> str:
+    """What the text begins with: prompt number `at`, if it is to be echoed."""
+    if form.echo is None:
+        return ""
+    shown = [data for token in started.prompt_ids[at] for data, is_shown in (token_bytes(token),) if is_shown]
+    return form.echo[at] or b"".join(shown).decode(errors="replace")
+
+
+def _mean(deltas: Sequence[Delta]) -> float:
+    """The mean log probability of an answer's tokens."""
+    values = [one.logprob for delta in deltas for one in delta.logprobs]
+    return sum(values) / max(1, len(values))
 
 
 def written_logprobs(
-    form: HttpForm, given: Sequence[TokenLogprobs], offset: int, token_bytes: TokenBytes
+    form: HttpForm, given: Sequence[TokenLogprobs | int], offset: int, token_bytes: TokenBytes
 ) -> dict[str, Any]:
     """The field `logprobs` of a choice; `offset` characters of its text came before."""
     if form.chat:
-        return chat_logprobs(given, token_bytes)
+        return chat_logprobs([one for one in given if not isinstance(one, int)], token_bytes)
     return completion_logprobs(given, offset, token_bytes, has_top=bool(form.logprobs))
 
 
@@ -105,12 +150,13 @@ def encoded(
     choices: list[ReplyChoice],
     use: dict[str, Any] | msgspec.UnsetType | None,
     end: Finished | None,
+    prompt: object = msgspec.UNSET,
 ) -> bytes:
     """One JSON body of an answer, with the figures of `end` where it is given."""
     name = f"{'chatcmpl' if form.chat else 'cmpl'}-{started.request_id}"
     kind = chat_kind if form.chat else "text_completion"
     figures = msgspec.UNSET if end is None else _headrace(started, end)
-    return msgspec.json.encode(Reply(name, kind, form.created, started.model, choices, use, figures))
+    return msgspec.json.encode(Reply(name, kind, form.created, started.model, choices, use, figures, prompt))
 
 
 def _headrace(started: Started, end: Finished) -> dict[str, Any]:
@@ -132,6 +178,13 @@ def _headrace(started: Started, end: Finished) -> dict[str, Any]:
     }
 
 
+def finish_reason(end: Finished, reader: PartsReader | None) -> str:
+    """Return OpenAI's word for how a sample ended."""
+    if reader is not None and reader.calls and end.reason is FinishReason.STOP:
+        return "tool_calls"
+    return end.reason.value
+
+
 def last_choice(end: Finished) -> ReplyChoice:
     """The choice that says how a sample ended, without its text."""
     choice = ReplyChoice(index=end.sample, finish_reason=end.reason.value)
@@ -140,15 +193,21 @@ def last_choice(end: Finished) -> ReplyChoice:
     return choice
 
 
-def usage(ends: Sequence[Finished]) -> dict[str, Any]:
-    """Sums up all samples: they share one prompt."""
-    prompt, completion = ends[0].prompt_tokens, sum(end.output_tokens for end in ends)
+def usage(ends: Sequence[Finished], form: HttpForm) -> dict[str, Any]:
+    """Sums up all samples, in their order: those of one prompt share it."""
+    has_reasoning = form.parsing is not None and form.parsing.reasoning
+    reasoned = {"completion_tokens_details": {"reasoning_tokens": sum(end.reasoning_tokens for end in ends)}}
+    each = len(ends) // form.prompts
+    firsts = range(0, len(ends), each)
+    prompt = sum(ends[at].prompt_tokens for at in firsts)
+    completion = 0 if form.is_prompt_only else sum(end.output_tokens for end in ends)
+    cached = sum(min(end.cached_tokens for end in ends[at : at + each]) for at in firsts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": min(end.cached_tokens for end in ends)},
-    }
+        "prompt_tokens_details": {"cached_tokens": cached},
+    } | (reasoned if has_reasoning else {})
 
 
 class ErrorReply(msgspec.Struct, frozen=True):

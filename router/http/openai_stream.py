@@ -19,7 +19,17 @@ import msgspec
 
 from router.front.api import Delta, Finished, HttpForm, Started, invalid
 from router.http.logprobs import TokenBytes, characters
-from router.http.openai_reply import ReplyChoice, ReplyText, encoded, last_choice, usage, written_logprobs
+from router.http.openai_reply import (
+    ReplyChoice,
+    ReplyText,
+    echoed_text,
+    encoded,
+    finish_reason,
+    last_choice,
+    usage,
+    written_logprobs,
+)
+from router.http.parsed_answer import PartsReader
 
 FIELD = "Last-Event-ID"
 _ID = re.compile(r"([A-Za-z0-9_-]+)((?:\.[0-9]{1,9}\.[0-9]{1,9}\.[0-9])+)", re.ASCII)
@@ -78,6 +88,8 @@ class StreamWriter:
         self._form = form
         self._at = list(at) or [EventPosition()] * started.samples
         self._ends: dict[int, Finished] = {}
+        self._echoed: set[int] = set()
+        self._readers: dict[int, PartsReader] = {}
         self._around: dict[int, tuple[bytes, bytes, bytes]] = {}
 
     def delta(self, item: Delta) -> bytes:
@@ -89,9 +101,13 @@ class StreamWriter:
         at = self._at[sample]
         if at.closing:
             raise invalid(FIELD, "lies behind the end of the output")
+        if self._form.echo is not None and sample not in self._echoed:
+            return self._echo(sample) + self.delta(item)
         is_first = not self._has_output(sample)
         size = len(text) if text.isascii() else len(text.encode())
         self._at[sample] = EventPosition(at.next_index + len(ids), at.text_bytes + size)
+        if self._form.parsing is not None:
+            return self._in_parts(item, is_first=is_first)
         if self._form.logprobs is not None:
             return self._with_logprobs(item, is_first=is_first)
         if not text and not (self._form.return_token_ids and ids):
@@ -104,6 +120,36 @@ class StreamWriter:
         before, between, after = around
         written = _encode(ids) if self._form.return_token_ids else b""
         return self._event(b"".join((before, _encode(text), between, written, after)))
+
+    def _echo(self, sample: int) -> bytes:
+        """One event with the prompt's text, before all output of a sample."""
+        self._echoed.add(sample)
+        prompt = sample * self._form.prompts // len(self._at)
+        text = echoed_text(self._started, self._form, prompt, self._token_bytes)
+        return self._event(self._output(sample, text, (), is_first=True)) if text else b""
+
+    def _in_parts(self, item: Delta, *, is_first: bool) -> bytes:
+        """One event for all parts that this output decides."""
+        reader = self._reader(item.sample)
+        parts = reader.delta(reader.push(item.text))
+        wants_ids = self._form.return_token_ids or self._form.logprobs is not None
+        if not parts and not (wants_ids and item.token_ids):
+            return b""
+        choice = ReplyChoice(index=item.sample, delta=({"role": "assistant"} if is_first else {}) | parts)
+        if self._form.logprobs is not None:
+            choice.logprobs = written_logprobs(self._form, item.logprobs, 0, self._token_bytes)
+        if self._form.return_token_ids:
+            choice.token_ids = item.token_ids
+        return self._event(self._chunk([choice]))
+
+    def _reader(self, sample: int) -> PartsReader:
+        reader = self._readers.get(sample)
+        if reader is None:
+            assert self._form.parsing is not None
+            had = self._started.had_text[sample] if self._started.had_text else ""
+            reader = PartsReader(self._form.parsing, self._started.request_id, sample, had)
+            self._readers[sample] = reader
+        return reader
 
     def _with_logprobs(self, item: Delta, *, is_first: bool) -> bytes:
         """One event for all output, whether it has text or not."""
@@ -155,7 +201,7 @@ class StreamWriter:
             return events
         bodies = [DONE]
         if self._form.include_usage:
-            use = usage(list(self._ends.values()))
+            use = usage([self._ends[sample] for sample in sorted(self._ends)], self._form)
             bodies.insert(0, self._chunk([], end if is_later else None, use))
         had = self._at[0].closing - 1
         if had > len(bodies) or any(one.closing != 1 for one in self._at[1:]):
@@ -167,7 +213,12 @@ class StreamWriter:
 
     def _finish(self, end: Finished) -> ReplyChoice:
         choice = last_choice(end)
-        if self._form.chat:
+        if self._form.parsing is not None:
+            reader, is_first = self._reader(end.sample), not self._has_output(end.sample)
+            parts = reader.delta(reader.flush())
+            choice.delta = ({"role": "assistant"} if is_first else {}) | parts
+            choice.finish_reason = finish_reason(end, reader)
+        elif self._form.chat:
             choice.delta = {} if self._has_output(end.sample) else {"role": "assistant"}
         else:
             choice.text = ""
@@ -177,7 +228,8 @@ class StreamWriter:
         """Return whether some event of its output was written."""
         at = self._at[sample]
         has_ids = self._form.return_token_ids or self._form.logprobs is not None
-        return bool(at.text_bytes or (has_ids and at.next_index))
+        has_text = at.text_bytes if self._form.parsing is None else self._reader(sample).has_begun
+        return bool(has_text or (has_ids and at.next_index))
 
     def _chunk(
         self, choices: list[ReplyChoice], end: Finished | None = None, use: dict[str, Any] | None = None

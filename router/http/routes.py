@@ -22,17 +22,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.front.access import as_tenant, tenant_of
-from router.front.api import SESSION_HEADER, ApiError, ModelFacts, Position
+from router.front.api import SESSION_HEADER, ApiError, ModelFacts, Position, invalid
 from router.front.frontend import Frontend
 from router.front.outlet import Outlet
 from router.front.resume import unknown_token
 from router.http.answers import StreamedAnswer, WholeAnswer, error_response, json_response
 from router.http.bodies import Bodies, BodyRefusal
 from router.http.gate import caller_of
+from router.http.messages_request import parse_messages
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
 from router.http.page import PAGE_PATH, ChatPage
+from router.http.responses_request import parse_response
+from router.http.several import generate_all
 from router.http.tokens import TokenRoutes
 from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
@@ -112,6 +115,9 @@ def build_app(
             *([Route(PAGE_PATH, show_page)] if chat_page else []),
             Route("/v1/chat/completions", _Generate(frontend, parse_chat, bodies), methods=["POST"]),
             Route("/v1/completions", _Generate(frontend, parse_completion, bodies), methods=["POST"]),
+            Route("/v1/messages", _Generate(frontend, parse_messages, bodies, "messages"), methods=["POST"]),
+            Route("/v1/messages/count_tokens", tokens.count, methods=["POST"]),
+            Route("/v1/responses", _Generate(frontend, parse_response, bodies), methods=["POST"]),
             Route("/v1/streams/{token}", _Streams(frontend), methods=["GET", "DELETE"]),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
@@ -133,7 +139,9 @@ class _Generate:
     A plain ASGI callable, because a Starlette function endpoint cannot watch for the client's disconnect.
     """
 
-    def __init__(self, frontend: Frontend, parse: Callable[..., Parsed], bodies: Bodies) -> None:
+    def __init__(self, frontend: Frontend, parse: Callable[..., Parsed], bodies: Bodies, api: str = "") -> None:
+        """`api` is the shape of the route's errors."""
+        self._api = api
         self._frontend = frontend
         self._parse = parse
         self._bodies = bodies
@@ -154,8 +162,10 @@ class _Generate:
             timeout_s = None if header is None else timeout_from(header, "x-request-timeout-s")
             parsed = self._parse(body, label=label, timeout_s=timeout_s, created=int(time.time()))
             call = as_tenant(parsed.call, caller_of(request))
+            if parsed.form.api and request.headers.get(RESUMABLE_HEADER, "") == "1":
+                raise invalid(RESUMABLE_HEADER, "is for /v1/chat/completions and /v1/completions")
         except ApiError as error:
-            await error_response(error, label)(scope, receive, send)
+            await error_response(error, label, self._api)(scope, receive, send)
             return
         finally:
             del body  # parsed, it may be as large again; and this lasts as long as the answer
@@ -165,7 +175,11 @@ class _Generate:
         session = request.headers.get(SESSION_HEADER, "")
         call = msgspec.structs.replace(call, resumable=resumable, traceparent=trace, session=session)
         outlet = Outlet()
-        events = self._frontend.generate(call, outlet)
+        if len(parsed.prompts) > 1:
+            calls = [msgspec.structs.replace(call, prompt=prompt) for prompt in parsed.prompts]
+            events = generate_all(self._frontend.generate, calls)
+        else:
+            events = self._frontend.generate(call, outlet)
         answer: ASGIApp = WholeAnswer(events, parsed.form, self._token_bytes, outlet)
         if parsed.stream:
             answer = StreamedAnswer(events, parsed.form, self._token_bytes, outlet=outlet)

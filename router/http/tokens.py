@@ -17,6 +17,7 @@ from router.http.answers import error_response, json_response
 from router.http.bodies import Bodies, BodyRefusal
 from router.http.fields import FieldsReader
 from router.http.gate import caller_of
+from router.http.messages_request import parse_count
 from router.http.openai import Int, Parsed, parse_chat, parse_completion
 
 
@@ -66,7 +67,7 @@ def parse_tokenize(body: bytes) -> tuple[Parsed, TokenizeOptions]:
 
 
 class TokenRoutes:
-    """The two endpoints. Bodies count against the same budget as those of the generating routes."""
+    """The endpoints. Bodies count against the same budget as those of the generating routes."""
 
     def __init__(self, frontend: Frontend, bodies: Bodies) -> None:
         self._frontend = frontend
@@ -75,10 +76,20 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         return await self._answered(request, self._tokenize)
 
+    async def count(self, request: Request) -> Response:
+        """Anthropic's route: how many tokens a message's prompt has."""
+        return await self._answered(request, self._count, "messages")
+
+    async def _count(self, request: Request, body: bytes) -> object:
+        call = as_tenant(parse_count(body), caller_of(request))
+        return {"input_tokens": len((await self._frontend.tokenize(call)).ids)}
+
     async def detokenize(self, request: Request) -> Response:
         return await self._answered(request, self._detokenize)
 
-    async def _answered(self, request: Request, reply: Callable[[Request, bytes], Awaitable[object]]) -> Response:
+    async def _answered(
+        self, request: Request, reply: Callable[[Request, bytes], Awaitable[object]], api: str = ""
+    ) -> Response:
         try:
             return json_response(await reply(request, await self._bodies.read(request)))
         except BodyRefusal as refusal:
@@ -86,7 +97,7 @@ class TokenRoutes:
         except ClientDisconnect:
             return Response(status_code=499)
         except ApiError as error:
-            return error_response(error)
+            return error_response(error, api=api)
 
     async def _tokenize(self, request: Request, body: bytes) -> object:
         parsed, options = parse_tokenize(body)

@@ -76,6 +76,38 @@ def test_every_block_of_commands_is_run_or_says_why_not() -> None:
     assert loose == [], "commands outside of a block"
 
 
+def test_the_readme_says_where_the_command_is_before_it_uses_it() -> None:
+    """Guards against `headrace: command not found` for who pastes line after line into a fresh clone."""
+    typed = "".join(b.text for b in everything() if b.page == "README.md" and b.has_commands)
+    assert ". .venv/bin/activate" in typed.partition("\nheadrace ")[0]
+
+
+def test_the_index_has_every_page() -> None:
+    """Guards against a page that nobody finds: docs/README.md links them all, and each link leads to a file."""
+    index = (ROOT / "docs/README.md").read_text()
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert linked == pages, "add a line about the new page to docs/README.md, or take one away"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Guards against a page or a heading that was renamed under the links to it."""
+    lost = []
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file.read_text())):
+            lost.append(target)
+    assert lost == []
+
+
+def _anchors(text: str) -> set[str]:
+    """Return what GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -98,7 +130,8 @@ def ours(page: str) -> list[Block]:
 class Place:
     """A folder like the repository's root after `make setup`, with the ports of the pages replaced by free ones."""
 
-    def __init__(self, cache: Path, folder: Path) -> None:
+    def __init__(self, cache: Path, folder: Path, **more: str) -> None:
+        """`more` are settings by the end of their variables' names."""
         self._ports = {"8000": _free_port(), "50051": _free_port()}
         settings = {
             "NAME": "pages",
@@ -111,8 +144,9 @@ class Place:
             "PREFILL__ENGINE__POOL_BYTES": str(64 << 20),
             "DECODE__ENGINE__POOL_BYTES": str(64 << 20),
             "STOP_GRACE_S": "2",
+            **more,
         }
-        self.grpc_port = self._ports["50051"]
+        self.grpc_port, self.http_port = self._ports["50051"], self._ports["8000"]
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
         self._environ |= {f"HEADRACE_{key}": value for key, value in settings.items()}
         self._environ["PATH"] = f"{BIN}:{os.environ['PATH']}"
@@ -120,7 +154,7 @@ class Place:
 
     def __call__(self, commands: str, **replaced: str) -> str:
         """What bash prints for the lines of a page."""
-        usual = {".venv/bin/": "", **self._ports}
+        usual = {". .venv/bin/activate": ":", ".venv/bin/": "", **self._ports}
         for old, new in (usual | replaced).items():
             commands = commands.replace(old, new)
         done = subprocess.run(

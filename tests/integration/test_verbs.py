@@ -97,7 +97,8 @@ def test_a_cluster_from_up_to_down(shell: Shell) -> None:
 
     again = shell("up", "--decode", "3")
     assert f"runs already, under process {shell.supervisor}" in again.stdout
-    assert "`headrace scale decode=3` changes that" in again.stdout
+    assert "`headrace scale decode=3 --name tested` changes that" in again.stdout
+    assert "not taken" not in again.stdout, "the variables are those that it was started with"
     assert shell.status() == before, "the second up has changed something"
 
     answer = shell("chat", "--server", shell.server, "--max-tokens", "8", said="Hello\nAnd?\n")
@@ -122,6 +123,9 @@ def test_a_cluster_from_up_to_down(shell: Shell) -> None:
     shell("scale", "decode=2")
     assert shell.status()["decode-1"]["state"] == "up"
     shell("drain", "decode-0")
+    written = (Path(shell.environ["HEADRACE_RUN_DIR"]) / "tested.log").read_text()
+    asked_for = ("decode-0 is gone: ended", "decode-0 closed its stream")
+    assert not any(line in written for line in asked_for), "what was asked for is no warning"
     assert "decode-0" not in shell.status()
     assert "is the last decode worker" in shell("drain", "decode-1", fails=1).stderr
     assert "is not prefill=N, or decode=N" in shell("scale", "decode=0", fails=2).stderr

@@ -5,6 +5,7 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -93,6 +94,45 @@ def test_schedulers_agree_with_transformers_cold_and_warm(
     engine.close()
 
 
+@torch.inference_mode()
+def check_prompt(reference: Reference, prompt: list[int], told: list[TokenLogprobs], alternatives: int) -> None:
+    """Compare what was said of a prompt's tokens, from the second on, with transformers."""
+    assert [one.token for one in told] == prompt[1:]
+    logits = reference.model(torch.tensor([prompt]), use_cache=False).logits[0, :-1].float()
+    for one, want in zip(told, logits.log_softmax(-1), strict=True):
+        assert one.logprob == pytest.approx(float(want[one.token]), abs=WITHIN)
+        best = want.topk(alternatives).values.tolist()
+        assert [value for _, value in one.top] == pytest.approx(best, abs=WITHIN)
+
+
+def test_prompts_agree_with_transformers_by_either_worker(
+    model_dir: Path, prompts: list[list[int]], reference: Reference
+) -> None:
+    """Guards chunks, and logits that are made some at a time: by the prefill worker, cold and then with all cached,
+    and by a decode worker alone."""
+    config = EngineConfig(model_dir=str(model_dir), threads=1)
+    engine = Colocated(open_device(config), open_device(config))
+    for turn in ("cold", "warm", "alone"):
+        if turn == "alone":
+            engine.lose_prefill()
+        records = [
+            RequestRecord(
+                request=RequestId(f"{turn} {number}"),
+                tokens=prompt,
+                prompt_tokens=len(prompt),
+                max_tokens=2,
+                seed=number,
+                sampling=SAMPLINGS[0],
+                ignore_eos=True,
+                prompt_logprobs=ALTERNATIVES,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        for prompt, answer in zip(prompts, engine.run(records), strict=True):
+            check_prompt(reference, prompt, answer.prompt_logprobs, ALTERNATIVES)
+    engine.close()
+
+
 @pytest.fixture(scope="module")
 def cluster(model_dir: Path) -> Iterator[tuple[str, str]]:
     config = ClusterConfig(launcher="process", router=RouterConfig(grpc_port=0, http_port=0), cache_dir="unused")
@@ -101,6 +141,13 @@ def cluster(model_dir: Path) -> Iterator[tuple[str, str]]:
         yield addresses.grpc, addresses.http
 
 
+def _post(address: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(f"http://{address}/v1/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return json.loads(reply.read())
+
+
+@torch.inference_mode()
 def test_the_cluster_agrees_over_both_fronts(
     cluster: tuple[str, str], prompts: list[list[int]], reference: Reference
 ) -> None:
@@ -119,9 +166,13 @@ def test_the_cluster_agrees_over_both_fronts(
         check(reference, prompt, told)
         greedy = {"temperature": 0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
         body = {"prompt": prompt, "logprobs": ALTERNATIVES, **greedy}
-        request = urllib.request.Request(f"http://{cluster[1]}/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=120) as reply:
-            choice = json.loads(reply.read())["choices"][0]
+        choice = _post(cluster[1], body)["choices"][0]
+        echoed = _post(cluster[1], body | {"echo": True, "max_tokens": 0, "prompt": [prompt, prompt[:1]]})["choices"]
+        assert echoed[1]["logprobs"]["token_logprobs"] == [None]
+        first, *rest = echoed[0]["logprobs"]["token_logprobs"]
+        want = reference.model(torch.tensor([prompt]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        own = want.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+        assert first is None and rest == pytest.approx(own, abs=WITHIN)
         values = choice["logprobs"]["token_logprobs"]
         assert values == pytest.approx([one.logprob for one in told], abs=1e-4)
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"] or "bytes:" in str(choice["logprobs"]["tokens"])

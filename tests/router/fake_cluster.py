@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -32,6 +32,7 @@ from engine.messages import (
     decode_router_frame,
     encode,
 )
+from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import Beam, FinishReason, Incarnation, SamplingParams, TokenLogprobs
 from router.dispatch import ATTACH
@@ -52,6 +53,8 @@ class ByteText:
     vocab_size = 300
     context_tokens = 512
     stop_ids = frozenset({END})
+    dialect = Dialect()
+    added_ids: Mapping[str, int] = {}
     model_dir: Path | None = None
     sampling = SamplingParams()
 
@@ -76,7 +79,10 @@ class ByteText:
     def text_of(self, ids: Sequence[int]) -> str:
         return "".join(self.token_strings(ids))
 
-    def detokenizer(self) -> ByteDetokenizer:
+    def tokenizer_files(self) -> dict[str, str]:
+        return {"tokenizer.json": "{}"}
+
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> ByteDetokenizer:
         return ByteDetokenizer()
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:

@@ -139,6 +139,20 @@ def shown(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+def test_a_router_for_this_machine_is_guarded_from_pages(runner: asyncio.Runner) -> None:
+    """Guards against a guard that nothing stands behind (tests/router/http/test_browsers.py)."""
+
+    async def body(site: Site) -> None:
+        page = {"origin": "https://page.example", "content-type": "text/plain"}
+        named = {"host": f"page.example:{httpx.URL(site.url('/')).port}"}
+        async with httpx.AsyncClient() as client:
+            sent = await client.post(site.url("/v1/completions"), content=b'{"prompt": "x"}', headers=page)
+            read = await client.get(site.url("/v1/models"), headers=named)
+        assert (sent.status_code, read.status_code, site.spaces()) == (415, 421, [])
+
+    served(runner, AccessConfig(), body)
+
+
 def test_grpc_asks_for_a_key_and_takes_the_tenant_from_it(runner: asyncio.Runner, keys: Keys) -> None:
     """Guards a tenant that is believed because a field says so."""
 

@@ -8,7 +8,7 @@ from engine.messages import Fault
 from engine.types import Beam, FinishReason, RequestRecord, TokenLogprobs
 from router.core.events import Complete
 from tests.sim.clock import Process, Violation
-from tests.sim.shadow import expected_answers, expected_logprobs, expected_output
+from tests.sim.shadow import expected_answers, expected_logprobs, expected_output, expected_prompt_logprobs
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -60,13 +60,22 @@ class Client:
     def moved(self, stages: dict[str, float], now: float) -> None:
         self.world.note("request moved")
 
-    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+    def tokens(
+        self,
+        ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> int | None:
         if self.outcome:
             raise Violation(f"{self.name}: tokens {ids} after its end ({self.outcome})")
+        before = len(self.tokens_)
         self.tokens_ += ids
         if self.tokens_ != self.want[: len(self.tokens_)]:
             raise Violation(f"{self.name}: got {self.tokens_}, the uninterrupted run is {self.want}")
         self.logprobs += logprobs
+        if list(prompt_logprobs) != ([] if before else expected_prompt_logprobs(self.record)):
+            raise Violation(f"{self.name}: got {prompt_logprobs} of its prompt after {before} tokens")
         if self.logprobs != self.want_logprobs[: len(self.tokens_)]:
             raise Violation(f"{self.name}: got {self.logprobs}, the uninterrupted run says {self.want_logprobs}")
         if self.stop_after is not None and len(self.tokens_) >= self.stop_after:
@@ -154,7 +163,13 @@ class Searcher(Client):
         Client.interrupted(self, now)
         self.world.note("search placed again")
 
-    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+    def tokens(
+        self,
+        ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> int | None:
         raise Violation(f"{self.name}: a search says {ids} before it is over")
 
     def completed(self, end: Complete, now: float) -> None:

@@ -35,7 +35,13 @@ class Revived:
     def moved(self, stages: dict[str, float], now: float) -> None:
         self._client.moved(stages, now)
 
-    def tokens(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+    def tokens(
+        self,
+        ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> int | None:
         client = self._client
         self._tokens += ids
         self._logprobs += logprobs

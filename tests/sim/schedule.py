@@ -117,7 +117,7 @@ def _search(plan: Plan, rng: Random) -> None:
                 early_stopping=rng.choice(list(EarlyStopping)),
             )
             # Where nothing is said before the end, there is no stop string to be found, and nothing to resume.
-            ask.record = replace(record, beams=beams, context=b"")
+            ask.record = replace(record, beams=beams, context=b"", logprobs=None, prompt_logprobs=None)
             ask.stop_after = None
 
 
@@ -165,6 +165,8 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
             context=rng.choice((b"", b"resumable")),
             logprobs=number if number % 2 else None,
         )
+        if number % 3 == 1 and not record.context:
+            record = replace(record, prompt_logprobs=number)
         at_s = rng.uniform(0, 0.01)
         asks += (
             Ask(
@@ -184,7 +186,13 @@ def samples(record: RequestRecord, count: int) -> list[RequestRecord]:
     if count == 1:
         return [record]
     return [
-        replace(record, request=RequestId(f"{record.request}.{at}"), sample_index=at, group=record.request)
+        replace(
+            record,
+            request=RequestId(f"{record.request}.{at}"),
+            sample_index=at,
+            group=record.request,
+            prompt_logprobs=None if at else record.prompt_logprobs,
+        )
         for at in range(count)
     ]
 

@@ -8,6 +8,7 @@ read, and the next token is a function of the last row. Blocks that are handed o
 from array import array
 from collections import Counter
 from functools import lru_cache, reduce
+from itertools import pairwise
 from types import SimpleNamespace
 
 from msgspec.structs import replace
@@ -66,6 +67,18 @@ def log_probs(row: int, token: int, count: int) -> TokenLogprobs:
     """Return the log probabilities of a token and of the likeliest ones: they depend on the row alone."""
     cost = ((row ^ _PASTS[token][1]) * 0x2545F4914F6CDD1D & _MASK) >> 40
     return TokenLogprobs(token, -cost / (1 << 18), candidates(row, count, ()) if count else ())
+
+
+def expected_prompt_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
+    """Return what the uninterrupted run says of the prompt's tokens; nothing where it is not asked."""
+    if record.prompt_logprobs is None:
+        return []
+    past, told = root(record.namespace), []
+    prompt = record.tokens[: record.prompt_tokens]
+    for token, after in pairwise(prompt):
+        past = mix(past, token)
+        told.append(log_probs(past, after, record.prompt_logprobs))
+    return told
 
 
 def expected_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
@@ -172,6 +185,9 @@ class LateStep:
             self._drawn = self._runner.compute(self._plan, latest)
         return self._drawn
 
+    def scores(self) -> list[list[TokenLogprobs]]:
+        return [self._runner.scores(row) for row in self._plan.rows if row.scored]
+
     def idle_s(self, before: object) -> float:
         return 0.0
 
@@ -244,6 +260,13 @@ class ShadowRunner:
         token, wanted = draw(past, row.draw_key, row.banned), row.record.logprobs
         return [token if wanted is None else log_probs(past, token, wanted)]
 
+    def scores(self, row: Row) -> list[TokenLogprobs]:
+        """Return what the rows in memory say of the tokens behind them."""
+        size, wanted = self.kv.block_size, row.record.prompt_logprobs or 0
+        places = range(row.start, row.start + row.scored)
+        held = [self.kv.rows[row.blocks[at // size]][at % size] for at in places]
+        return [log_probs(past, row.tokens[at + 1], wanted) for at, past in zip(places, held, strict=True)]
+
     def _writable(self, block: BlockId, who: str) -> None:
         pool, cache = self.kv.pool, self.kv.manager.cache
         holders = pool.refs(block) - self._copied[block]
@@ -287,6 +310,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int, 
         manager=manager,
         memory=MemoryUse(),
         compilations=Compilations(),
+        matchers=None,
     )
 
 

@@ -42,9 +42,15 @@ def test_a_worker_killed_at_every_token(
 
     take = clients.Client.tokens
 
-    def tokens(self: clients.Client, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs]) -> int | None:
+    def tokens(
+        self: clients.Client,
+        ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> int | None:
         before = len(self.tokens_)
-        kept = take(self, ids, now, logprobs)
+        kept = take(self, ids, now, logprobs, prompt_logprobs)
         if before < token <= len(self.tokens_) and not killed:
             strike()
         return kept

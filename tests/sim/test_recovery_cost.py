@@ -77,9 +77,15 @@ def test_lost_at_a_token(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before: list[tuple[int, int]] = []
     take = clients.Client.tokens
 
-    def tokens(self: clients.Client, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs]) -> int | None:
+    def tokens(
+        self: clients.Client,
+        ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> int | None:
         had = len(self.tokens_)
-        kept = take(self, ids, now, logprobs)
+        kept = take(self, ids, now, logprobs, prompt_logprobs)
         if had < token <= len(self.tokens_) and not before:
             process = holder(world)
             assert process is not None

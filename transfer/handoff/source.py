@@ -5,14 +5,14 @@ The blocks belong to whoever holds their leases, the `Holder`: it says what is r
 any more. The theory of operation is in `transfer.handoff.migration`, the states are the sender's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine import identity
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Fault, FirstToken, Handoff, Landed, PrefillFailed, StartPrefill, Stop
-from engine.types import DrawnToken, Incarnation, RequestRecord, id_of
+from engine.types import DrawnToken, Incarnation, RequestRecord, TokenLogprobs, id_of
 from transfer.handoff.commands import (
     Broken,
     Command,
@@ -145,14 +145,22 @@ class HandoffSource(Generic[T]):
         return self._settle(self.sender.offer(handoff, blocks))
 
     def finish(
-        self, handoff: Handoff, token: DrawnToken, *, queue_s: float, run_s: float, cached_tokens: int
+        self,
+        handoff: Handoff,
+        token: DrawnToken,
+        *,
+        queue_s: float,
+        run_s: float,
+        cached_tokens: int,
+        scores: Sequence[TokenLogprobs] = (),
     ) -> list[Command]:
-        """Name the token that follows, when all is offered."""
+        """Name the token that follows, when all is offered; `scores` are of the prompt's tokens."""
         chunks = self._served[handoff].chunks
         first = FirstToken(
             handoff=handoff,
             token=id_of(token),
             logprobs=None if isinstance(token, int) else token,
+            prompt_logprobs=list(scores),
             chunks=chunks,
             queue_s=queue_s,
             run_s=run_s,

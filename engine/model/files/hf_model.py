@@ -29,7 +29,7 @@ class HFModel:
     def __init__(self, path: Path) -> None:
         self.path = path
         raw = read_json(path / "config.json")
-        self.family = find_family(path / "config.json", "hugging_face", "model_type", raw.get("model_type"))
+        self.family = family_of(path)
         self.config = model_config(path / "config.json", self.family, raw, folder_name(path))
         self._raw = raw
         self.shards = [SafetensorsFile(shard) for shard in shards(path)]
@@ -55,6 +55,12 @@ class HFModel:
 
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)
+
+
+def family_of(path: Path) -> Family:
+    """Return the family of a directory's model. Raises ModelError naming those that there are."""
+    file = path / "config.json"
+    return find_family(file, "hugging_face", "model_type", read_json(file).get("model_type"))
 
 
 def folder_name(path: Path) -> str:

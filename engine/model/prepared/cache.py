@@ -191,8 +191,9 @@ def _source_files(path: Path) -> list[Path]:
     if path.suffix in PICKLES:
         raise ModelError(path, "pickled weights are never loaded: use safetensors or GGUF")
     if path.is_dir():
-        from engine.model.files.hf_model import shards
+        from engine.model.files.hf_model import family_of, shards
 
+        family_of(path)  # before gigabytes are read of what cannot be used
         return [item for name in BESIDE if (item := path / name).exists()] + shards(path)
     if not path.exists():
         raise ModelError(path, "no such file or directory")

@@ -16,7 +16,8 @@ from cluster.plan.planner import Pool, pool_of, token_sizes
 from cluster.plan.shapes import find_shape
 from cluster.sizes import format_size, parse_share, parse_size
 from engine.messages import MemoryUse, WorkerInfo
-from engine.model.config import CONFIG_FILE, ModelConfig
+from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
+from engine.model.prepared.cache import prepare
 from tests.engine.model.quantized import Kind, write_model
 from tests.router.fake_cluster import worker_info
 
@@ -265,3 +266,19 @@ def test_plan_and_workers_agree() -> None:
     assert rows["decode", "blocks"]["found"] == 546
     # Each for its own largest step: a longer chunk there, a full batch here.
     assert rows["prefill", "workspace_bytes"]["found"] != rows["decode", "workspace_bytes"]["found"]
+
+
+@pytest.mark.parametrize("sizes", [LLAMA, {"model_type": "gpt2", "n_layer": 12}], ids=["planned", "other names"])
+def test_plan_and_up_agree_about_an_unknown_family(
+    sizes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a plan for a model that `up` refuses, without a word of that, and against an error that does not
+    say what there is. The weights are not looked at first: there are none."""
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    cli.main(["plan", "--model", str(tmp_path)])
+    planned = capsys.readouterr()
+    with pytest.raises(ModelError) as refused:
+        prepare(str(tmp_path), tmp_path / "cache")
+    told = f"unknown model_type {sizes['model_type']!r}; known: llama, qwen3"
+    assert told in str(refused.value)
+    assert told in planned.out + planned.err

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from llguidance import LLExecutor
 
 from engine.constraints.matchers import SPARE_MATCHERS, Matchers
 from engine.model.config import ModelError
@@ -65,8 +66,11 @@ def test_an_answer_may_end_only_where_it_is_complete() -> None:
     assert allowed(matchers.masks([row(DATE, b"2026-11")])[0]) == {END}
 
 
-def test_many_rows_have_their_own() -> None:
+@pytest.mark.parametrize("threads", [0, 2])
+def test_many_rows_have_their_own(threads: int) -> None:
+    """Computed one after the other, or side by side, as on a host with cores to spare."""
     matchers = byte_matchers()
+    matchers._executor = LLExecutor(threads) if threads else None
     rows = [row(CHOICE, b"y", "a"), row(DATE, b"20", "b"), row(CHOICE, b"", "c")]
     assert [allowed(mask) for mask in matchers.masks(rows)] == [chars("e"), chars("0123456789"), chars("yn")]
 

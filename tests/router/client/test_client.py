@@ -187,6 +187,14 @@ def test_a_secret_is_not_shown() -> None:
     assert ClientSecrets(api_key="sesame").metadata == (("authorization", "Bearer sesame"),)
 
 
+def test_constraints_are_options() -> None:
+    request = generate_request("x", {"choices": ["a", "b"], "logit_bias": {5: -1.0}})
+    assert list(request.choices.choices) == ["a", "b"] and dict(request.logit_bias) == {5: -1.0}
+    assert generate_request("x", {"json_schema": "{}"}).json_schema == "{}"
+    with pytest.raises(ApiError):
+        generate_request("x", {"json_schema": "{}", "regex": "a"})
+
+
 def test_a_request_is_what_was_said() -> None:
     request = generate_request([{"role": "user", "content": "é"}], {"stop": ["a"], "top_k": 3, "tenant": None})
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="é")])

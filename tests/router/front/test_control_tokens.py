@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 
@@ -9,6 +10,7 @@ from protos import headrace_pb2 as pb
 from router.config import RouterConfig
 from router.front.api import GenerateCall
 from router.front.intake import Arrival, Intake
+from router.front.parsers.turn import turn_of
 from router.grpc.convert import call_from_proto
 from router.http.openai import parse_chat, parse_completion
 from tests.engine.text.chats import chat
@@ -62,7 +64,8 @@ def test_a_next_turn_begins_with_the_ids_of_the_turn_before(parsed: bool | None)
     first = take(parse_chat(json.dumps({"messages": turn, **asked}).encode()).call, intake)
     answer = "you wrote <|im_start|>system" if parsed is None else "yes"
     emitted = TEXT.encode(answer, add_special=False, is_literal=True)
-    intake.conversations.remember(first.chat, first.record.namespace, first.prompt, answer, emitted)
+    turn_made = partial(turn_of, None, "r")
+    intake.conversations.remember(first.chat, first.record.namespace, first.prompt, turn_made, answer, emitted)
     turn += [{"role": "assistant", "content": answer}, {"role": "user", "content": "no"}]
     call = parse_chat(json.dumps({"messages": turn, **asked}).encode()).call
     asked_again = chat([(one["role"], one["content"]) for one in turn], is_literal=parsed is None)

@@ -5,6 +5,7 @@ import tracemalloc
 
 import pytest
 
+from engine.text.messages import ChatMessage
 from router.front.conversation import ENTRY_TOKENS, Conversations, TokenizedPrompt
 from tests.engine.text.chats import chat
 from tests.router.fake_cluster import END, ByteText
@@ -17,6 +18,10 @@ class Ambiguous(ByteText):
     """Decodes 257 to `ab`, which tokenizing never chooses."""
 
 
+def said(answer: str) -> ChatMessage:
+    return ChatMessage("assistant", answer)
+
+
 def encoded(chats: Conversations, messages: list[tuple[str, str]], space: bytes = b"") -> list[int]:
     _, known, rest = chats.begin(chat(messages), space)
     return known + Ambiguous().encode_chat_text(rest)
@@ -25,7 +30,7 @@ def encoded(chats: Conversations, messages: list[tuple[str, str]], space: bytes 
 def remembered(emitted: list[int], answer: str, capacity: int = 10_000) -> Conversations:
     chats = Conversations(Ambiguous(), capacity)
     prompt = TokenizedPrompt(Ambiguous().render_chat(chat(ASKED)), encoded(chats, ASKED))
-    chats.remember(chat(ASKED), b"", prompt, answer, emitted)
+    chats.remember(chat(ASKED), b"", prompt, said, answer, emitted)
     return chats
 
 
@@ -72,7 +77,7 @@ def test_memory_is_known_from_the_number_of_tokens() -> None:
     def ask(number: int) -> None:
         turns = [("user", f"question {number}")]
         prompt = TokenizedPrompt(ByteText().render_chat(chat(turns)), encoded(chats, turns))
-        chats.remember(chat(turns), b"", prompt, "answer", [*b"answer", END])
+        chats.remember(chat(turns), b"", prompt, said, "answer", [*b"answer", END])
 
     ask(0)
     tracemalloc.start()

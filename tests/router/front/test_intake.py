@@ -76,6 +76,18 @@ def test_long_text_is_tokenized_in_a_thread(text: str, is_inline: bool) -> None:
     assert (thread == threading.main_thread().name) is is_inline
 
 
+def test_what_is_said_of_a_prompt_is_bounded_by_its_tokens() -> None:
+    """Guards routers and workers from a message of many megabytes: it is refused before a worker sees it."""
+
+    class Wide(ByteText):
+        context_tokens = 10**6
+
+    take(GenerateCall(prompt=[1] * (65_536 // 21), prompt_logprobs=20), Wide())
+    with pytest.raises(ApiError) as caught:
+        take(GenerateCall(prompt=[1] * (65_536 // 21 + 1), prompt_logprobs=20), Wide())
+    assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "prompt_logprobs")
+
+
 class Recommending(ByteText):
     sampling = SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1)
 

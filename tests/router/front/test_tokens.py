@@ -133,7 +133,11 @@ def test_a_salt_reaches_the_record_and_the_beginnings_of_chats() -> None:
         first = await intake.take(GenerateCall(prompt=CHAT, tenant="a", cache_salt="x"))
         odd = [0xF0, 0x9F]
         assert first.chat is not None
-        intake.conversations.remember(first.chat, first.record.namespace, first.prompt, "??", odd)
+
+        def turn(text: str) -> ChatMessage:
+            return ChatMessage("assistant", text)
+
+        intake.conversations.remember(first.chat, first.record.namespace, first.prompt, turn, "??", odd)
         turn = [*CHAT, ChatMessage("assistant", "??"), ChatMessage("user", "more")]
         for salt, is_known in (("x", True), ("", False), ("y", False)):
             again = await intake.take(GenerateCall(prompt=turn, tenant="a", cache_salt=salt))

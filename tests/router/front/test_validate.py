@@ -68,6 +68,15 @@ def test_every_bound_of_a_chat(field: str, good: object, bad: object, named: str
 
 
 BOUNDS = [
+    ("logprobs", 20, 21, "logprobs"),
+    ("logprobs", 0, -1, "logprobs"),
+    ("prompt_logprobs", 20, 21, "prompt_logprobs"),
+    ("logit_bias", ((299, -100.0), (0, 100.0)), ((300, 1.0),), "logit_bias"),
+    ("logit_bias", ((1, 100.0),), ((1, 100.5),), "logit_bias"),
+    ("logit_bias", ((1, 1.0),), ((1, float("nan")),), "logit_bias"),
+    ("logit_bias", ((1, 1.0),) * 1024, ((1, 1.0),) * 1025, "logit_bias"),
+    ("allowed_token_ids", (0, 299), (0, 300), "allowed_token_ids[1]"),
+    ("allowed_token_ids", (1,) * 4096, (1,) * 4097, "allowed_token_ids"),
     ("prompt", "é" * 50, "é" * 51, "prompt"),
     ("prompt", chat("x" * 50, "y" * 50), chat("x" * 50, "y" * 51), "messages"),
     ("prompt", chat("") * 4096, chat("") * 4097, "messages"),
@@ -167,3 +176,20 @@ def test_a_search_is_what_its_call_says_and_draws_nothing() -> None:
 )
 def test_a_prompt_has_the_name_that_its_caller_gave_it(prompt: object, field: str) -> None:
     assert prompt_field(prompt) == field
+
+
+def test_allowed_tokens_that_only_end_the_answer_do_not_go_with_min_tokens() -> None:
+    """Guards a step from a row of which nothing may be drawn."""
+    check(allowed_token_ids=(256,))
+    check(allowed_token_ids=(256, 97), min_tokens=2)
+    check(allowed_token_ids=(256,), min_tokens=2, ignore_eos=True)
+    with pytest.raises(FieldError) as caught:
+        check(allowed_token_ids=(256, 98), min_tokens=2, stop_token_ids=(98,))
+    assert caught.value.field == "allowed_token_ids"
+
+
+def test_log_probabilities_of_a_prompt_are_told_once_and_to_nobody_who_comes_back() -> None:
+    check(logprobs=1, resumable=True)
+    with pytest.raises(FieldError) as caught:
+        check(prompt_logprobs=1, resumable=True)
+    assert caught.value.field == "resumable"

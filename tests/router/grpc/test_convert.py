@@ -77,8 +77,8 @@ FULL = GenerateCall(
     constraint=Constraint(ConstraintKind.REGEX, "a+"),
     constraint_field="regex",
 )
-NOT_SENT = {"form", "traceparent", "session"}
-"""One belongs to HTTP alone, the others travel as metadata."""
+NOT_SENT = {"form", "tool_choice", "parallel_tool_calls", "traceparent", "session"}
+"""Some belong to HTTP alone, the others travel as metadata."""
 FINISHED = Finished(
     reason=FinishReason.LENGTH,
     prompt_tokens=5,
@@ -153,12 +153,14 @@ def test_a_call_without_an_input_names_the_field() -> None:
     "event",
     [
         Started("r", "m", 5, "token", None, 3),
+        Started("r", "m", 2, "", None, 1, ((7, 8),)),
+        Delta("é", (1,), 0, (), (TokenLogprobs(8, -0.7, ((7, -0.6),)),)),
         Delta("é", (1, 2), 2),
         Delta("é", (1, 2), 2, (TokenLogprobs(1, -0.1, ((3, -0.2), (1, -0.1))), TokenLogprobs(2, -0.3))),
         FINISHED,
         msgspec.structs.replace(FINISHED, beam_score=None, reason=FinishReason.STOP),
     ],
-    ids=["started", "delta", "logprobs", "finished search", "finished"],
+    ids=["started", "prompt", "prompt logprobs", "delta", "logprobs", "finished search", "finished"],
 )
 def test_an_event_comes_back_whole(event: GenerateEvent) -> None:
     """Guards accounts that lose a figure, and an answer without a score that comes back with the score 0."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.front.api import ApiError, ChatMessage, SamplingOverrides, ToolCall
+from router.front.api import ApiError, ChatMessage, SamplingOverrides, Tool, ToolCall, ToolChoice
 from router.http.fields import HARMLESS
 from router.http.openai import UNSUPPORTED, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import error_reply
@@ -63,7 +63,7 @@ def test_every_supported_field_reaches_the_call() -> None:
 def test_absent_and_null_both_mean_the_servers_default() -> None:
     """Guards against null overwriting a default: many clients send every field."""
     nulls = dict.fromkeys(
-        ["model", "max_tokens", "temperature", "top_p", "stop", "seed", "n", "tools", "stream"]
+        ["model", "max_tokens", "temperature", "top_p", "stop", "seed", "n", "logit_bias", "stream"]
     )
     bare, full = parse_completion(completion()), parse_completion(completion(**nulls))
     assert bare == full
@@ -116,6 +116,17 @@ def test_messages_with_calls_and_results() -> None:
     ]
     assert (read.chat_template_kwargs.replace(" ", ""), read.continue_final_message) == ('{"a":1}', True)
     assert parse_chat(chat(chat_template_kwargs=None, add_generation_prompt=False)).call.add_generation_prompt is False
+
+
+def test_tools_and_what_is_chosen_of_them() -> None:
+    function = {"name": "f", "description": "does f", "parameters": {"type": "object"}, "strict": True}
+    tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
+    named = {"type": "function", "function": {"name": "g"}}
+    call = parse_chat(chat(tools=tools, tool_choice=named, parallel_tool_calls=False)).call
+    assert call.tools == (Tool("f", "does f", '{"type": "object"}'), Tool("g"))
+    assert (call.tool_choice, call.parallel_tool_calls) == (ToolChoice("required", "g"), False)
+    assert parse_chat(chat(tools=tools, tool_choice="none")).call.tool_choice == ToolChoice("none")
+    assert parse_chat(chat(tools=tools)).call.tool_choice == ToolChoice()
 
 
 NEUTRAL = [("n", 1), ("tools", []), ("tool_choice", "auto"), ("logprobs", False), ("echo", False)]
@@ -236,7 +247,10 @@ IMAGE = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "i
 BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"n": "2"}, "n"),
     ({"n": True}, "n"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0].type"),
+    ({"tool_choice": "always"}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
@@ -306,9 +320,7 @@ def test_bad_chat_fields_are_named(fields: dict[str, object], field: str) -> Non
     [
         (None, "prompt"),
         (7, "prompt"),
-        (["a", "b"], "prompt"),
         ([1, "b"], "prompt"),
-        ([[1], [2]], "prompt"),
         ([1.5], "prompt[0]"),
         ([[1, True]], "prompt[0][1]"),
         ([2**70], "prompt[0]"),

@@ -115,7 +115,7 @@ def test_samples_share_one_prompt_and_their_figures_are_those_of_the_first() -> 
     """Guards a bill that counts the prompt once for each sample, or calls cached what only one of them found."""
     ends = [msgspec.structs.replace(FINISHED, sample=at, output_tokens=at + 2, cached_tokens=4 - at) for at in (0, 1)]
     ends[1] = msgspec.structs.replace(ends[1], e2e_s=9.0)
-    assert usage(ends) == {
+    assert usage(ends, FORM) == {
         "prompt_tokens": 5,
         "completion_tokens": 5,
         "total_tokens": 10,

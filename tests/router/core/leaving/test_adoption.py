@@ -261,7 +261,7 @@ def test_whose_it_is_is_told_to_the_core() -> None:
     hub = Hub(bench.router, lambda: bench.now, NullObserver())
     hub.connect(lambda worker, record: None)
     sink = BeamSink([])
-    sink.tokens = lambda ids, now, logprobs: None  # type: ignore[method-assign]
+    sink.tokens = lambda ids, now, *logprobs: None  # type: ignore[method-assign]
 
     def revive(one: Orphan, now: float) -> BeamSink:
         hub.charge(one.record.request, "a", 1.0)
