@@ -115,7 +115,8 @@ def step_logprobs(logits: Tensor, draws: Sequence[Row], tokens: Tensor) -> StepL
 def _log_probs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """The log probabilities of `tokens`, int64 `[rows]`, and of the `most` likeliest, with their ids."""
     total = logits.logsumexp(-1, keepdim=True)
-    own = logits.gather(1, tokens[:, None]) - total
+    # A token out of range, which is nobody's, must not end the device's context.
+    own = logits.gather(1, tokens[:, None].clamp(0, logits.shape[1] - 1)) - total
     top = logits.topk(min(most, logits.shape[1]))
     return own[:, 0].clamp(min=LEAST), (top.values - total).clamp(min=LEAST), top.indices
 

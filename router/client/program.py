@@ -37,13 +37,20 @@ class Selection:
 Step = tuple[tuple[int, ...], int]
 """Ids so far, and the next one."""
 SHARED_OPTIONS = ("model", "tenant", "cache_salt", "priority", "session", "timeout_s")
+WRITING_OPTIONS = frozenset(
+    {"min_tokens", "n", "beam_width", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs"}
+    | {"json_schema", "regex", "lark", "choices"}
+)
+"""Options that say how much is written and how, and nothing of the prompt."""
 SCORERS = 16
 """Steps that are scored at once."""
 
 
 def scored_steps(prompt: Sequence[int], choices: Mapping[str, Sequence[int]]) -> list[Step]:
-    """Return what is to be scored: the next token after each beginning of a choice, each step once. Raises ApiError for
-    a choice without tokens."""
+    """Return what is to be scored: the next token after each beginning of a choice, each step once. Raises ApiError
+    without choices, and for one without tokens."""
+    if not choices:
+        raise ApiError("INVALID_ARGUMENT", "choices: must not be empty", "choices")
     steps: dict[Step, None] = {}
     for choice, ids in choices.items():
         if not ids:
@@ -133,6 +140,11 @@ class _Script:
     def _tokenized(self) -> str | list[dict[str, Any]]:
         return list(self._messages) if self._messages else self._text
 
+    def _only_read(self) -> dict[str, Any]:
+        """Return the options of the request that has the prompt read, and writes as little as there can be."""
+        kept = {name: value for name, value in self._options.items() if name not in WRITING_OPTIONS}
+        return {**self._literal(), **kept, "max_tokens": 1}
+
     def _scoring(self, step: "Step") -> dict[str, Any]:
         """Return the options of the request whose one token is `step`'s, whatever the model would rather write."""
         kept = {name: self._options[name] for name in SHARED_OPTIONS if name in self._options}
@@ -193,7 +205,7 @@ class SyncProgram(_Script):
         """Return so many programs that go on from here by themselves. What they share is read now, so that each finds
         it in the cache."""
         if self._messages or self._text:
-            self._client.generate(self.prompt, **self._asked({"max_tokens": 1}))
+            self._client.generate(self.prompt, **self._only_read())
         return [type(self)(self._client, **self._options)._copy_of(self) for _ in range(count)]
 
 
@@ -227,7 +239,7 @@ class AsyncProgram(_Script):
     async def fork(self, count: int) -> list["AsyncProgram"]:
         """Return so many programs that go on from here by themselves (`SyncProgram.fork`)."""
         if self._messages or self._text:
-            await self._client.generate(self.prompt, **self._asked({"max_tokens": 1}))
+            await self._client.generate(self.prompt, **self._only_read())
         return [type(self)(self._client, **self._options)._copy_of(self) for _ in range(count)]
 
 

@@ -142,6 +142,11 @@ class Parsed(msgspec.Struct, frozen=True):
     prompts: tuple[str | list[int], ...] = ()
 
     @property
+    def can_resume(self) -> bool:
+        """True where a client could come back to the answer."""
+        return self.stream and not self.form.echo and len(self.prompts) < 2
+
+    @property
     def calls(self) -> list[GenerateCall]:
         """A call for each prompt."""
         return [msgspec.structs.replace(self.call, prompt=prompt) for prompt in self.prompts] or [self.call]
@@ -189,6 +194,8 @@ def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = 
             raise invalid("best_of", "is not allowed with beam_width")
         drawn, form = best_of, msgspec.structs.replace(form, best=drawn)
         call = msgspec.structs.replace(call, logprobs=call.logprobs or 0)
+    if drawn < 1:
+        raise invalid("n", "must be at least 1")
     if len(prompts) * drawn > MAX_CHOICES and len(prompts) > 1:
         raise invalid("prompt", f"asks for {len(prompts) * drawn} answers with its samples; at most {MAX_CHOICES}")
     if request.echo:

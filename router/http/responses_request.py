@@ -25,6 +25,8 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """Fields, with the values beside null with which they ask for nothing. Nothing is kept here, so nothing can be gone on
 with by its id; `store` absent means false."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MAX_ITEMS = 8192
+"""Items of an input: those of one turn are joined, and joining what is already long takes its length each time."""
 _OF_ITEMS = {"encrypted_content": ()}
 
 
@@ -186,6 +188,8 @@ def _turns(given: str | list[InputItem]) -> list[ChatMessage]:
     they follow each other in."""
     if isinstance(given, str):
         return [ChatMessage("user", given)] if given else []
+    if len(given) > MAX_ITEMS:
+        raise invalid("input", f"at most {MAX_ITEMS} items are allowed, not {len(given)}")
     turns: list[ChatMessage] = []
     for at, item in enumerate(given):
         path = f"input[{at}]"

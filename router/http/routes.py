@@ -169,7 +169,7 @@ class _Generate:
             return
         finally:
             del body  # parsed, it may be as large again; and this lasts as long as the answer
-        asked = parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1"
+        asked = parsed.can_resume and request.headers.get(RESUMABLE_HEADER, "") == "1"
         resumable = parsed.call.resumable or asked
         trace = sound(request.headers.get(HEADER, ""))
         session = request.headers.get(SESSION_HEADER, "")

@@ -53,6 +53,24 @@ def test_every_program_is_run() -> None:
 
 
 @pytest.mark.slow
+def test_what_the_page_shows_runs(address: str) -> None:
+    """Guards docs/client.md against names and options that are no more. The wheel's own lines: test_wheel.py."""
+    page = (ROOT / "docs" / "client.md").read_text()
+    shown = [text for text in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "headrace_client" not in text]
+    assert len(shown) == 2
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(shown).replace("127.0.0.1:50051", address)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "decode-" in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("program", sorted(SAYS))
 def test_it_does_what_it_says(address: str, program: str) -> None:
     done = subprocess.run(

@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from engine.backends.workspace import blank_row
 from engine.config import StepLimits
+from engine.plan import MAX_LOGPROBS
 from engine.runner import Runner
 from engine.step import Row, StepPlan
 from engine.types import BlockId
@@ -40,14 +43,21 @@ def copied_block(reach: Reach) -> StepPlan | None:
 
 
 def largest_step(reach: Reach) -> StepPlan:
-    """A full batch beside a whole chunk, which belongs to as many prompts as may share it."""
+    """A full batch beside a whole chunk, which belongs to as many prompts as may share it. Every row asks for log
+    probabilities, and the longest prompt for its own: what they take is known too."""
     limits = reach.limits
     batch = [reach.row(1, 2)] * limits.batch
     spare = limits.chunk_tokens - limits.prompts
     each = 2 if spare >= limits.prompts else 1
     first = min(limits.chunk_tokens - each * (limits.prompts - 1), reach.context_tokens)
-    chunks = [reach.row(first, first)] + [reach.row(each, each)] * (limits.prompts - 1)
-    return StepPlan(tuple(batch + chunks))
+    chunks = [_asking(reach.row(first, first))] + [reach.row(each, each)] * (limits.prompts - 1)
+    rows = [_asking(row, prompt=False) for row in batch] + chunks
+    return StepPlan(tuple(rows), is_scored=first > 1)
+
+
+def _asking(row: Row, *, prompt: bool = True) -> Row:
+    record = msgspec.structs.replace(row.record, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
+    return msgspec.structs.replace(row, record=record, scored=row.end - row.start - 1 if prompt else 0)
 
 
 def single_tokens(reach: Reach) -> StepPlan:

@@ -111,7 +111,7 @@ class VllmEngineService:
                 del self._running[request.request_id]
 
     async def _answer(self, call: GenerateCall, mine: _Running, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        samples = [SampleSoFar(index) for index in range(call.n)]
+        samples = [SampleSoFar(0)]  # as many as are asked for, once their number was checked
         ended: set[int] = set()
         prompt_tokens = 0
         try:
@@ -119,6 +119,7 @@ class VllmEngineService:
                 async for event in events:
                     if isinstance(event, Started):
                         prompt_tokens = event.prompt_tokens
+                        samples = [SampleSoFar(index) for index in range(call.n)]
                     elif isinstance(event, Delta):
                         chunk = samples[event.sample].chunk(event.token_ids, event.logprobs, prompt_tokens)
                         if is_streamed and event.token_ids:
@@ -154,7 +155,7 @@ class VllmEngineService:
         drawn: SamplingParams = model.sampling
         return vllm.GetModelInfoResponse(
             model_path=model.name,
-            served_model_name=model.name,
+            served_model_name=self._frontend.names[0],
             tokenizer_path=model.name,
             is_generation=True,
             max_context_length=model.context_tokens,

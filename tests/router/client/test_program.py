@@ -138,3 +138,21 @@ def test_branches_share_their_beginning_and_nothing_else() -> None:
         assert await ajoin(two, lambda one: one.gen("x")) == ["<2>"] * 2
 
     asyncio.run(go())
+
+
+def test_a_fork_reads_with_the_programs_own_options() -> None:
+    """Guards options that say how long or how often is generated: the request that only reads is of one token."""
+    client = Scripted()
+    program = SyncProgram(client, max_tokens=9, min_tokens=5, n=2, model="m")  # type: ignore[arg-type]
+    program.text("ab").fork(2)
+    other = AsyncScripted()
+    asyncio.run(AsyncProgram(other, max_tokens=9, min_tokens=5, n=2, model="m").text("ab").fork(2))  # type: ignore[arg-type]
+    for (_, options), in (client.asked, other.asked):
+        kept = {name: value for name, value in options.items() if value is not None}
+        assert kept == {"max_tokens": 1, "model": "m", "parse_control_tokens": False}
+
+
+def test_nothing_to_choose_from_is_told() -> None:
+    """Guards against a complaint of Python's about unpacking."""
+    with pytest.raises(ApiError, match="choices: must not be empty"):
+        SyncProgram(Scripted()).text("ab").select("x", [])  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from engine.messages import Cancel, Place
 from engine.types import Constraint, ConstraintKind, TokenLogprobs
 from router.front.api import ApiError
 from router.grpc.client import Client
+from router.grpc.vllm import service
 from router.grpc.vllm.messages import call_from_vllm, output_logprobs
 from tests.router.fake_cluster import FakeWorkers, until
 from tests.router.grpc.test_service import with_cluster
@@ -107,6 +108,24 @@ def test_abort_ends_a_request_and_tells_its_reader(engine: Callable[[Speak], Non
         await until(lambda: any(isinstance(r, Cancel) for r in workers.got))
         assert (await other)[1][0].finish_reason == "stop"
         assert (await stub.GetServerInfo(vllm.GetServerInfoRequest())).active_requests == 0
+
+    engine(speak)
+
+
+def test_how_many_samples_is_checked_before_any_is_made(
+    engine: Callable[[Speak], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the router's memory: the protocol lets a request ask for four thousand million samples."""
+    made = []
+    real = service.SampleSoFar
+    monkeypatch.setattr(service, "SampleSoFar", lambda index: made.append(index) or real(index))
+
+    async def speak(stub: Any, workers: FakeWorkers) -> None:
+        asked = vllm.GenerateRequest(tokenized=PROMPT, sampling_params=vllm.SamplingParams(n=100_000))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await read(stub.Generate(asked))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(made) <= 1
 
     engine(speak)
 

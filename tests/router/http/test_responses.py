@@ -83,6 +83,7 @@ def test_a_request_becomes_the_call_that_every_front_makes() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "function_call", "name": "a"}] * 8193}, "input"),  # joined, they would take half a minute
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"background": True}, "background"),

@@ -78,6 +78,16 @@ def test_starlettes_refusals_wear_the_envelope(path: str, status: int) -> None:
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize("fields", [{"prompt": ["a", "b"]}, {"prompt": "a", "echo": True}])
+def test_what_cannot_be_gone_on_with_is_not_resumable(fields: dict[str, object]) -> None:
+    """Guards requests that would run on for a client who can never come back to them: a header is meant for what can
+    be resumed, and these are refused where the body asks."""
+    frontend = FakeFrontend(msgspec.structs.replace(STARTED, prompt_ids=((7,), (8,))), *ANSWER[1:])
+    headers = {"x-headrace-resumable": "1"}
+    ask(frontend, "POST", "/v1/completions", json={"stream": True, **fields}, headers=headers)
+    assert frontend.calls and not any(call.resumable for call in frontend.calls)
+
+
 @pytest.mark.parametrize(("asked", "stream"), [(True, True), (False, True), (True, False)])
 def test_a_stream_is_resumable_where_it_is_asked_for(asked: bool, stream: bool) -> None:
     """Guards against requests that run on for clients who never asked, and a token that does not reach who did."""

@@ -115,6 +115,34 @@ def test_rows_that_follow_have_them_too(folder: Path, kind: str) -> None:
         near(first[2], second[2])
 
 
+def test_a_prompt_is_scored_as_on_the_cpu(folder: Path) -> None:
+    """Guards which row of a mixed step says which prompt token's: chunks stand behind a decoding row that is first in
+    none of the plans, one of a single token among them."""
+    cpu, gpu = Side(folder, "torch"), Side(folder, "triton")
+    a, b, c = prompt(1, 21), prompt(2, 40), prompt(3, 9)
+    for side in (cpu, gpu):
+        side.run(row(1, a, 0, FIRST, draw=False), row(3, c[:1], 0, THIRD, draw=False))
+
+    def scored(name: int, tokens: list[int], start: int, end: int, draw: bool) -> Row:
+        one = asking(row(name, tokens, start, TABLES[name], draw=draw), prompt_logprobs=name, prompt_tokens=len(tokens))
+        return msgspec.structs.replace(one, end=end, scored=min(end, len(tokens) - 1) - start)
+
+    for plan in (
+        (scored(2, b, 0, 17, False), row(1, [*a, 7], 21, FIRST), scored(3, c, 1, 2, False)),
+        (scored(3, c, 2, 9, True), scored(2, b, 17, 40, True)),
+    ):
+        launches = [side.runner.launch(StepPlan(plan, is_scored=True)) for side in (cpu, gpu)]
+        want, got = ((launched.wait(), launched.scores()) for launched in launches)
+        assert want[0] == got[0]
+        assert [len(said) for said in got[1]] == [one.scored for one in plan if one.scored]
+        for one, parts in zip([one for one in plan if one.scored], zip(want[1], got[1], strict=True), strict=True):
+            for first, second in zip(*parts, strict=True):
+                near(second, first)
+            said = [each.token for each in parts[1]]
+            assert said == list(one.tokens[one.start + 1 : one.start + 1 + one.scored])
+            assert all(len(each.top) == one.record.prompt_logprobs for each in parts[1])
+
+
 def test_a_step_in_which_nobody_asks_draws_tokens_and_nothing_else(folder: Path) -> None:
     gpu = Side(folder, "triton")
     plain = row(1, prompt(1, 9), 0, FIRST)
