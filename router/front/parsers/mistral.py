@@ -5,14 +5,15 @@ import json
 import re
 from enum import Enum, auto
 
-from router.front.parsers.json_text import NAME, Head, ObjectScan, member
+from router.front.parsers.json_text import MAX_HEAD_CHARS, NAME, Head, ObjectScan, member
 from router.front.parsers.pieces import Piece, PieceKind, undecided
 
 MARK, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _ITEM = [r"\{", r"\s*", *member("name"), NAME, r"\s*", ",", r"\s*", *member("arguments")]
 ITEM = Head(_ITEM)
 _PLAIN = re.compile(r"([A-Za-z_][\w.-]*)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
-_PLAIN_BEGUN = re.compile(r"[A-Za-z_][\w.-]*(?:\[[A-Z_]*\]?\w*){0,2}\s*")
+_PLAIN_BEGUN = re.compile(r"[A-Za-z_][\w.-]*+(?:\[[A-Z_]*+\]?+\w*+){0,2}+\s*+")
+"""Gives nothing back: tried in every way, a page of capital letters would hold up all streams for hours."""
 _TAIL = re.compile(r"""\s*(?:,\s*"id"\s*:\s*"\w*"\s*)?\}""")
 _TAIL_BEGUN = re.compile(r"""\s*(?:,\s*(?:"(?:i(?:d(?:"\s*(?::\s*(?:"\w*(?:"\s*)?)?)?)?)?)?)?)?""")
 
@@ -89,10 +90,10 @@ class MistralParser:
             self._held = rest[1:]
             self._in_list = True
             self._place = _Place.ITEM
-        elif found is not None:
+        elif found is not None and found.end() <= MAX_HEAD_CHARS:
             self._held, self._in_list = rest[found.end() :], False
             return self._begin(found[1])
-        elif rest and _PLAIN_BEGUN.fullmatch(rest) is None:
+        elif rest and (len(rest) > MAX_HEAD_CHARS or _PLAIN_BEGUN.fullmatch(rest) is None):
             return self._no_call()
         return []
 

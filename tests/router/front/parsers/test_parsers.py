@@ -2,6 +2,7 @@
 """Parsers of answers: what they find, that cuts of the text change nothing, and that no text is lost."""
 
 import json
+import signal
 
 import pytest
 from hypothesis import given
@@ -176,3 +177,27 @@ def test_any_arguments_come_through(arguments: dict[str, object]) -> None:
     assert told(HERMES, '<tool_call>{"name": "f", "arguments": ' + written + "}</tool_call>")[2] == calls
     assert told(LLAMA, '{"name": "f", "parameters": ' + written + "}")[2] == calls
     assert told(MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": ' + written + "}]")[2] == calls
+
+
+BEGINNINGS = ["", "<tool_call>", '{"name": "', "<|python_tag|>", "[TOOL_CALLS]", "[TOOL_CALLS]a[", '[TOOL_CALLS][{"name": "', "[TOOL_CALLS]a{}"]
+REPEATED = ["A", "[A", "[", " ", "\\", '"', '\\"', "{", "<", "_[A]", "\n,"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_answer_holds_up_the_router(name: str) -> None:
+    """Guards all streams from one whose model was told what to write: a page of capital letters behind
+    `[TOOL_CALLS]a[` was tried in billions of ways."""
+
+    def late(number: int, frame: object) -> None:
+        raise AssertionError("it takes too long")
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    try:
+        for beginning in BEGINNINGS:
+            for repeated in REPEATED:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 5.0)
+                text = beginning + repeated * (4000 // len(repeated)) + "!"
+                told(ALL[name], *(text[at : at + 8] for at in range(0, len(text), 8)))
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
