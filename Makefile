@@ -33,7 +33,7 @@ TOLD := | sed -u -n -E \
 	-e 's@^ *Building (editable|wheel) for ([^ ]+) .*started$$@  building \2@p' \
 	-e 's@^Installing collected packages.*@  unpacking all of them@p'
 
-.PHONY: demo serve test check contract parity sim mutants chaos rayup soak fuzz observe dashboards picture extras bundle proto setup clean
+.PHONY: demo serve test check contract parity sim mutants chaos rayup soak fuzz observe clients dashboards openapi picture extras bundle proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -42,7 +42,7 @@ serve: $(READY)
 	$(BIN)/headrace up $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not parity and not chaos and not observe and not rayup" $(or $(ARGS),--numprocesses $(JOBS))
+	$(BIN)/python -m pytest -m "not parity and not chaos and not observe and not rayup and not clients" $(or $(ARGS),--numprocesses $(JOBS))
 
 parity: $(DEV)
 	$(BIN)/python -m pytest -m parity $(ARGS)
@@ -54,6 +54,14 @@ chaos: $(DEV)
 # A cluster under load and Prometheus beside it: every panel and rule is asked, while a worker is killed.
 observe: $(DEV)
 	$(BIN)/python -m pytest -m observe $(ARGS)
+
+# The HTTP front's description, docs/openapi.json, from what the parsers read.
+openapi: $(DEV)
+	$(BIN)/python -m router.http.openapi
+
+# Clients that others wrote, each in an environment of its own under build/clients, against our HTTP front.
+clients: $(DEV)
+	$(BIN)/python -m pytest -m clients $(ARGS)
 
 # Dashboards, rules and the page of metrics, from telemetry/dashboards.
 dashboards: $(DEV)
@@ -95,6 +103,7 @@ check: $(DEV)
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against tests/protos/baseline
 	$(BIN)/python -m telemetry.dashboards --check
+	$(BIN)/python -m router.http.openapi --check
 	$(BIN)/python -m cluster.settings_page --check
 
 # Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (2-4 minutes of two cores).

@@ -67,6 +67,8 @@ FLAGS = (
         "model|off",
         "sampling of requests that name none: the model's (default), or temperature 1",
     ),
+    ("--tool-parser", "router.tool_parser", "PARSER", "how the model writes calls of tools (default: auto)"),
+    ("--reasoning-parser", "router.reasoning_parser", "PARSER", "how its reasoning is told apart (default: auto)"),
     ("--launcher", "launcher", "ray|process", "what starts the workers"),
     ("--host", "router.host", "ADDRESS", "address the router listens on"),
     ("--grpc-port", "router.grpc_port", "PORT", "gRPC port; 0 takes a free one"),

@@ -41,7 +41,7 @@ class TextModel:
         """What its publisher recommends."""
         self._control = control
         self._template = ChatTemplate(files.template, settings.named_tokens)
-        self._detokenizers = DetokenizerFactory(self._control.tokenizer)
+        self._detokenizers = DetokenizerFactory(self._control.tokenizer, self._control.marks)
         self.added_ids = self._detokenizers.added
         self.dialect = dialect_of(files.template, self._detokenizers.added)
 
@@ -83,7 +83,10 @@ class TextModel:
         are marked in it, and where the chat is literal no others. Raises FieldError("messages", ...), and what else
         the template refuses."""
         control = self._control
-        text = self._template.render(chat, control.hide if chat.is_literal else str)
+        try:
+            text = self._template.render(chat, control.hide if chat.is_literal else str)
+        except FieldError as error:
+            raise FieldError(error.field, control.told(error.message)) from error
         return control.show(control.mark(text))
 
     def encode_chat_text(self, rendered: str) -> list[int]:
@@ -97,11 +100,13 @@ class TextModel:
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Return the tokens as the vocabulary writes them; empty for ids that it has no token for."""
-        return [self._control.tokenizer.id_to_token(token) or "" for token in ids]
+        control = self._control
+        return ["" if token in control.marks else control.tokenizer.id_to_token(token) or "" for token in ids]
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Decode all ids at once, special tokens by their names."""
-        return str(self._control.tokenizer.decode(list(ids), skip_special_tokens=False))
+        known = [token for token in ids if token not in self._control.marks]
+        return str(self._control.tokenizer.decode(known, skip_special_tokens=False))
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:
         """Return the bytes that a token stands for, and whether answers show them; of one that they skip, those of its

@@ -25,6 +25,13 @@ _NONE_AWARE = re.compile(r"content['\"\]]*\s+is\s+(not\s+)?none", re.IGNORECASE)
 _END = "\ue002" + "".join(chr(0xE100 + digit) for digit in secrets.token_bytes(16)) + "\ue003"
 """Marks the end of the message that the answer goes on with. Nobody else can write it."""
 
+_FAILURES = (
+    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError
+)
+"""What a template's code raises where a chat, or its own variables, are not what it was written for."""
+_NOT_ASCII = re.compile(r"[^\x00-\x7f\ue000-\ue1ff]")
+"""Characters that JSON of ASCII alone escapes, but for those that hide a name (`engine/text/control.py`)."""
+
 Hide = Callable[[str], str]
 
 
@@ -92,7 +99,7 @@ class ChatTemplate:
             )
         except _Refused as error:
             raise FieldError("messages", str(error)) from error
-        except (TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
+        except _FAILURES as error:
             raise FieldError("messages", f"the chat template failed: {error}") from error
         try:
             text.encode()
@@ -110,7 +117,9 @@ class ChatTemplate:
         if chat.template_kwargs:
             for name in json.loads(chat.template_kwargs):
                 if name in self._reserved or not name.isidentifier() or name.startswith("_"):
-                    raise FieldError(f"chat_template_kwargs.{name[:64]}", "cannot be set by this field")
+                    # A field's name travels as metadata, which is printable ASCII.
+                    shown = f".{name[:64]}" if name.isascii() and name.isprintable() else ""
+                    raise FieldError(f"chat_template_kwargs{shown}", "cannot be set by this field")
 
     def _message(self, message: ChatMessage, hide: Hide, names: dict[str, str]) -> dict[str, Any]:
         """One message in the form that templates were written for; a key stands in it only if it has a value."""
@@ -184,6 +193,7 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     # jinja2's own filter escapes for HTML, which is not what models were trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text

@@ -6,7 +6,9 @@ nobody can write: private characters, drawn anew in every process. Whoever may w
 replaced by marks. In a chat that is the template: names in a message are hidden from it while it is rendered, the
 names that are there then are its own, and what was hidden comes back as text.
 
-Left aside is a template that joins parts of a message to a name that was not in it; none is known that does.
+A template may write a message's text between brackets of its own (`<function=NAME>`). So a text that ends as a name
+begins, or begins as one ends, is parted there by one more mark until the template is rendered. Left aside is a template
+that puts both sides of a name around a text; that is how some write roles, which are no user's words.
 """
 
 import json
@@ -17,6 +19,10 @@ from collections.abc import Iterable
 from tokenizers import AddedToken, Tokenizer
 
 _OPEN, _CLOSE, _DIGITS = "\ue000", "\ue001", 0xE100
+_ESCAPED = re.compile(r"\\+u(e[01][0-9a-f]{2})")
+"""A private character as Python shows it in the text of an error."""
+TOLD_CHARS = 500
+"""A template's refusal may hold all of a message: its beginning is told."""
 
 
 class ControlTokens:
@@ -36,11 +42,17 @@ class ControlTokens:
         tokenizer.encode_special_tokens = True
         self.tokenizer = tokenizer
         self._ids = {tokenizer.token_to_id(self._marks[name]): index for name, index in controls.items()}
+        self.marks = frozenset(index for index in self._ids if index is not None)
+        """Ids of the marks, which no text is to show: the model's vocabulary may have room for them."""
         # Where names overlap, the tokenizer takes the first, and of several there the longest.
         self._names = _any_of(controls)
         self._added = _any_of((token.content for token in added.values()), _words(added.values()))
-        self._hiding = _any_of(self._hidden.values())
-        self._shown = {hidden: name for name, hidden in self._hidden.items()}
+        self._beginnings = frozenset(name[:end] for name in controls for end in range(1, len(name)))
+        self._endings = frozenset(name[begin:] for name in controls for begin in range(1, len(name)))
+        self._longest = max(map(len, controls), default=0)
+        self._seam = f"{_CLOSE}{_private(drawn + len(controls))}{_OPEN}"
+        self._shown = {hidden: name for name, hidden in self._hidden.items()} | {self._seam: ""}
+        self._hiding = _any_of(self._shown)
 
     def mark(self, text: str) -> str:
         """Return `text` whose names of control tokens stand for these."""
@@ -48,11 +60,25 @@ class ControlTokens:
 
     def hide(self, text: str) -> str:
         """Return a message's text whose names a template does not see, nor `mark`."""
-        return self._names.sub(lambda found: self._hidden[found[0]], text)
+        text = self._names.sub(lambda found: self._hidden[found[0]], text)
+        # Templates trim what is blank around a text.
+        inner = text.strip()
+        lengths = range(1, min(self._longest, len(inner) + 1))
+        if any(inner[:length] in self._endings for length in lengths):
+            text = text.replace(inner, self._seam + inner, 1)
+        if any(inner[-length:] in self._beginnings for length in lengths):
+            blank = len(text) - len(text.rstrip())
+            text = text[: len(text) - blank] + self._seam + text[len(text) - blank :]
+        return text
 
     def show(self, text: str) -> str:
         """Return a text with what was hidden in it, as plain text."""
         return self._hiding.sub(lambda found: self._shown[found[0]], text)
+
+    def told(self, message: str) -> str:
+        """Return the message of a template's error as it can be told: with what was hidden, as text that can travel."""
+        message = self.show(_ESCAPED.sub(lambda found: chr(int(found[1], 16)), message))
+        return message.encode(errors="backslashreplace").decode()[:TOLD_CHARS]
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Return the ids of a text: of marks, those of their control tokens; of names, those of their letters.

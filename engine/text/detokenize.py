@@ -33,12 +33,14 @@ class Detokenizer(Protocol):
 class DetokenizerFactory:
     """Makes the detokenizers of a model, and holds what they share."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, unknown: frozenset[int] = frozenset()) -> None:
+        """`unknown` ids stand for no text, whatever the tokenizer calls them."""
         self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
+        self._unknown = unknown
+        added = {index: token for index, token in tokenizer.get_added_tokens_decoder().items() if index not in unknown}
         self.added = {token.content: index for index, token in added.items()}
         self._special = {token.content: index for index, token in added.items() if token.special}
-        self._skipped = frozenset(self._special.values())
+        self._skipped = unknown | frozenset(self._special.values())
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._table = _ByteLevelTable(tokenizer, self._skipped)
@@ -58,7 +60,7 @@ class DetokenizerFactory:
 
     def _token_bytes(self, token: int) -> tuple[bytes, bool]:
         """Return the bytes of a token by itself, and whether answers show them."""
-        name = self._tokenizer.id_to_token(token) or ""
+        name = "" if token in self._unknown else self._tokenizer.id_to_token(token) or ""
         if token in self._skipped:
             return name.encode(), False
         if self._is_byte_level:

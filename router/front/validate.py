@@ -34,6 +34,8 @@ MAX_TOOLS = 128
 MAX_DEPTH = 64
 """How deeply a tool's parameters, a call's arguments and a template's variables may be nested."""
 MAX_VARIABLES = 64
+_STRING = re.compile(r'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)', re.DOTALL)
+"""A string in JSON, or its beginning where the text ends in it. Brackets inside of one nest nothing."""
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
 
@@ -306,23 +308,21 @@ def _check_tools(tools: Sequence[Tool]) -> None:
 
 def _check_depth(field: str, text: str) -> None:
     """Refuse JSON that is nested too deeply to be read and rendered; what is no JSON at all is only text."""
-    depth = deepest = 0
-    for character in text:
+    depth = 0
+    for character in _STRING.sub("", text):
         if character in "{[":
             depth += 1
-            deepest = max(deepest, depth)
+            if depth > MAX_DEPTH:
+                raise FieldError(field, f"may be nested at most {MAX_DEPTH} deep")
         elif character in "]}":
             depth -= 1
-    if deepest > MAX_DEPTH:
-        # Brackets inside of strings count too: nobody needs so many.
-        raise FieldError(field, f"may be nested at most {MAX_DEPTH} deep")
 
 
 def _json_object(field: str, text: str) -> dict[str, object]:
     _check_depth(field, text)
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FieldError(field, f"is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise FieldError(field, "must be an object")

@@ -7,12 +7,13 @@ import msgspec
 from router.front.api import ChatMessage, Tool, ToolCall, ToolChoice, invalid
 from router.http.fields import refuse_unsupported
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_OF_MESSAGES: dict[str, tuple[object, ...]] = {
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TEXT_PART = "text"
+OF_MESSAGES: dict[str, tuple[object, ...]] = {
     "annotations": ([],),
     **dict.fromkeys(("function_call", "refusal", "audio"), ()),
 }
-_OF_PARTS: dict[str, tuple[object, ...]] = dict.fromkeys(("image_url", "input_audio", "file", "refusal"), ())
+OF_PARTS: dict[str, tuple[object, ...]] = dict.fromkeys(("image_url", "input_audio", "file", "refusal"), ())
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,10 +84,10 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 def chat_message(message: Message, path: str) -> ChatMessage:
     """Return the message that is found at `path`. Raises `ApiError` INVALID_ARGUMENT with the path of what is wrong."""
-    role = _ROLES.get(message.role)
+    role = ROLES.get(message.role)
     if role is None:
-        raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
-    refuse_unsupported(message, _OF_MESSAGES, path)
+        raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+    refuse_unsupported(message, OF_MESSAGES, path)
     calls = [
         ToolCall(one.function.name, arguments_text(one.function.arguments, f"{path}.tool_calls[{i}]"), one.id or "")
         for i, one in enumerate(message.tool_calls or ())
@@ -149,9 +150,9 @@ def _content(content: str | list[ContentPart] | None, path: str) -> str | None:
         return content
     texts = []
     for i, part in enumerate(content):
-        if part.type != "text":
+        if part.type != TEXT_PART:
             raise invalid(f"{path}[{i}].type", "only parts of type text are supported")
-        refuse_unsupported(part, _OF_PARTS, f"{path}[{i}]")
+        refuse_unsupported(part, OF_PARTS, f"{path}[{i}]")
         if part.text is None:
             raise invalid(f"{path}[{i}].text", "is required")
         texts.append(part.text)

@@ -34,15 +34,16 @@ class UnknownFieldError(ApiError):
 
 
 class FieldsReader(Generic[R]):
-    """Reads bodies into structs of one kind, which also hold every unsupported and every harmless field."""
+    """Reads bodies into structs of one kind, which also hold every unsupported and every harmless field. `whole` is
+    that kind with all of them, `unsupported` the values with which some pass: `router/http/openapi.py` describes both.
+    """
 
     def __init__(self, kind: type[R], unsupported: Mapping[str, tuple[object, ...]]) -> None:
-        self._unsupported = unsupported
+        self.kind = kind
+        self.unsupported = unsupported
         others = [(name, object, None) for name in (*unsupported, *HARMLESS)]
-        whole: Any = msgspec.defstruct(
-            kind.__name__, others, bases=(kind,), kw_only=True, forbid_unknown_fields=True
-        )
-        self._names = whole.__struct_fields__
+        whole: Any = msgspec.defstruct(kind.__name__, others, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
+        self.whole = whole
         self._decoder: msgspec.json.Decoder[R] = msgspec.json.Decoder(whole)
 
     def read(self, body: bytes) -> R:
@@ -58,7 +59,7 @@ class FieldsReader(Generic[R]):
             raise invalid("", f"the body is not valid UTF-8: {what}") from error
         except RecursionError as error:
             raise invalid("", "the body is nested too deeply") from error
-        refuse_unsupported(request, self._unsupported)
+        refuse_unsupported(request, self.unsupported)
         return request
 
     def _located(self, text: str) -> ApiError:
@@ -73,7 +74,8 @@ class FieldsReader(Generic[R]):
         return invalid(path, text[:1].lower() + text[1:]) if path else invalid("", f"the body: {text}")
 
     def _unknown(self, name: str, path: str) -> ApiError:
-        alike = get_close_matches(name, self._names, 1, 0.8) if not path and len(name) <= NAME_CHARS else []
+        is_slip = not path and len(name) <= NAME_CHARS
+        alike = get_close_matches(name, self.whole.__struct_fields__, 1, 0.8) if is_slip else []
         shown = name if len(name) <= NAME_CHARS else f"{name[:NAME_CHARS]}…"
         field = f"{path}.{shown}" if path else shown
         what = f"is not a field here; is {alike[0]} meant?" if alike else "is not supported"

@@ -95,13 +95,13 @@ class MessagesRequest(CountRequest, kw_only=True):
     tenant: str | None = None
 
 
-_reader = FieldsReader(MessagesRequest, UNSUPPORTED)
-_counting = FieldsReader(CountRequest, UNSUPPORTED)
+MESSAGES = FieldsReader(MessagesRequest, UNSUPPORTED)
+COUNTING = FieldsReader(CountRequest, UNSUPPORTED)
 
 
 def parse_messages(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
     """Read a `/v1/messages` body. Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault."""
-    request = _reader.read(body)
+    request = MESSAGES.read(body)
     if request.seed is not None and not 0 <= request.seed < 2**64:
         raise invalid("seed", "must fit in 64 bits")
     form = HttpForm(
@@ -124,7 +124,7 @@ def parse_messages(body: bytes, *, label: str = "", timeout_s: float | None = No
 
 def parse_count(body: bytes) -> GenerateCall:
     """Read a `/v1/messages/count_tokens` body."""
-    return _call(_counting.read(body))
+    return _call(COUNTING.read(body))
 
 
 def _call(request: CountRequest) -> GenerateCall:

@@ -18,8 +18,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from engine.plan import MAX_LOGPROBS
 from engine.types import EarlyStopping
 from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
+from router.front.validate import MAX_COUNT
 from router.http.chat_fields import ChoiceField, Message, ToolField, chat_choice, chat_message, chat_tools, raw_text
 from router.http.constraint_fields import ConstraintFields, requested_constraint
 from router.http.fields import FieldsReader, refuse_unsupported
@@ -35,7 +37,7 @@ _STOPPING = {
 }
 _SAME = (
     "n", "model", "min_tokens", "seed", "ignore_eos", "resumable", "priority", "tenant", "beam_width", "length_penalty",
-    "parse_control_tokens", "truncate_prompt_tokens", "cache_salt",
+    "parse_control_tokens", "truncate_prompt_tokens", "cache_salt", "prompt_logprobs",
 )
 """Fields that a call has under the same name, and with the same values."""
 MAX_CHOICES = 128
@@ -65,7 +67,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("grammar", "regex", "ebnf"), ()),
 }
 """Fields, with the values beside null with which they ask for nothing."""
-_OF_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"continuous_usage_stats": (False,)}
+OF_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"continuous_usage_stats": (False,)}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -107,7 +109,7 @@ class OpenAIRequest(ConstraintFields, kw_only=True):
     truncate_prompt_tokens: Int | None = None
     cache_salt: str | None = None
     logprobs: bool | Int | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[Int] | None = None
     prompt_logprobs: Int | None = None
@@ -115,7 +117,7 @@ class OpenAIRequest(ConstraintFields, kw_only=True):
 
 class ChatRequest(OpenAIRequest, kw_only=True):
     messages: list[Message]
-    max_completion_tokens: Int | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -150,8 +152,8 @@ class Parsed(msgspec.Struct, frozen=True):
         return [msgspec.structs.replace(self.call, prompt=prompt) for prompt in self.prompts] or [self.call]
 
 
-_chat = FieldsReader(ChatRequest, UNSUPPORTED)
-_completion = FieldsReader(
+CHAT = FieldsReader(ChatRequest, UNSUPPORTED)
+COMPLETION = FieldsReader(
     CompletionRequest,
     {name: values for name, values in UNSUPPORTED.items() if name not in CompletionRequest.__struct_fields__},
 )
@@ -163,7 +165,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
 
     Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault.
     """
-    request = _chat.read(body)
+    request = CHAT.read(body)
     if not request.messages:
         raise invalid("messages", "at least one message is needed")
     limit, other = request.max_tokens, request.max_completion_tokens
@@ -175,7 +177,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
 
 def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
     """Read a `/v1/completions` body: a text or a list of them, token ids or a list of lists of them."""
-    request = _completion.read(body)
+    request = COMPLETION.read(body)
     prompts = _prompts(request.prompt)
     limit, best_of = request.max_tokens, request.best_of
     is_prompt_only = limit == 0
@@ -233,7 +235,7 @@ def _parsed(
     if request.stream_options is not None:
         if not stream:
             raise invalid("stream_options", "is allowed only with stream: true")
-        refuse_unsupported(request.stream_options, _OF_STREAM_OPTIONS, "stream_options")
+        refuse_unsupported(request.stream_options, OF_STREAM_OPTIONS, "stream_options")
     if request.prompt_logprobs is not None and stream:
         raise invalid("prompt_logprobs", "is allowed only without stream")
     if request.resumable and not stream:

@@ -112,12 +112,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     tenant: str | None = None
 
 
-_reader = FieldsReader(ResponsesRequest, UNSUPPORTED)
+RESPONSES = FieldsReader(ResponsesRequest, UNSUPPORTED)
 
 
 def parse_response(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
     """Read a `/v1/responses` body. Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault."""
-    request = _reader.read(body)
+    request = RESPONSES.read(body)
     if request.seed is not None and not 0 <= request.seed < 2**64:
         raise invalid("seed", "must fit in 64 bits")
     messages = [ChatMessage("system", request.instructions)] if request.instructions else []

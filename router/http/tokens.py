@@ -42,8 +42,8 @@ class TokenizeReply(msgspec.Struct):
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_options = FieldsReader(TokenizeOptions, {})
-_ids = FieldsReader(DetokenizeRequest, {})
+OPTIONS = FieldsReader(TokenizeOptions, {})
+IDS = FieldsReader(DetokenizeRequest, {})
 
 
 def parse_tokenize(body: bytes) -> tuple[Parsed, TokenizeOptions]:
@@ -51,10 +51,10 @@ def parse_tokenize(body: bytes) -> tuple[Parsed, TokenizeOptions]:
     try:
         fields = _fields.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        _options.read(body)  # which says what is wrong
+        OPTIONS.read(body)  # which says what is wrong
         raise
     names = TokenizeOptions.__struct_fields__
-    options = _options.read(msgspec.json.encode({name: fields.pop(name) for name in names if name in fields}))
+    options = OPTIONS.read(msgspec.json.encode({name: fields.pop(name) for name in names if name in fields}))
     rest = msgspec.json.encode(fields)
     if "messages" in fields:
         return parse_chat(rest), options
@@ -108,6 +108,6 @@ class TokenRoutes:
         return TokenizeReply(len(found.ids), context_tokens, found.ids, found.strings if strings else None)
 
     async def _detokenize(self, request: Request, body: bytes) -> object:
-        asked = _ids.read(body)
+        asked = IDS.read(body)
         tenant = tenant_for(caller_of(request), asked.tenant or "")
         return {"prompt": await self._frontend.detokenize(asked.tokens, asked.model, tenant, "tokens")}

@@ -1,7 +1,6 @@
 """The manifests of `deploy/k8s`: Kubernetes' own schemas for what is Kubernetes' own, and every field that we use typed
 for KubeRay's and the Prometheus operator's kinds, whose schemas no package carries."""
 
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,8 @@ from router.http.gate import OPEN_PATHS
 from tests.deploy.test_ray_files import DEPLOY, check_gpu_defaults, check_ray_start, resolved
 
 KUBERNETES = "1.33"
-BUILT_IN = {"ConfigMap", "Deployment", "Service"}
+BUILT_IN = {"ConfigMap", "Deployment", "Service", "PersistentVolumeClaim", "NetworkPolicy", "PodDisruptionBudget"}
+FOLDER = DEPLOY / "k8s"
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -136,14 +136,24 @@ class ScrapeConfig(Strict):
 KINDS = {"RayCluster": RayCluster, "PodMonitor": PodMonitor, "ScrapeConfig": ScrapeConfig}
 
 
+def everything() -> list[dict[str, Any]]:
+    files = sorted(FOLDER.rglob("*.yaml"))
+    return [document for file in files for document in yaml.safe_load_all(file.read_text())]
+
+
 def documents() -> dict[str, dict[str, Any]]:
-    """Every document by its kind; no kind is there twice."""
+    """A document of each kind; of most there is one."""
     found: dict[str, dict[str, Any]] = {}
-    for file in sorted((DEPLOY / "k8s").glob("*.yaml")):
-        for document in yaml.safe_load_all(file.read_text()):
-            assert document["kind"] not in found
-            found[document["kind"]] = document
+    for document in everything():
+        found.setdefault(document["kind"], document)
     return found
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    """The specification of each kind of pod, by its name."""
+    spec = ray_cluster().spec
+    groups = {group.group_name: group.template["spec"] for group in spec.worker_group_specs}
+    return {"head": spec.head_group_spec.template["spec"], "front": front_pod(), **groups}
 
 
 def ray_cluster() -> RayCluster:
@@ -163,8 +173,9 @@ def check(document: dict[str, Any]) -> None:
 def test_every_document_fits_its_schema() -> None:
     found = documents()
     assert set(found) == BUILT_IN | set(KINDS)
-    for kind in BUILT_IN:
-        check(found[kind])
+    for document in everything():
+        if document["kind"] in BUILT_IN:
+            check(document)
     for kind, struct in KINDS.items():
         msgspec.convert(found[kind], struct)
     spec = ray_cluster().spec
@@ -281,6 +292,89 @@ def test_workers_that_compute_on_a_gpu_are_given_one(tmp_path: Path) -> None:
     assert images == {head["image"], front["image"]} and images.pop().endswith(":cuda12")
 
 
-def test_a_user_edits_two_places() -> None:
-    text = (DEPLOY / "k8s/raycluster.yaml").read_text()
-    assert re.findall(r"# EDIT (\d) of (\d)", text) == [("1", "2"), ("2", "2")]
+def test_what_is_applied_at_once_needs_no_other_operator() -> None:
+    """Guards `kubectl apply --filename deploy/k8s` against kinds that only the Prometheus operator knows: it does not
+    look into folders."""
+    at_once = {doc["kind"] for file in FOLDER.glob("*.yaml") for doc in yaml.safe_load_all(file.read_text())}
+    assert at_once == BUILT_IN | {"RayCluster"}
+    apart = {document["kind"] for document in yaml.safe_load_all((FOLDER / "monitoring/monitoring.yaml").read_text())}
+    assert apart == {"PodMonitor", "ScrapeConfig"}
+
+
+def test_every_line_to_edit_is_marked() -> None:
+    """Guards against an example's value that nobody is told of."""
+    text = "\n".join(file.read_text() for file in sorted(FOLDER.rglob("*.yaml")))
+    marked = [line for line in text.splitlines() if "EDIT" in line and not line.startswith("#")]
+    for example in ("registry.example.com", "name: registry", "replicas: 1", "_workers = 1", 'model = "', "storage: "):
+        lines = [line for line in text.splitlines() if example in line and "Deployment" not in line]
+        unmarked = [line for line in lines if line not in marked]
+        # The router's own replica is no choice: there is one.
+        assert unmarked == (["  replicas: 1"] if example == "replicas: 1" else []), example
+    for example in ("storageClassName", "accessModes", "kubernetes.io/metadata.name"):
+        assert [line for line in text.splitlines() if example in line and line not in marked] == [], example
+    assert len(marked) == 16
+
+
+def test_no_pod_has_rights_that_it_does_not_use() -> None:
+    for name, spec in pods().items():
+        assert spec["automountServiceAccountToken"] is False, name
+        user = {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert spec["securityContext"] == user, "the user of the image"
+        assert "USER 1000" in (DEPLOY / "docker/Dockerfile").read_text()
+        for container in spec["containers"]:
+            bounds = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            assert container["securityContext"] == bounds
+
+
+def test_pods_have_the_model_room_for_it_and_shared_memory(tmp_path: Path) -> None:
+    """Guards against a worker that has no model, one that prepares it on the node's disk without end, and a /dev/shm of
+    64 MiB."""
+    claim = documents()["PersistentVolumeClaim"]["metadata"]["name"]
+    file = tmp_path / "headrace.toml"
+    file.write_text(documents()["ConfigMap"]["data"]["headrace.toml"])
+    model = resolved(file).model
+    for name, spec in pods().items():
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        mounts = {mount["mountPath"]: mount for mount in spec["containers"][0]["volumeMounts"]}
+        assert {mount["name"] for mount in mounts.values()} == set(volumes)
+        assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
+        if name == "head":
+            continue
+        assert volumes[mounts["/models"]["name"]]["persistentVolumeClaim"] == {"claimName": claim, "readOnly": True}
+        assert mounts["/models"]["readOnly"] and model.startswith("/models/")
+        assert "sizeLimit" in volumes[mounts["/home/headrace/.cache/headrace"]["name"]]["emptyDir"]
+
+
+def test_probes_outlast_a_start(tmp_path: Path) -> None:
+    """Guards against a pod that is killed while it starts, and starts again, for ever."""
+    file = tmp_path / "headrace.toml"
+    file.write_text(documents()["ConfigMap"]["data"]["headrace.toml"])
+    for name, spec in pods().items():
+        probe = spec["containers"][0]["startupProbe"]
+        patience_s = probe["periodSeconds"] * probe["failureThreshold"]
+        assert patience_s >= (1.2 * resolved(file).start_timeout_s if name == "front" else 300), name
+
+
+def test_guards_are_of_pods_that_there_are() -> None:
+    """Guards against a policy or a budget whose labels no pod has. KubeRay gives pods the names of their cluster and
+    group."""
+    cluster = ray_cluster()
+    labels = [documents()["Deployment"]["spec"]["template"]["metadata"]["labels"]]
+    for group in ("headgroup", *(one.group_name for one in cluster.spec.worker_group_specs)):
+        labels.append({"ray.io/cluster": cluster.metadata.name, "ray.io/group": group})
+
+    def chosen(selector: dict[str, str]) -> int:
+        return sum(selector.items() <= one.items() for one in labels)
+
+    policies = [one for one in everything() if one["kind"] == "NetworkPolicy"]
+    assert [chosen(one["spec"]["podSelector"]["matchLabels"]) for one in policies] == [3, 1], "every pod has a policy"
+    for policy in policies:
+        for rule in policy["spec"]["ingress"]:
+            for peer in rule.get("from", []):
+                if "namespaceSelector" not in peer:
+                    assert chosen(peer["podSelector"]["matchLabels"])
+    open_ports = [rule["ports"] for rule in policies[1]["spec"]["ingress"] if "ports" in rule]
+    assert open_ports == [[{"port": "http"}, {"port": "grpc"}]]
+    budgets = [one["spec"] for one in everything() if one["kind"] == "PodDisruptionBudget"]
+    assert [chosen(one["selector"]["matchLabels"]) for one in budgets] == [1, 1]
+    assert all(one["maxUnavailable"] == 1 for one in budgets)

@@ -175,3 +175,37 @@ def test_a_template_that_leaves_the_last_message_out_cannot_go_on_with_it() -> N
     for source in ("{{ messages[0].content }}", "{{ messages[1].content + messages[1].content }}"):
         with pytest.raises(FieldError, match="continue_final_message"):
             ChatTemplate(source, {}).render(asked)
+
+
+@pytest.mark.parametrize("asked", ["ensure_ascii=False", "indent=2, ensure_ascii=false", "ensure_ascii=True"])
+def test_a_template_may_say_how_json_is_written(asked: str) -> None:
+    """Guards templates that say `tojson(ensure_ascii=False)`, as transformers' own filter lets them, and what is hidden
+    in JSON that is all ASCII."""
+    template = "{% for t in tools %}{{ t.function | tojson(" + asked + ") }}{% endfor %}"
+    made = msgspec.structs.replace(files("byte level"), template=template)
+    text = model(made)
+    tool = Tool("weather", 'in Köln 𝄞 <|im_end|>"', "")
+    told = text.render_chat(chat([("user", "x")], tools=(tool,)))
+    function = {"name": "weather", "description": tool.description}
+    is_ascii, indent = "True" in asked, 2 if "indent" in asked else None
+    assert told == json.dumps(function, ensure_ascii=is_ascii, indent=indent)
+    assert spoken(text.encode_chat_text(told), made) == []
+
+
+@pytest.mark.parametrize("name", ["é\\n", "\\ud800", "a\\u0000", "x" * 70 + " "])
+def test_the_name_of_a_variable_that_is_refused_can_be_told(name: str) -> None:
+    """Guards a client of gRPC, whose errors are metadata: it was told of an internal error."""
+    with pytest.raises(FieldError) as caught:
+        ChatTemplate(QWEN, {}).render(chat([("user", "x")], template_kwargs='{"' + name + '": 1}'))
+    assert caught.value.field.startswith("chat_template_kwargs")
+    assert caught.value.field.isascii() and caught.value.field.isprintable()
+
+
+@pytest.mark.parametrize("source", ["{{ 1 // flag }}", "{{ 1 / flag }}", "{{ flag.x.y }}", "{{ 'a' * (flag - 1) }}"])
+def test_what_a_variable_does_to_a_template_is_its_writers_fault(source: str) -> None:
+    asked = chat([("user", "x")], template_kwargs='{"flag": 0}')
+    if source == "{{ 'a' * (flag - 1) }}":
+        assert ChatTemplate(source, {}).render(asked) == ""
+        return
+    with pytest.raises(FieldError):
+        ChatTemplate(source, {}).render(asked)

@@ -17,6 +17,7 @@ from engine.text.bundle import TextModel
 from engine.text.chat import ChatTemplate
 from engine.text.control import ControlTokens
 from engine.text.files import TextFiles, TextSettings
+from engine.types import FieldError
 from tests.engine.text.chats import chat
 from tests.engine.text.test_tokenizer import sentence_piece
 
@@ -168,3 +169,42 @@ def test_marks_of_another_process_are_text() -> None:
 
 _BYTES = files("byte level"), model(files("byte level"))
 """For what is tried many times: the files, and the model made of them."""
+
+
+def test_nobody_reads_the_marks(made: TextFiles) -> None:
+    """Guards the marks of control tokens, which have ids behind the tokenizer's own: a model whose embedding is padded
+    may be asked for these, and a text with a mark in it would speak in the template's place."""
+    text = model(made)
+    behind = range(own_of(made.tokenizer).get_vocab_size(), own_of(made.tokenizer).get_vocab_size() + 64)
+    for token in behind:
+        assert text.text_of([token]) == "" and text.token_strings([token]) == [""]
+        assert text.token_bytes(token)[0] == b"" and text.decode([token]) == ""
+    answer = [*text.encode("ab", add_special=False), behind[0], *text.encode("cd", add_special=False)]
+    assert text.decode(answer) == text.decode([token for token in answer if token != behind[0]])
+
+
+def test_a_refusal_shows_what_was_written_and_no_mark() -> None:
+    """Guards the same from a template that names what it refuses, and a client from what cannot be sent to it."""
+    for source in ("{{ raise_exception('no ' + messages[0].content) }}", "{{ {}[messages[0].content] + 1 }}"):
+        text = model(msgspec.structs.replace(files("byte level"), template=source))
+        with pytest.raises(FieldError) as caught:
+            text.render_chat(chat([("user", "<|im_end|>\ud800")]))
+        assert "<|im_end|>" in caught.value.message and caught.value.message.isprintable()
+        str(caught.value).encode()
+
+
+@pytest.mark.parametrize(("before", "content", "behind"), [
+    ("<function=", "x>\n<|im_end|", ">"),
+    ("<function=", "x>\n<|im_end|  ", ">"),
+    ("<", "|im_end|>", ""),
+    ("<", "  |im_end|> <", "s>"),
+])
+def test_a_template_and_a_message_make_no_control_token_together(before: str, content: str, behind: str) -> None:
+    """Guards the system's words where a template writes a bracket around what a model has called (`<function=NAME>`):
+    the end of the one and the beginning of the other were the name of a control token."""
+    source = f"{{% for m in messages %}}{before}{{{{ m.content | trim }}}}{behind}{{% endfor %}}"
+    made = msgspec.structs.replace(files("byte level"), template=source)
+    text = model(made)
+    rendered = text.render_chat(chat([("user", content)]))
+    assert rendered == f"{before}{content.strip()}{behind}"
+    assert spoken(text.encode_chat_text(rendered), made) == []

@@ -49,6 +49,8 @@ CHAT_BOUNDS: list[tuple[str, object, object, str]] = [
     ("tools", (Tool("f", "é"),), (Tool("f", "\ud800"),), "tools[0].function.description"),
     ("chat_template_kwargs", '{"a": 1}', "[1]", "chat_template_kwargs"),
     ("chat_template_kwargs", '{"a": 1}', '{"a":' * 65 + "1" + "}" * 65, "chat_template_kwargs"),
+    ("chat_template_kwargs", '{"a": "' + "[" * 90 + '"}', '{"]": ' * 65 + "1" + "}" * 65, "chat_template_kwargs"),
+    ("chat_template_kwargs", '{"a": "\\"' + "[" * 85 + '"}', "{" * 65 + '"' + "}" * 10, "chat_template_kwargs"),
     ("continue_final_message", False, True, "continue_final_message"),
 ]
 

@@ -4,16 +4,20 @@
 import json
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from engine.types import FinishReason
+from router.app import RouterApp
 from router.front.api import ApiError, ChatMessage, Delta, GenerateCall, HttpForm, Started, Tool, ToolCall, ToolChoice
 from router.front.parsers.choose import Parsing
 from router.http.gate import _authorization
 from router.http.messages_request import MessagesRequest, parse_count, parse_messages
 from router.http.responses_request import ResponsesRequest, parse_response
+from tests.router.fake_cluster import FakeWorkers
 from tests.router.http.fakes import FINISHED, FakeFrontend, ask, refusal, serving
+from tests.router.http.test_resume import CALLING, with_server
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
@@ -260,3 +264,24 @@ def test_whatever_a_field_holds_ends_as_a_call_or_as_the_callers_fault(parse: An
                 assert error.code == "INVALID_ARGUMENT"
                 refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/responses"])
+def test_from_a_worker_to_the_client(path: str) -> None:
+    """Guards the way of the answer's form: the intake adds the parsers to it, and the routes write by it."""
+    tool = {"name": "rain", "input_schema": {}} if path == PATH else {"type": "function", "name": "rain"}
+    asked = {"messages": HI, "max_tokens": 200} if path == PATH else {"input": "hi", "max_output_tokens": 200}
+
+    async def ask_it(app: RouterApp, client: httpx.AsyncClient, workers: FakeWorkers) -> None:
+        told = (await client.post(path, json=asked | {"tools": [tool]})).json()
+        items = told["content"] if path == PATH else told["output"]
+        kinds = [item["type"] for item in items]
+        names = {"message": "text", "reasoning": "thinking", "function_call": "tool_use"}
+        assert [names.get(kind, kind) for kind in kinds] == ["thinking", "text", "tool_use", "text"]
+        streamed = await client.post(path, json=asked | {"tools": [tool], "stream": True})
+        assert streamed.text.count("event: ") > 8
+        if path == PATH:
+            counted = (await client.post(f"{PATH}/count_tokens", json={"messages": HI})).json()
+            assert counted["input_tokens"] == told["usage"]["input_tokens"] + told["usage"]["cache_read_input_tokens"]
+
+    with_server(ask_it, CALLING)

@@ -36,15 +36,21 @@ FORMS = {
     "cut by length": (*TEXT, {"max_tokens": 8} | USAGE),
 }
 
+CALLING = "reasoning and calls"
+FORMS[CALLING] = (*CHAT, {"tools": [{"type": "function", "function": {"name": "rain"}}]} | USAGE)
+CALLED = '<think>\nhm, é\n</think>\n\nSo <tool_call>{"name": "rain", "arguments": {"a": "ö"}}</tool_call> <b'
+
 Body = Callable[[RouterApp, httpx.AsyncClient, FakeWorkers], Awaitable[None]]
 
 
-def with_server(body: Body, **config: object) -> None:
+def with_server(body: Body, form: str = "", **config: object) -> None:
+    parsers = {"tool_parser": "hermes", "reasoning_parser": "think"} if form == CALLING else {}
+
     async def run() -> None:
-        settings = RouterConfig(grpc_port=0, http_port=0, **config)  # type: ignore[arg-type]
+        settings = RouterConfig(grpc_port=0, http_port=0, **parsers, **config)  # type: ignore[arg-type]
         app = RouterApp(settings, ByteText(), NullObserver(), SECRETS)
         workers = FakeWorkers()
-        workers.answer = list(ANSWER.encode())
+        workers.answer = list((CALLED if form == CALLING else ANSWER).encode())
         workers.slow_s = 0.01
         workers.blocks = 4096
         addresses = await app.start()
@@ -123,7 +129,7 @@ def test_every_event_is_one_to_go_on_from(form: str) -> None:
             assert await go_on(client, token, last_id(event)) == b"".join(events[at:])
         assert len([r for r in workers.got if isinstance(r, Place)]) == 1, "it was run twice"
 
-    with_server(body)
+    with_server(body, form)
 
 
 @pytest.mark.parametrize("form", list(FORMS))
@@ -154,7 +160,7 @@ def test_a_cut_anywhere_loses_and_repeats_nothing(form: str) -> None:
         assert any(running), "every cut came after the end"
         assert not [r for r in workers.got if isinstance(r, Cancel)]
 
-    with_server(body)
+    with_server(body, form)
 
 
 def test_the_token_is_known_before_there_is_output() -> None:
