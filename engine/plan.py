@@ -38,9 +38,13 @@ LENGTH_PENALTIES = (-10.0, 10.0)
 LOGIT_BIASES = (-100.0, 100.0)
 MAX_LOGPROBS = 20
 """Alternatives beside a token."""
+MAX_OUTPUT_VALUES = 262_144
+"""Log probabilities of one answer, all samples together: its tokens, times the alternatives and one. A worker, or a
+router, that goes on with an answer is told all of them in one message, which has a limit (`worker/rpc.py`)."""
 MAX_PROMPT_VALUES = 65_536
 """Log probabilities of one prompt: its tokens, times the alternatives and one. They travel as one message."""
 TOO_MANY_VALUES = "asks for {} values (prompt tokens times alternatives and one); at most {} are given"
+TOO_LONG_TO_TELL = "asks for {} values (max_tokens times samples times alternatives and one); at most {} are given"
 
 
 CompiledConstraint = Callable[[Constraint], bool]
@@ -95,6 +99,9 @@ def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None
     for field in ("logprobs", "prompt_logprobs"):
         wanted = getattr(record, field)
         _require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, field, "must lie in 0 .. {}", MAX_LOGPROBS)
+    if record.logprobs is not None:
+        values = record.max_tokens * (record.logprobs + 1)
+        _require(values <= MAX_OUTPUT_VALUES, "logprobs", TOO_LONG_TO_TELL, values, MAX_OUTPUT_VALUES)
     if record.prompt_logprobs is not None:
         values = prompt * (record.prompt_logprobs + 1)
         _require(values <= MAX_PROMPT_VALUES, "prompt_logprobs", TOO_MANY_VALUES, values, MAX_PROMPT_VALUES)

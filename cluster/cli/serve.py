@@ -1,5 +1,6 @@
 """`headrace up`: one supervisor of a name on a host, in the foreground or detached; the second finds the first."""
 
+import errno
 import json
 import logging
 import os
@@ -159,7 +160,12 @@ def check_ports(config: ClusterConfig) -> None:
             family = socket.AF_INET6 if ":" in config.router.host else socket.AF_INET
             socket.create_server((config.router.host, port), family=family).close()
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
+            number = error.errno or 0
+            # Those below zero are of looking a name up.
+            reason = os.strerror(number) if number > 0 else "nobody knows this name" if number else str(error)
+            if number < 0 or number == errno.EADDRNOTAVAIL:
+                why = f"{config.router.host} cannot be listened on: {reason}"
+                raise LaunchError(f"{why}; --host ADDRESS takes another one, which must be of this host") from error
             why = f"port {port} of {config.router.host} cannot be listened on: {reason}"
             raise LaunchError(f"{why}; {flag} PORT takes another one, and {flag} 0 any that is free") from error
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.plan import MAX_PROMPT_VALUES, TOO_MANY_VALUES
+from engine.plan import MAX_OUTPUT_VALUES, MAX_PROMPT_VALUES, TOO_LONG_TO_TELL, TOO_MANY_VALUES
 from engine.text.messages import ChatPrompt
 from engine.types import Constraint, FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
@@ -258,6 +258,9 @@ def to_record(
             f"{max_tokens} output tokens after {len(tokens)} prompt tokens exceed the context of "
             f"{model.context_tokens}; at most {room} are possible",
         )
+    values = 0 if call.logprobs is None else call.n * max_tokens * (call.logprobs + 1)
+    if values > MAX_OUTPUT_VALUES:
+        raise FieldError("logprobs", TOO_LONG_TO_TELL.format(values, MAX_OUTPUT_VALUES))
     return RequestRecord(
         request=request,
         tokens=tokens,

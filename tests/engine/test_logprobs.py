@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from engine.plan import MAX_PROMPT_VALUES, check_record
+from engine.plan import MAX_OUTPUT_VALUES, MAX_PROMPT_VALUES, check_record
 from engine.sampling import adjusted, sample
 from engine.step import Row
 from engine.types import BeamParams, FieldError, RequestId, RequestRecord, SamplingParams, TokenLogprobs
@@ -134,3 +134,10 @@ def test_a_prompt_has_so_many_values_and_no_more() -> None:
     check_record(long, VOCAB, 100_000)
     with pytest.raises(FieldError):
         check_record(msgspec.structs.replace(long, tokens=[*tokens, 1], prompt_tokens=len(tokens) + 1), VOCAB, 100_000)
+
+
+def test_an_answer_has_so_many_values_and_no_more() -> None:
+    long = record(max_tokens=MAX_OUTPUT_VALUES // 21, logprobs=20)
+    check_record(long, VOCAB, 100_000)
+    with pytest.raises(FieldError):
+        check_record(msgspec.structs.replace(long, max_tokens=long.max_tokens + 1), VOCAB, 100_000)

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
+
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request
 from engine.identity import owner
 from engine.messages import Claim, Ended, Orphan
@@ -202,7 +204,7 @@ def orphan(request: Request, tokens: list[int], now: float) -> Orphan:
     """Return what its next router is told, with all `tokens` of its output so far."""
     remaining_s = None if request.record.remaining_s is None else max(0.0, request.deadline - now)
     return Orphan(
-        record=request.record,
+        record=msgspec.structs.replace(request.record, emitted_logprobs=()),  # they are said once
         placement=request.placement,
         prefill=request.prefill.worker.name,
         tokens=tokens,

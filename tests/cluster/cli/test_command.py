@@ -94,6 +94,15 @@ def test_a_port_that_is_taken_names_the_flag(port: str, flag: str) -> None:
     check_ports(ClusterConfig(router=router, launcher="process"))
 
 
+@pytest.mark.parametrize("host", ["no such name", "192.0.2.1"])
+def test_an_address_that_is_not_ours_is_not_blamed_on_its_port(host: str) -> None:
+    """Guards against advice that cannot help: no other port of it could be listened on either."""
+    router = RouterConfig(host=host, grpc_port=50051, http_port=-1)
+    with pytest.raises(LaunchError, match=f"^{host} cannot be listened on: .*; --host ADDRESS") as raised:
+        check_ports(ClusterConfig(router=router, launcher="process"))
+    assert "Unknown error" not in str(raised.value) and "--grpc-port" not in str(raised.value)
+
+
 def test_an_up_beside_a_running_cluster_says_what_it_did_not_take() -> None:
     """Guards against a second `up` whose model, ports and limits are silently another's."""
     asked = (

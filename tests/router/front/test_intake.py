@@ -133,3 +133,20 @@ def test_every_name_of_the_model_may_be_asked_for(asked: str | None) -> None:
     assert context is not None and context.model == (asked or "first")
     with pytest.raises(ApiError, match="'bytes' is not served here, 'first' and 'second' are"):
         asyncio.run(Intake(ByteText(), config).take(GenerateCall(prompt="x", model="bytes")))
+
+
+def test_what_is_said_of_an_answer_is_bounded_by_its_tokens_and_samples() -> None:
+    """Guards the stream to a worker from a record that no message can carry: it would break again and again."""
+
+    class Wide(ByteText):
+        context_tokens = 10**6
+
+    def asked(tokens: int, alternatives: int, samples: int) -> None:
+        take(GenerateCall(prompt=[1], max_tokens=tokens, logprobs=alternatives, n=samples), Wide())
+
+    asked(262_144, 0, 1)
+    asked(65_536, 1, 2)
+    for tokens, alternatives, samples in ((262_145, 0, 1), (65_536, 1, 3), (12_484, 20, 1)):
+        with pytest.raises(ApiError) as caught:
+            asked(tokens, alternatives, samples)
+        assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "logprobs")

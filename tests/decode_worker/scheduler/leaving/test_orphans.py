@@ -2,6 +2,8 @@
 routers that crash and freeze in tests/sim, and on real processes in tests/chaos."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,11 +36,14 @@ from engine.messages import (
     StartPrefill,
     Taken,
     Tokens,
+    frames,
 )
-from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
+from engine.plan import MAX_OUTPUT_VALUES
+from engine.types import FinishReason, Incarnation, RequestId, RequestRecord, TokenLogprobs
 from transfer.handoff.commands import Emit
 from transfer.handoff.receiver import KVReceiver
 from worker.config import DecodeConfig
+from worker.rpc import MAX_FRAME_BYTES
 
 A, B, C = Incarnation(11), Incarnation(22), Incarnation(33)
 R = RequestId("r")
@@ -589,3 +594,35 @@ def test_a_claim_looks_at_what_has_its_key_alone(monkeypatch: pytest.MonkeyPatch
     claimed = bench.scheduler.endings.claim
     assert claimed(2, Claim(OTHER_KEY), bench.now) == [Tell(2, ClaimTold(OTHER_KEY))]
     assert len(claimed(2, Claim(KEY), bench.now)) == 3 and looked == []
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 20])
+def test_the_longest_answer_with_log_probabilities_fits_into_a_message(alternatives: int) -> None:
+    """Guards a router that comes back, and the next worker: a record beyond the limit breaks the stream, again and
+    again. Its log probabilities stood in it twice."""
+    count = MAX_OUTPUT_VALUES // (alternatives + 1)
+    one = TokenLogprobs(200_000, -0.1, tuple((200_000 + at, -0.1) for at in range(alternatives)))
+    record = RequestRecord(
+        request=R,
+        tokens=[200_000] * count,
+        prompt_tokens=1,
+        max_tokens=count,
+        seed=1,
+        logprobs=alternatives,
+        emitted_logprobs=(one,) * count,
+        context=b"x",
+    )
+    place = Place(record=record, placement=1, prefill=HERE)
+    request: Any = SimpleNamespace(
+        record=record,
+        placement=1,
+        prefill=SimpleNamespace(worker=SimpleNamespace(name="p0")),
+        logprobs=[one] * count,
+        accepted=0.0,
+        deadline=0.0,
+        owner=SimpleNamespace(losses=0),
+    )
+    told = orphans.orphan(request, [200_000] * count, 1.0)
+    assert told.logprobs == [one] * count
+    for message in (place, told):
+        assert len(frames([message])[0]) < MAX_FRAME_BYTES
