@@ -82,6 +82,8 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
         check_constraint(call.constraint, call.constraint_field)
         if call.ignore_eos:
             raise FieldError("ignore_eos", f"is not allowed with {call.constraint_field}, which ends the answer")
+        if call.allowed_token_ids:
+            raise FieldError("allowed_token_ids", f"is not allowed with {call.constraint_field}, which may need others")
     if call.timeout_s is not None and not 0 < call.timeout_s <= MAX_TIMEOUT_S:
         raise FieldError("timeout_s", f"must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
 

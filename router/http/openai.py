@@ -242,6 +242,8 @@ def _parsed(
         raise invalid("resumable", "is allowed only with stream: true")
     if request.seed is not None and request.seed.bit_length() > 64:
         raise invalid("seed", "must fit in 64 bits")
+    if request.allowed_token_ids == []:
+        raise invalid("allowed_token_ids", "must name at least one token")
     stop, options = request.stop, request.stream_options or StreamOptions()
     timeouts_s = [_timeout(one_s, "timeout") for one_s in (header_timeout_s, request.timeout) if one_s is not None]
     form = HttpForm(

@@ -310,9 +310,9 @@ def test_every_line_to_edit_is_marked() -> None:
         unmarked = [line for line in lines if line not in marked]
         # The router's own replica is no choice: there is one.
         assert unmarked == (["  replicas: 1"] if example == "replicas: 1" else []), example
-    for example in ("storageClassName", "accessModes", "kubernetes.io/metadata.name"):
+    for example in ("storageClassName", "accessModes", "kubernetes.io/metadata.name", "minAvailable"):
         assert [line for line in text.splitlines() if example in line and line not in marked] == [], example
-    assert len(marked) == 16
+    assert len(marked) == 18
 
 
 def test_no_pod_has_rights_that_it_does_not_use() -> None:
@@ -377,4 +377,8 @@ def test_guards_are_of_pods_that_there_are() -> None:
     assert open_ports == [[{"port": "http"}, {"port": "grpc"}]]
     budgets = [one["spec"] for one in everything() if one["kind"] == "PodDisruptionBudget"]
     assert [chosen(one["selector"]["matchLabels"]) for one in budgets] == [1, 1]
-    assert all(one["maxUnavailable"] == 1 for one in budgets)
+    # A RayCluster has no scale: under maxUnavailable nothing of it could ever be evicted.
+    groups = {one.group_name: one.replicas for one in cluster.spec.worker_group_specs}
+    for one in budgets:
+        group = one["selector"]["matchLabels"]["ray.io/group"]
+        assert "maxUnavailable" not in one and one["minAvailable"] == groups[group] - 1

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import count, islice
 
 import pytest
 
@@ -14,6 +15,7 @@ from kernels.decode_plan import (
     geometry_for,
     plan_decode,
 )
+from kernels.shared_prefixes import shared_prefixes
 
 GEOMETRY = DecodeGeometry(
     kv_heads=8, programs=264, tile=64, rows_per_item=4, max_items=4096, max_slots=4096
@@ -167,6 +169,39 @@ def test_buffers_of_the_stated_size_hold_any_step() -> None:
         lengths = [rng.choice([1, 100, 40_000]) + 640 for _ in range(batch)]
         shared = [SharedPrefix(tuple(range(0, batch, step)), 64 * step) for step in (1, 2, 4)]
         _check(plan_decode(lengths, geometry, shared[: rng.randint(0, 3)]), lengths, geometry)
+
+
+def test_any_grid_covers_real_trees_of_prefixes_once() -> None:
+    """Guards the lanes: grids of any size against any number of heads, rows in the tree that their tables make, and the
+    rows of an item all reading the same blocks."""
+    rng = random.Random(17)
+    shared_items = 0
+    for _ in range(120):
+        batch, tile = rng.choice([1, 3, 40, 130]), rng.choice([16, 64])
+        geometry = geometry_for(
+            batch=batch,
+            kv_heads=rng.choice([1, 3, 8, 16]),
+            group=rng.choice([1, 3, 8]),
+            programs=rng.choice([1, 7, 132, rng.randint(1, 500)]),
+            tile=tile,
+            packed_rows=rng.choice([16, 64]),
+        )
+        longest = rng.choice([3 * tile, 6000])
+        lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, batch))]
+        names, tables = count(), list[list[int]]()
+        for length in lengths:
+            trunk = rng.choice(tables) if tables and rng.random() < 0.8 else []
+            table = trunk[: rng.randint(0, -(-length // tile))]
+            tables.append([*table, *islice(names, -(-length // tile) - len(table))])
+        plan = plan_decode(lengths, geometry, shared_prefixes(tables, lengths, tile, min_tokens=tile))
+        _check(plan, lengths, geometry)
+        assert len(plan.rows) <= geometry.max_items
+        for item in plan.items:
+            rows = plan.rows[item.first : item.first + item.size]
+            read = {tuple(tables[row][item.begin // tile : -(-item.end // tile)]) for row in rows}
+            assert len(read) <= 1
+            shared_items += len(rows) > 1
+    assert shared_items > 1000
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from engine.plan import MAX_PRIORITY
-from engine.types import BeamParams, EarlyStopping, FieldError, SamplingParams, TooLongError
+from engine.types import BeamParams, Constraint, ConstraintKind, EarlyStopping, FieldError, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.front.api import ChatMessage, GenerateCall, Tool, ToolCall
 from router.front.validate import UnknownModelError, beam_params, check_call, prompt_field
@@ -193,3 +193,13 @@ def test_log_probabilities_of_a_prompt_are_told_once_and_to_nobody_who_comes_bac
     with pytest.raises(FieldError) as caught:
         check(prompt_logprobs=1, resumable=True)
     assert caught.value.field == "resumable"
+
+
+def test_no_field_gives_way_to_a_constraint_in_silence() -> None:
+    """Guards a caller who allows few tokens: where the constraint needs others, it was answered with these."""
+    constraint = Constraint(ConstraintKind.REGEX, "yes|no")
+    check(constraint=constraint)
+    for field, value in (("ignore_eos", True), ("allowed_token_ids", (5,))):
+        with pytest.raises(FieldError, match="is not allowed with") as caught:
+            check(constraint=constraint, **{field: value})
+        assert caught.value.field == field

@@ -291,6 +291,7 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
         "messages[0].tool_calls[0].function.name",
     ),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": None}, "messages"),
