@@ -66,7 +66,8 @@ class _Connected:
         return self._opened
 
     def _reading(self, prompt: Prompt, options: Mapping[str, Any]) -> Reading:
-        given = {"timeout_s": self._timeout_s, "resumable": "beam_width" not in options, **options}
+        can_resume = all(options.get(name) is None for name in _NEVER_RESUMED)
+        given = {"timeout_s": self._timeout_s, "resumable": can_resume, **options}
         own: Metadata = tuple((key, given.pop(name)) for name, key in _METADATA.items() if given.get(name))
         retries = Retries(self._random) if self._retries else None
         request = generate_request(prompt, {name: value for name, value in given.items() if name not in _METADATA})
@@ -85,6 +86,8 @@ class _Connected:
         return _Patience(retries, self._timeout_s if timeout_s is None else timeout_s)
 
 
+_NEVER_RESUMED = ("beam_width", "prompt_logprobs")
+"""Options that the server refuses together with resumption."""
 _METADATA = {"traceparent": "traceparent", "session": "x-headrace-session", "label": "x-request-id"}
 """Options of a call that travel as metadata, and as which."""
 

@@ -63,6 +63,8 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
             value = "cuda:1"
         if key == "router.policy":
             value = "random"
+        if key == "router.cors_origins":
+            value = "https://example.org, http://localhost:3000"
         by_flag = resolved("--set", f"{key}={value}", *extra)
         variable = "HEADRACE_" + key.upper().replace(".", "__")
         by_variable = resolved(*extra, **{variable: value})

@@ -141,6 +141,6 @@ FRONTS = (
     Decoder("http-event-id", _event_id, _REFUSED, (b"t.1.2.3", b"t.1.2.3.4.5.6"), (b"t." + b"1" * 5000 + b".2.3",)),
     Decoder("grpc-generate", _generate, (*_REFUSED, DecodeError), (_PROTO,)),
     Decoder("grpc-resume", _resume, (DecodeError,), (_RESUME,)),
-    Decoder("chat-input", _chat_input, (FieldError,), (b"user\0hi\0assistant\0yes", b"user\0\xff"), (b"tool\0x",)),
+    Decoder("chat-input", _chat_input, (FieldError,), (b"user\0hi\0assistant\0yes",), (b"tool\0x", b"user\0\xff")),
     Decoder("admin-order", _order, (), (_DRAIN, _SCALE), _NO_ORDERS),
 )

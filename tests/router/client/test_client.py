@@ -101,6 +101,20 @@ def test_what_no_field_has_is_refused_here(options: dict[str, object]) -> None:
     assert raised.value.code == "INVALID_ARGUMENT"
 
 
+def test_what_cannot_be_resumed_is_not_asked_to_be(cluster: Callable[..., None]) -> None:
+    """Guards against a refusal of an option that the caller never wrote."""
+
+    async def body(address: str, workers: FakeWorkers) -> None:
+        async with AsyncClient(address, retries=False) as client:
+            await client.generate("hi", prompt_logprobs=1)
+            await client.generate("hi", beam_width=None)
+        asked = [item.record for item in workers.got if isinstance(item, Place)]
+        assert [record.prompt_logprobs for record in asked] == [1, None]
+        assert [bool(record.context) for record in asked] == [False, True]
+
+    cluster(body)
+
+
 def test_a_broken_connection_is_no_failure(cluster: Callable[..., None]) -> None:
     """Guards resumption: the rest comes over another connection, every token once."""
 

@@ -201,7 +201,7 @@ def test_streams_of_this_shape_do_not_resume() -> None:
 
 
 def test_anthropics_own_client() -> None:
-    anthropic = pytest.importorskip("anthropic", reason="is not installed")
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
     with serving(script()) as port:
         client = anthropic.Anthropic(api_key="k", base_url=f"http://127.0.0.1:{port}", max_retries=0)
         tools = [{"name": "rain", "input_schema": SCHEMA}]

@@ -163,7 +163,7 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
 
 
 def test_openais_own_client() -> None:
-    openai = pytest.importorskip("openai", reason="is not installed")
+    openai = pytest.importorskip("openai", reason="openai is not installed")
     asked = body(tools=[TOOL])
     with serving(script(asked)) as port:
         client = openai.OpenAI(api_key="k", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0)
