@@ -58,22 +58,27 @@ _BRACKETS = re.compile(r"[()\[\]{}]")
 def _check_schema(text: str, field: str) -> None:
     try:
         schema = json.loads(text)
+    except RecursionError as error:
+        raise FieldError(field, f"is nested more than {MAX_DEPTH} deep") from error
     except ValueError as error:
         raise FieldError(field, f"is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise FieldError(field, "must be a JSON schema: an object, or a boolean")
     if schema is False:
         raise FieldError(field, "allows nothing")
-    todo: list[object] = [schema]
+    # Brackets in its strings can close what `depth_of` counts, so it is counted once more.
+    todo: list[tuple[object, int]] = [(schema, 1)]
     while todo:
-        part = todo.pop()
+        part, depth = todo.pop()
+        if depth > MAX_DEPTH and isinstance(part, dict | list):
+            raise FieldError(field, f"is nested more than {MAX_DEPTH} deep")
         if isinstance(part, dict):
             reference = part.get("$ref")
             if isinstance(reference, str) and not reference.startswith("#"):
                 raise FieldError(field, f"refers to {reference[:80]!r}; only references within the schema are followed")
-            todo += part.values()
+            todo += [(one, depth + 1) for one in part.values()]
         elif isinstance(part, list):
-            todo += part
+            todo += [(one, depth + 1) for one in part]
 
 
 def schema_constraint(schema: object, field: str) -> Constraint:

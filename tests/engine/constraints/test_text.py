@@ -68,3 +68,11 @@ def test_choices_are_quoted() -> None:
 def test_choices_that_are_none(choices: list[str]) -> None:
     with pytest.raises(FieldError, match=r"^x: "):
         choices_constraint(choices, "x")
+
+
+@pytest.mark.parametrize("depth", [65, 900, 9000])
+def test_brackets_in_strings_do_not_hide_how_deep_a_schema_is(depth: int) -> None:
+    """Guards whoever reads it: a key that closes a bracket kept the count low, and reading ran out of stack."""
+    text = '{"]":' * depth + "1" + "}" * depth
+    with pytest.raises(FieldError, match="nested more than"):
+        check_constraint(Constraint(ConstraintKind.JSON_SCHEMA, text))

@@ -196,8 +196,10 @@ def test_no_answer_holds_up_the_router(name: str) -> None:
         for beginning in BEGINNINGS:
             for repeated in REPEATED:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 5.0)
-                text = beginning + repeated * (4000 // len(repeated)) + "!"
+                page = repeated * (2000 // len(repeated))
+                text = f"{beginning}{page}[{page}!"
                 told(ALL[name], *(text[at : at + 8] for at in range(0, len(text), 8)))
+                told(ALL[name], text)
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         signal.signal(signal.SIGVTALRM, before)
