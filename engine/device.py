@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,8 +14,6 @@ from engine.backends.determinism import deviations
 from engine.backends.native_attention import NativeAttention, attends
 from engine.backends.workspace import measure_workspace
 from engine.config import EngineConfig, StepLimits
-from engine.constraints.matchers import Matchers
-from engine.constraints.vocabulary import load_vocabulary
 from engine.cores import process_cores
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
@@ -29,6 +28,9 @@ from engine.text.files import TextFiles
 from kernels.compilations import OWN, Compilations
 from kernels.native import Native
 from kernels.native import native as find_native
+
+if TYPE_CHECKING:
+    from engine.constraints.matchers import Matchers
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class EngineDevice:
     """Its engine plans a step while one runs."""
     arithmetic: str = ""
     """Names whose rounding it is: KV computed by another may differ in its last bits."""
-    matchers: Matchers | None = None
+    matchers: "Matchers | None" = None
     """Says what answers with a constraint may go on with; None: such requests are refused."""
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
@@ -112,7 +114,7 @@ def open_device(
             opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
     memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
-    opened.runner.matchers = Matchers(partial(load_vocabulary, model_dir), shape.vocab)
+    opened.runner.matchers = _matchers(model_dir, shape.vocab)
     return EngineDevice(
         model=shape.name,
         layout=layout,
@@ -130,6 +132,19 @@ def open_device(
         arithmetic=_arithmetic(native, opened.kv),
         compilations=Compilations() if config.device == "cpu" else OWN,
     )
+
+
+def _matchers(model_dir: Path, vocab: int) -> "Matchers | None":
+    """None where the library is not installed that compiles constraints: on a machine that measures kernels."""
+    try:
+        from engine.constraints.matchers import Matchers
+        from engine.constraints.vocabulary import load_vocabulary
+    except ModuleNotFoundError as error:
+        if error.name != "llguidance":
+            raise
+        log.warning("llguidance is not installed: requests with a constraint are refused")
+        return None
+    return Matchers(partial(load_vocabulary, model_dir), vocab)
 
 
 def _open_on_cpu(

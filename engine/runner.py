@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from engine.backends.attention import AttentionBackend
 from engine.backends.gpu.graphs import DecodeGraphs
 from engine.batch import Followed, ForwardBatch
-from engine.constraints.matchers import Mask, Matchers
 from engine.cores import Cores
 from engine.logprobs import PromptScores, QueuedDraws, StepLogprobs, prompt_scores
 from engine.model.llama import Llama
@@ -27,6 +26,8 @@ from engine.step import DeadEnd, Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import KVTensors
 from engine.types import TokenLogprobs
 
+if TYPE_CHECKING:
+    from engine.constraints.matchers import Mask, Matchers
 
 class Launched(Protocol):
     """A step that was launched."""
@@ -151,7 +152,7 @@ class ModelRunner:
         attention: AttentionBackend,
         graphs: DecodeGraphs | None = None,
         cores: Cores | None = None,
-        matchers: Matchers | None = None,
+        matchers: "Matchers | None" = None,
     ) -> None:
         """`matchers` say what rows with a constraint may draw; a scheduler plans none where there are none."""
         self.kv = kv
@@ -241,7 +242,7 @@ class ModelRunner:
         return dead
 
     @property
-    def _matchers(self) -> Matchers:
+    def _matchers(self) -> "Matchers":
         assert self.matchers is not None, "schedulers refuse constraints where there are no matchers"
         return self.matchers
 

@@ -9,6 +9,8 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from engine.plan import SAMPLING_RANGES
 from engine.types import SamplingParams
 
@@ -37,7 +39,7 @@ for files that have lost it, as GGUF files of before 2025 have, or never had it.
 def from_generation_config(raw: Mapping[str, object]) -> SamplingParams | None:
     """Read the content of a generation_config.json; None where it says nothing of sampling. `do_sample: false` stands
     for temperature 0."""
-    found = _sound({name: raw.get(name) for name in SamplingParams.__struct_fields__}, "generation_config.json")
+    found = _sound({name: raw.get(name) for name in msgspec.structs.asdict(SamplingParams())}, "generation_config.json")
     if raw.get("do_sample") is False:
         found["temperature"] = 0.0
     return SamplingParams(**found) if found else None  # type: ignore[arg-type]
