@@ -124,6 +124,7 @@ _CONFIG = {
     "eos_token_id": [1],
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }
+_NO_FAMILY = (json.dumps(_CONFIG | {"model_type": ["llama"]}).encode(),)
 _TOKENIZER = Tokenizer(BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")])).to_str().encode()
 _SETTINGS = b'{"eos_token":{"content":"a"},"chat_template":[{"name":"default","template":"x"}]}'
 _TEXT = b'{"name":"tiny","vocab_size":3,"stop_ids":[1]}'
@@ -212,7 +213,7 @@ def files() -> tuple[Decoder, ...]:
     return (
         Decoder("gguf", _in_file("model.gguf", _gguf), (ModelError,), models),
         Decoder("safetensors", _in_file("model.safetensors", _safetensors), (ModelError,), (_TENSORS,), (header, b"")),
-        Decoder("hf-config", _directory("config.json"), (ModelError,), (json.dumps(_CONFIG).encode(),)),
+        Decoder("hf-config", _directory("config.json"), (ModelError,), (json.dumps(_CONFIG).encode(),), _NO_FAMILY),
         Decoder("hf-tokenizer", _directory("tokenizer.json"), (ModelError,), (_TOKENIZER,)),
         Decoder("hf-settings", _directory("tokenizer_config.json"), (ModelError,), (_SETTINGS,)),
         Decoder("prepared-config", _prepared(CONFIG_FILE), (ModelError, FieldError), (_some_config(),)),

@@ -56,9 +56,9 @@ def most_of(tensors: Iterable[tuple[str, int]]) -> str:
 
 def find_family(path: Path, field: Literal["hugging_face", "gguf"], called: str, value: object) -> Family:
     """Return the family whose `field` is `value`, which the file `path` gives as `called`. Raises ModelError."""
-    known: dict[object, Family] = {getattr(family, field): family for family in FAMILIES.values()}
-    if value not in known:
-        raise ModelError(path, f"unknown {called} {value!r}; known: {', '.join(sorted(map(str, known)))}")
+    known: dict[str, Family] = {getattr(family, field): family for family in FAMILIES.values()}
+    if not isinstance(value, str) or value not in known:
+        raise ModelError(path, f"unknown {called} {value!r}; known: {', '.join(sorted(known))}")
     return known[value]
 
 
