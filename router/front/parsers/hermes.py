@@ -3,8 +3,9 @@
 import json
 from enum import Enum, auto
 
-from router.front.parsers.json_text import NAME, Head, ObjectScan, member
-from router.front.parsers.pieces import Piece, PieceKind, undecided
+from router.front.parsers.calls import CallParser, content, name_of
+from router.front.parsers.json_text import NAME, Head, member
+from router.front.parsers.pieces import Piece
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _BEFORE = [r"\s*", r"\{", r"\s*", *member("name"), NAME, r"\s*", ",", r"\s*"]
@@ -20,77 +21,48 @@ class _Place(Enum):
     """The call is written in another order, or is none: it is read when it is all there."""
 
 
-class HermesParser:
-    # Mutable state: where it is, what is not decided yet, how many calls there were, and the arguments under way.
-
-    is_reasoning = False
+class HermesParser(CallParser):
+    # Mutable state: whether a call is all that stands before what comes.
 
     def __init__(self) -> None:
-        self._place = _Place.TEXT
-        self._held = ""
-        self._calls = 0
+        super().__init__(_Place.TEXT)
         self._is_behind_call = False
-        self._scan = ObjectScan()
-
-    def push(self, text: str) -> list[Piece]:
-        self._held += text
-        pieces: list[Piece] = []
-        moves = {
-            _Place.TEXT: self._text,
-            _Place.HEAD: self._head,
-            _Place.ARGUMENTS: self._arguments,
-            _Place.TAIL: self._tail,
-            _Place.WHOLE: self._whole,
-        }
-        place = None
-        while place is not self._place:
-            place = self._place
-            pieces += moves[place]()
-        return pieces
 
     def flush(self) -> list[Piece]:
         rest, self._held = self._held, ""
         if self._place in (_Place.HEAD, _Place.WHOLE):
-            return self._read(rest) or _content(OPEN + rest)
+            return self._read(rest) or content(OPEN + rest)
         if self._place is _Place.ARGUMENTS:
-            return [Piece(PieceKind.ARGUMENTS, rest, self._calls - 1)] if rest else []
+            return self._more(rest)
         if self._place is _Place.TAIL or (self._is_behind_call and not rest.strip()):
             return []
-        return _content(rest)
+        return content(rest)
 
     def _text(self) -> list[Piece]:
-        at = self._held.find(OPEN)
-        if at >= 0:
-            before, self._held = self._held[:at].rstrip(), self._held[at + len(OPEN) :]
+        before, is_there = self._until(OPEN)
+        if is_there:
             self._place = _Place.HEAD
-        else:
-            cut = len(self._held) - undecided(self._held, OPEN)
-            before, self._held = self._held[:cut], self._held[cut:]
         if before:
             self._is_behind_call = False
-        return _content(before)
+        return content(before)
 
     def _head(self) -> list[Piece]:
         found, closed = HEAD.match(self._held), self._held.find(CLOSE)
         if found is not None and not 0 <= closed < found[1]:
-            name, self._held = _name(found[0]), self._held[found[1] :]
+            name, self._held = name_of(found[0]), self._held[found[1] :]
             if name:
-                self._scan = ObjectScan()
                 self._place = _Place.ARGUMENTS
-                self._calls += 1
-                return [Piece(PieceKind.CALL, name, self._calls - 1)]
+                return self._call(name)
         elif closed < 0 and HEAD.may_follow(self._held):
             return []
         self._place = _Place.WHOLE
         return []
 
     def _arguments(self) -> list[Piece]:
-        end = self._scan.end(self._held)
-        given = self._held if end is None else self._held[:end]
-        self._held = self._held[len(given) :]
-        if end is not None:
+        pieces, is_whole = self._given()
+        if is_whole:
             self._place = _Place.TAIL
-        return [Piece(PieceKind.ARGUMENTS, given, self._calls - 1)] if given else []
+        return pieces
 
     def _tail(self) -> list[Piece]:
         rest = self._held.lstrip()
@@ -112,16 +84,22 @@ class HermesParser:
         self._place = _Place.TEXT
         pieces = self._read(body)
         self._is_behind_call = bool(pieces)
-        return pieces or _content(OPEN + body + CLOSE)
+        return pieces or content(OPEN + body + CLOSE)
 
     def _read(self, body: str) -> list[Piece]:
         """Return the call that a whole text is; nothing where it is none."""
         call = read_call(body)
         if call is None:
             return []
-        self._calls += 1
-        number = self._calls - 1
-        return [Piece(PieceKind.CALL, call[0], number), Piece(PieceKind.ARGUMENTS, call[1], number)]
+        return [*self._call(call[0]), *self._more(call[1])]
+
+    MOVES = {  # noqa: RUF012
+        _Place.TEXT: _text,
+        _Place.HEAD: _head,
+        _Place.ARGUMENTS: _arguments,
+        _Place.TAIL: _tail,
+        _Place.WHOLE: _whole,
+    }
 
 
 def read_call(text: str) -> tuple[str, str] | None:
@@ -138,16 +116,3 @@ def read_call(text: str) -> tuple[str, str] | None:
     if arguments is not None and not isinstance(arguments, dict):
         return None
     return value["name"], json.dumps(arguments or {}, ensure_ascii=False)
-
-
-def _name(written: str) -> str:
-    """Return the function's name, empty where it is no JSON string."""
-    try:
-        name = json.loads(written)
-    except ValueError:
-        return ""
-    return str(name)
-
-
-def _content(text: str) -> list[Piece]:
-    return [Piece(PieceKind.CONTENT, text)] if text else []

@@ -1,12 +1,12 @@
 """Calls as Mistral models write them behind `[TOOL_CALLS]`: a list `[{"name": …, "arguments": {…}}, …]`, or, in newer
 ones, the name followed by its arguments, `name{…}` or `name[ARGS]{…}`, each behind a mark of its own."""
 
-import json
 import re
 from enum import Enum, auto
 
-from router.front.parsers.json_text import MAX_HEAD_CHARS, NAME, Head, ObjectScan, member
-from router.front.parsers.pieces import Piece, PieceKind, undecided
+from router.front.parsers.calls import CallParser, content, name_of
+from router.front.parsers.json_text import MAX_HEAD_CHARS, NAME, Head, member
+from router.front.parsers.pieces import Piece
 
 MARK, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _ITEM = [r"\{", r"\s*", *member("name"), NAME, r"\s*", ",", r"\s*", *member("arguments")]
@@ -27,59 +27,33 @@ class _Place(Enum):
     NEXT = auto()
 
 
-class MistralParser:
-    # Mutable state: where it is, what is not decided yet, what to show before it if it is no call, whether the calls
-    # stand in a list, how many there were, and the arguments under way.
-
-    is_reasoning = False
+class MistralParser(CallParser):
+    # Mutable state: what to show before what is not decided yet if that is no call, whether the calls stand in a list,
+    # and whether a call is all that stands before what comes.
 
     def __init__(self) -> None:
-        self._place = _Place.TEXT
-        self._held = ""
+        super().__init__(_Place.TEXT)
         self._before = ""
         self._in_list = False
         self._is_behind_call = False
-        self._calls = 0
-        self._scan = ObjectScan()
-
-    def push(self, text: str) -> list[Piece]:
-        self._held += text
-        pieces: list[Piece] = []
-        moves = {
-            _Place.TEXT: self._text,
-            _Place.FIRST: self._first,
-            _Place.ITEM: self._item,
-            _Place.ARGUMENTS: self._arguments,
-            _Place.TAIL: self._tail,
-            _Place.NEXT: self._next,
-        }
-        place = None
-        while place is not self._place:
-            place = self._place
-            pieces += moves[place]()
-        return pieces
 
     def flush(self) -> list[Piece]:
         rest, self._held = self._before + self._held, ""
         if self._place is _Place.ARGUMENTS:
-            return [Piece(PieceKind.ARGUMENTS, rest, self._calls - 1)] if rest else []
+            return self._more(rest)
         is_framing = self._place in (_Place.TAIL, _Place.NEXT)
         if is_framing or (self._place is _Place.TEXT and self._is_behind_call and not rest.strip()):
             return []
-        return _content(rest)
+        return content(rest)
 
     def _text(self) -> list[Piece]:
-        at = self._held.find(MARK)
-        if at >= 0:
-            before, self._held = self._held[:at].rstrip(), self._held[at + len(MARK) :]
+        before, is_there = self._until(MARK)
+        if is_there:
             self._before = MARK
             self._place = _Place.FIRST
-        else:
-            cut = len(self._held) - undecided(self._held, MARK)
-            before, self._held = self._held[:cut], self._held[cut:]
         if before:
             self._is_behind_call = False
-        return _content(before)
+        return content(before)
 
     def _first(self) -> list[Piece]:
         """See in which of the two ways the calls are written."""
@@ -100,7 +74,7 @@ class MistralParser:
     def _item(self) -> list[Piece]:
         rest = self._held.lstrip()
         found = ITEM.match(rest)
-        name = _name(found[0]) if found is not None else ""
+        name = name_of(found[0]) if found is not None else ""
         if found is not None and name:
             self._held = rest[found[1] :]
             return self._begin(name)
@@ -110,25 +84,21 @@ class MistralParser:
 
     def _begin(self, name: str) -> list[Piece]:
         self._before = ""
-        self._scan = ObjectScan()
         self._place = _Place.ARGUMENTS
-        self._calls += 1
-        return [Piece(PieceKind.CALL, name, self._calls - 1)]
+        return self._call(name)
 
     def _no_call(self) -> list[Piece]:
         shown, self._before = self._before, ""
         self._place = _Place.TEXT
         self._is_behind_call = False
-        return _content(shown)
+        return content(shown)
 
     def _arguments(self) -> list[Piece]:
-        end = self._scan.end(self._held)
-        given = self._held if end is None else self._held[:end]
-        self._held = self._held[len(given) :]
-        if end is not None:
+        pieces, is_whole = self._given()
+        if is_whole:
             self._place = _Place.TAIL if self._in_list else _Place.TEXT
             self._is_behind_call = True
-        return [Piece(PieceKind.ARGUMENTS, given, self._calls - 1)] if given else []
+        return pieces
 
     def _tail(self) -> list[Piece]:
         found = _TAIL.match(self._held)
@@ -151,13 +121,11 @@ class MistralParser:
             self._place = _Place.TEXT
         return []
 
-
-def _name(written: str) -> str:
-    try:
-        return str(json.loads(written))
-    except ValueError:
-        return ""
-
-
-def _content(text: str) -> list[Piece]:
-    return [Piece(PieceKind.CONTENT, text)] if text else []
+    MOVES = {  # noqa: RUF012
+        _Place.TEXT: _text,
+        _Place.FIRST: _first,
+        _Place.ITEM: _item,
+        _Place.ARGUMENTS: _arguments,
+        _Place.TAIL: _tail,
+        _Place.NEXT: _next,
+    }
