@@ -25,8 +25,8 @@ if [ -s "$SAID/$step.status" ]; then
 fi
 """
 NOTHING = "#!/bin/bash\nexit 0\n"
-STEPS = {"check", "contract", "extras", "bundle", "test", "slow", "parity", "observe", "chaos", "clients", "sim", "rayup"}
-STEPS |= {"demo"}
+STEPS = {"check", "contract", "extras", "bundle", "test", "slow", "parity", "observe", "chaos", "clients", "sim"}
+STEPS |= {"rayup", "demo"}
 
 
 class Steps:

@@ -61,8 +61,8 @@ def busy(s: Scope, by: str) -> str:
 
 
 def spent(s: Scope, name: str, label: str) -> str:
-    """The share of the time that a thread of a worker spends on each kind of a thing, mean of the workers. What has begun
-    before the window and ends in it counts in full: a long one would come out above 1."""
+    """The share of the time that a thread of a worker spends on each kind of a thing, mean of the workers. What has
+    begun before the window and ends in it counts in full: a long one would come out above 1."""
     return f"clamp_max(avg by ({label}) ({s.rate(name, f'{TARGET}, {label}')}), 1)"
 
 

@@ -55,7 +55,8 @@ ROW = PanelRow(
         ),
         one(
             "Time spent swapping",
-            "The share of the time in which a tier thread copies for preempted requests, with the digests, mean of the workers.",
+            "The share of the time in which a tier thread copies for preempted requests, with the digests, mean of the "
+            "workers.",
             "percentunit",
             measures.spent(S, "swap_seconds_total", "way"),
             "{{way}}",

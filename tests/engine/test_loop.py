@@ -133,8 +133,8 @@ def test_planned_ahead_a_step_is_launched_before_the_one_before_it_is_waited_for
 
 
 def test_a_step_under_way_counts_as_far_as_it_is() -> None:
-    """Guards a page that shows more than a second of steps in a second: a step of 40 s that is told of when it ends. Looked
-    at every second, an engine is busy, or idle, for just that second."""
+    """Guards a page that shows more than a second of steps in a second: a step of 40 s that is told of when it ends.
+    Looked at every second, an engine is busy, or idle, for just that second."""
     now = 0.0
     busy = BusyTime(lambda: now)
     seen = [busy.seconds()]
@@ -154,8 +154,8 @@ def test_a_step_under_way_counts_as_far_as_it_is() -> None:
 
 
 def test_what_is_read_of_an_engine_never_falls() -> None:
-    """Guards a counter that Prometheus would take for a worker that was started again: a step that began before the clock
-    was read, as its thread sees it, and ended after."""
+    """Guards a counter that Prometheus would take for a worker that was started again: a step that began before the
+    clock was read, as its thread sees it, and ended after."""
     now = 5.0
     busy = BusyTime(lambda: now)
     busy.begin(1.0)
