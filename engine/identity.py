@@ -1,9 +1,9 @@
 """Block identities: who a KV block is, wherever it lies.
 
 An identity names a block's whole past: it chains BLAKE2b-128 over the identity of the block before it and its own
-tokens, from a root that is keyed with the cache space (a namespace, with an adapter a part of it) and covers the model's fingerprint. So equal
-identities mean equal KV contents, identities form a prefix tree, and whoever does not know a namespace can neither name
-nor probe its blocks: every identity below the root depends on it.
+tokens, from a root that is keyed with the cache space (a namespace, with an adapter a part of it) and covers the
+model's fingerprint. So equal identities mean equal KV contents, identities form a prefix tree, and whoever does not
+know a namespace can neither name nor probe its blocks: every identity below the root depends on it.
 
 Token counts need no field of their own: a token is four bytes and BLAKE2b covers the length of its input, so a partly
 filled block never shares an identity with a full one. The block size enters through the cuts alone: a worker names
@@ -39,8 +39,8 @@ def owner(namespace: bytes) -> bytes:
 
 
 def space(namespace: bytes, adapter: str = "") -> bytes:
-    """Return the part of the cache that a request's blocks are in: its namespace, and with an adapter (the digest of its
-    contents, `engine.model.files.adapter`) a part of that namespace's owner which no other adapter shares."""
+    """Return the part of the cache that a request's blocks are in: its namespace, and with an adapter (the digest of
+    its contents, `engine.model.files.adapter`) a part of its owner's cache which no other adapter shares."""
     if not adapter:
         return namespace
     parted = blake2b(digest_size=IDENTITY_BYTES, person=_ADAPTER)

@@ -59,8 +59,8 @@ def refusal(
     compiled: CompiledConstraint | None = None,
     adapters: Collection[str] = (),
 ) -> Fault | None:
-    """Return what to answer where `check_record` raises, where a record has an adapter that is not among `adapters`, and
-    where it has a constraint that nobody here could hold it to. One that is sound begins to be `compiled`."""
+    """Return what to answer where `check_record` raises, where a record has an adapter that is not among `adapters`,
+    and where it has a constraint that nobody here could hold it to. One that is sound begins to be `compiled`."""
     try:
         check_record(record, vocab, context_tokens)
     except TooLongError as error:

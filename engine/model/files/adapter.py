@@ -1,11 +1,11 @@
 """The identity of a low-rank adapter: a digest of what it computes, whatever its folder is called.
 
-Two adapters with one name, and one adapter under two names, are what caches of others have confused. Here nothing but
-the contents counts: every tensor's name, type, shape and bytes, and all of adapter_config.json that may change a result.
-Where tensors lie in their file, and in which order, does not count. `engine.identity.space` takes the digest from the
-request's record; blocks that were computed under one adapter are then found by nobody else, in no cache and no tier.
+An adapter that was trained on under its old name must not find what it computed before. So nothing but the contents
+counts: every tensor's name, type, shape and bytes, and all of adapter_config.json that may change a result. Where
+tensors lie in their file, and in which order, does not count. `engine.identity.space` takes the digest from a request's
+record; blocks that were computed under one adapter are then found under no other, in no cache and no tier.
 
-The files are those of PEFT: adapter_config.json and adapter_model.safetensors. (LoRA: Hu et al. 2021, arXiv 2106.09685.)
+The files are PEFT's: adapter_config.json and adapter_model.safetensors (LoRA: Hu et al. 2021, arXiv 2106.09685).
 """
 
 from hashlib import blake2b

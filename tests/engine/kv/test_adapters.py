@@ -40,7 +40,7 @@ def test_the_device_finds_each_its_own() -> None:
 
 
 def test_so_do_the_host_tier_and_the_disk() -> None:
-    """Guards tiers whose keys would be of tokens and tenant alone: what one adapter wrote would be loaded by another."""
+    """Guards tiers whose keys would be of tokens and tenant alone: another adapter would load what one wrote."""
     tiers = Tiers(64, 4096)
     kv = KVCacheManager(3, SIZE, "m", tiers)  # room for one sequence: each evicts the last one
     fetches = Fetches(kv, tiers)
