@@ -63,7 +63,8 @@ DEFAULTS = {
     "convert_blocks": KernelConfig(tile=0, warps=4, stages=1, rows=32),
     "sample": KernelConfig(tile=1024, warps=16, stages=1),
     "route_experts": KernelConfig(tile=0, warps=1, stages=1),
-    "plan_experts": KernelConfig(tile=1024, warps=4, stages=1),
+    # One pair a thread: with more, what is known of a pair crosses threads by the byte.
+    "plan_experts": KernelConfig(tile=512, warps=16, stages=1),
     "gate_up_experts": KernelConfig(tile=64, warps=4, stages=3, rows=64),
     "down_experts": KernelConfig(tile=128, warps=4, stages=3, rows=64),
     "combine_experts": KernelConfig(tile=1024, warps=4, stages=1),

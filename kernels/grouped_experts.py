@@ -105,7 +105,7 @@ def place_kernel(
     for start in range(0, pairs, SCANNED):
         at = start + ahead
         mine = (tl.load(experts_ptr + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
-        # Other experts' pairs go where nobody looks: a mask would cross threads byte by byte.
+        # Other experts' pairs go where nobody looks.
         tl.store(pairs_ptr + tl.where(mine > 0, seen + tl.cumsum(mine, 0) - 1, tiles * ROWS), at)
         seen += tl.sum(mine, 0)
 
