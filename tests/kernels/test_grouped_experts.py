@@ -104,7 +104,7 @@ def case_of(
 def test_mixtures(
     rows: int, hidden: int, width: int, experts: int, chosen: int, biased: bool, dtype: torch.dtype
 ) -> None:
-    """Guards ragged tiles in each direction, experts that nobody chose and that all did, biases, and both gates; and rows
+    """Guards ragged tiles in each direction, experts that nobody chose and that all did, biases, both gates; and rows
     that look at one another."""
     x, choice, weights = case_of(rows, hidden, width, experts, chosen, biased, dtype)
     got = grouped.mix(x, choice, weights, CONFIGS)
