@@ -28,7 +28,7 @@ class Routing(NamedTuple):
     normalise: bool
 
 
-class Choice(NamedTuple):
+class RoutedRows(NamedTuple):
     """Experts `[rows, k]`, int64 (int32 on a GPU), the best first, and weights `[rows, k]`, float32."""
 
     experts: Tensor
@@ -57,7 +57,7 @@ class ExpertWeights(NamedTuple):
     clamp: ClampedGate | None = None
 
 
-def route(logits: Tensor, routing: Routing) -> Choice:
+def route(logits: Tensor, routing: Routing) -> RoutedRows:
     """Choose each row's experts by `logits` `[rows, experts]`, float32."""
     ordered, experts = logits.sort(dim=-1, descending=True, stable=True)
     experts = experts[:, : routing.chosen]
@@ -65,10 +65,10 @@ def route(logits: Tensor, routing: Routing) -> Choice:
     weights = logits.softmax(-1).gather(-1, experts) if over_all else ordered[:, : routing.chosen].softmax(-1)
     if routing.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    return Choice(experts, weights)
+    return RoutedRows(experts, weights)
 
 
-def mix(x: Tensor, choice: Choice, weights: ExpertWeights, row_multiple: int = 1) -> Tensor:
+def mix(x: Tensor, choice: RoutedRows, weights: ExpertWeights, row_multiple: int = 1) -> Tensor:
     """Send `x` `[rows, hidden]` through the chosen experts; returns the like. With PyTorch's kernels, one
     expert after the other, whose rows are padded to a multiple of `row_multiple`. Raises TypeError for panels."""
     gate_up, down = weights.gate_up, weights.down

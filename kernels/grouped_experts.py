@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configs import KernelConfig
-from kernels.experts import Choice, ExpertWeights, Routing
+from kernels.experts import ExpertWeights, RoutedRows, Routing
 from kernels.launch import check_interpretable
 
 COLUMNS = 64
@@ -231,7 +231,7 @@ class ExpertConfigs(NamedTuple):
     combine: KernelConfig
 
 
-def route(logits: Tensor, routing: Routing, config: KernelConfig) -> Choice:
+def route(logits: Tensor, routing: Routing, config: KernelConfig) -> RoutedRows:
     """Choose each row's experts by `logits` `[rows, experts]`, float32, contiguous. Raises ValueError for what is not,
     and where there are fewer experts than are to be chosen."""
     rows, count = logits.shape
@@ -252,7 +252,7 @@ def route(logits: Tensor, routing: Routing, config: KernelConfig) -> Choice:
             num_warps=config.warps,
             num_stages=config.stages,
         )
-    return Choice(experts, weights)
+    return RoutedRows(experts, weights)
 
 
 def tiles_for(pairs: int, experts: int, rows: int) -> int:
@@ -287,7 +287,7 @@ def plan(chosen: Tensor, experts: int, rows: int, config: KernelConfig) -> TileP
     return made
 
 
-def mix(x: Tensor, choice: Choice, weights: ExpertWeights, configs: ExpertConfigs) -> Tensor:
+def mix(x: Tensor, choice: RoutedRows, weights: ExpertWeights, configs: ExpertConfigs) -> Tensor:
     """Send `x` `[rows, hidden]`, contiguous, through the chosen experts; returns the like. Nothing waits for the
     device, and what is launched depends on shapes alone. Raises ValueError where shapes do not fit."""
     gate_up, down = weights.gate_up, weights.down

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.experts import Choice, ExpertWeights, Routing
+from kernels.experts import ExpertWeights, RoutedRows, Routing
 from kernels.panels import Panels, PanelStack
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Native:
         self._gate(_at(gate_up), rows, width, out.data_ptr(), self._for_rows(rows))
         return out
 
-    def route(self, logits: Tensor, routing: Routing) -> Choice:
+    def route(self, logits: Tensor, routing: Routing) -> RoutedRows:
         """Choose each row's experts by `logits` `[rows, experts]`; see `kernels.experts`."""
         rows, experts = logits.shape
         if not 1 <= routing.chosen <= experts:
@@ -144,9 +144,9 @@ class Native:
             weights.data_ptr(),
             self._for_rows(rows),
         )
-        return Choice(numbers, weights)
+        return RoutedRows(numbers, weights)
 
-    def mix(self, x: Tensor, choice: Choice, experts: ExpertWeights) -> Tensor:
+    def mix(self, x: Tensor, choice: RoutedRows, experts: ExpertWeights) -> Tensor:
         """Send `x` `[rows, hidden]` through the chosen experts, as `kernels.experts.mix` does; theirs are in panels. A
         row's bits depend on nothing but that row."""
         gate_up, down = experts.gate_up, experts.down

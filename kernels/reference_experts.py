@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.experts import Choice, ClampedGate, Routing
+from kernels.experts import ClampedGate, RoutedRows, Routing
 
 
-def route(logits: Tensor, routing: Routing) -> Choice:
+def route(logits: Tensor, routing: Routing) -> RoutedRows:
     """Specifies `kernels.experts.route`; the weights in float64."""
     experts, weights = [], []
     for row in logits.double().tolist():
@@ -16,7 +16,7 @@ def route(logits: Tensor, routing: Routing) -> Choice:
         experts.append(order)
         weights.append(shares / shares.sum() if routing.normalise else shares)
     shape = (0, routing.chosen)
-    return Choice(
+    return RoutedRows(
         torch.tensor(experts, dtype=torch.int64).view(-1, routing.chosen),
         torch.stack(weights) if weights else torch.empty(shape, dtype=torch.float64),
     )
@@ -33,7 +33,7 @@ def gate(gate_up: Tensor, clamp: ClampedGate | None) -> Tensor:
 
 def mix(
     x: Tensor,
-    choice: Choice,
+    choice: RoutedRows,
     gate_up: Tensor,
     down: Tensor,
     gate_up_bias: Tensor | None = None,

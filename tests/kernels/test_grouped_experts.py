@@ -6,7 +6,7 @@ import torch
 from kernels import grouped_experts as grouped
 from kernels import reference_experts as reference
 from kernels.configs import KernelConfig
-from kernels.experts import Choice, ClampedGate, ExpertWeights, Routing
+from kernels.experts import ClampedGate, ExpertWeights, RoutedRows, Routing
 from kernels.grouped_experts import ExpertConfigs, plan, tiles_for
 from kernels.launch import interpreted
 from tests.kernels.cases import DEVICE
@@ -76,7 +76,7 @@ def test_no_step_needs_more_tiles_than_are_kept_for_it() -> None:
 
 def case_of(
     rows: int, hidden: int, width: int, experts: int, chosen: int, biased: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, Choice, ExpertWeights]:
+) -> tuple[torch.Tensor, RoutedRows, ExpertWeights]:
     generator = torch.Generator().manual_seed(rows + hidden)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def case_of(
     biases = (noise(experts, 2 * width), noise(experts, hidden), CLAMP) if biased else ()
     return (
         noise(rows, hidden),
-        Choice(order[:, :chosen].int().contiguous().to(DEVICE), weights.to(DEVICE)),
+        RoutedRows(order[:, :chosen].int().contiguous().to(DEVICE), weights.to(DEVICE)),
         ExpertWeights(noise(experts, 2 * width, hidden) / 8, noise(experts, hidden, width) / 8, *biases),
     )
 
@@ -108,14 +108,14 @@ def test_mixtures(
     that look at one another."""
     x, choice, weights = case_of(rows, hidden, width, experts, chosen, biased, dtype)
     got = grouped.mix(x, choice, weights, CONFIGS)
-    want = reference.mix(x.cpu(), Choice(*(part.cpu() for part in choice)), *(
+    want = reference.mix(x.cpu(), RoutedRows(*(part.cpu() for part in choice)), *(
         part.cpu() if isinstance(part, torch.Tensor) else part for part in weights
     ))
     tolerance = (2e-5 if dtype == torch.float32 else 4e-3) * float(want.abs().max())
     torch.testing.assert_close(got.cpu().double(), want, atol=tolerance, rtol=0)
     for row in {0, rows - 1}:
         one = slice(row, row + 1)
-        alone = grouped.mix(x[one], Choice(choice.experts[one], choice.weights[one]), weights, CONFIGS)
+        alone = grouped.mix(x[one], RoutedRows(choice.experts[one], choice.weights[one]), weights, CONFIGS)
         if interpreted():  # where a product's bits are those of the CPU's library
             torch.testing.assert_close(alone[0], got[row], atol=tolerance / 4, rtol=0)
         else:
@@ -125,12 +125,12 @@ def test_mixtures(
 def test_all_rows_to_one_expert_and_the_others_unread() -> None:
     """Guards tiles past the last, whose expert is none: other experts' weights are not numbers here."""
     x, choice, weights = case_of(20, 32, 16, 4, 1, False, torch.float32)
-    choice = Choice(torch.full_like(choice.experts, 2), choice.weights)
+    choice = RoutedRows(torch.full_like(choice.experts, 2), choice.weights)
     for stack in (weights.gate_up, weights.down):
         assert isinstance(stack, torch.Tensor)
         stack[[0, 1, 3]] = float("nan")
     got = grouped.mix(x, choice, weights, CONFIGS)
-    want = reference.mix(x.cpu(), Choice(*(p.cpu() for p in choice)), weights.gate_up.cpu(), weights.down.cpu())
+    want = reference.mix(x.cpu(), RoutedRows(*(p.cpu() for p in choice)), weights.gate_up.cpu(), weights.down.cpu())
     torch.testing.assert_close(got.cpu().double(), want, atol=1e-4, rtol=0)
 
 
@@ -140,13 +140,13 @@ def test_what_is_launched_depends_on_shapes_alone() -> None:
     with launched() as first:
         grouped.mix(x, choice, weights, CONFIGS)
     with launched() as second:
-        grouped.mix(x, Choice(torch.zeros_like(choice.experts), choice.weights), weights, CONFIGS)
+        grouped.mix(x, RoutedRows(torch.zeros_like(choice.experts), choice.weights), weights, CONFIGS)
     assert first == second and len(first) == 5
 
 
 def test_no_rows() -> None:
     x, choice, weights = case_of(1, 32, 16, 4, 2, False, torch.float32)
-    assert grouped.mix(x[:0], Choice(choice.experts[:0], choice.weights[:0]), weights, CONFIGS).shape == (0, 32)
+    assert grouped.mix(x[:0], RoutedRows(choice.experts[:0], choice.weights[:0]), weights, CONFIGS).shape == (0, 32)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference_experts as reference
-from kernels.experts import Choice, ClampedGate, ExpertWeights, Routing
+from kernels.experts import ClampedGate, ExpertWeights, RoutedRows, Routing
 from kernels.native import Native, native
 from kernels.panels import Kind, PanelStack, pack_codes, pack_stack, stacked, unpack
 from tests.kernels.native.test_native import KINDS, weight_of
@@ -79,7 +79,7 @@ def weights_of(kind: Kind, experts: int, hidden: int, width: int, clamped: bool)
     return ExpertWeights(gate_up, down, *biases, CLAMP)
 
 
-def choice_of(rows: int, experts: int, chosen: int, pattern: str) -> Choice:
+def choice_of(rows: int, experts: int, chosen: int, pattern: str) -> RoutedRows:
     generator = torch.Generator().manual_seed(rows)
     order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(rows)])
     if pattern == "all to one":
@@ -87,7 +87,7 @@ def choice_of(rows: int, experts: int, chosen: int, pattern: str) -> Choice:
     elif pattern == "one with none":
         order = torch.where(order == experts - 1, -1, order).sort(-1, descending=True).values
     weights = torch.rand(rows, chosen, generator=generator)
-    return Choice(order[:, :chosen].contiguous(), weights)
+    return RoutedRows(order[:, :chosen].contiguous(), weights)
 
 
 CASES = [
@@ -119,13 +119,13 @@ def test_mixtures(
         torch.testing.assert_close(got.double(), want, atol=2e-6 * float(want.abs().max()), rtol=1e-5)
         for row in range(rows):
             one = slice(row, row + 1)
-            alone = kernels.mix(x[one], Choice(choice.experts[one], choice.weights[one]), weights)
+            alone = kernels.mix(x[one], RoutedRows(choice.experts[one], choice.weights[one]), weights)
             assert torch.equal(alone[0], got[row])
 
 
 def test_a_mixture_of_nothing(kernels: Native) -> None:
     weights = weights_of("f32", 4, 32, 32, False)
-    choice = Choice(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
+    choice = RoutedRows(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
     assert kernels.mix(torch.empty(0, 32), choice, weights).shape == (0, 32)
 
 
@@ -138,7 +138,7 @@ def test_the_sum_is_taken_slot_by_slot(kernels: Native) -> None:
     weights = ExpertWeights(pack_stack(gate_up), pack_stack(down))
     x = torch.zeros(2, 32)
     x[:, 0] = 1.0
-    choice = Choice(torch.tensor([[0, 1, 2], [2, 0, 1]]), torch.ones(2, 3))
+    choice = RoutedRows(torch.tensor([[0, 1, 2], [2, 0, 1]]), torch.ones(2, 3))
     assert kernels.mix(x, choice, weights).tolist() == [[40.0], [0.0]]
 
 
@@ -179,6 +179,6 @@ def test_what_does_not_fit_is_refused(kernels: Native) -> None:
     with pytest.raises(ValueError, match="panels"):
         kernels.mix(torch.randn(1, 64), choice, ExpertWeights(torch.randn(4, 64, 64), torch.randn(4, 64, 32)))
     with pytest.raises(ValueError, match="contiguous"):
-        kernels.mix(torch.randn(1, 64), Choice(choice.experts.int(), choice.weights), weights)
+        kernels.mix(torch.randn(1, 64), RoutedRows(choice.experts.int(), choice.weights), weights)
     with pytest.raises(ValueError, match="2 shapes"):
         stacked([weight_of("q8", 32, 32), weight_of("q8", 32, 64)])
