@@ -209,7 +209,7 @@ class Ours:
         self.model = model
         self.kv = PagedKV(config.kv_layout(16), 16)
         self.kv.tensor.fill_(float("nan"))
-        self.blocks = [11, 2, 7, 0, 14, 5, 9, 3]
+        self.blocks = [11, 2, 7, 0, 14, 5, 9, 3, 12, 1]
         self.attention = TorchAttention(config.heads)
         self.length = 0
 
