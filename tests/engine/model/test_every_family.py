@@ -1,12 +1,14 @@
 """Every family against transformers on small random models, from safetensors and from GGUF: logits within 1e-4, and 64
 greedy tokens equal, of prompts that are longer than windows and original contexts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.backends.attention import refuse_options
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
 from tests.engine.model.checkpoints import CASES, VOCAB, build, save_gguf, save_hf
@@ -17,6 +19,15 @@ ANSWER_TOKENS = 64
 
 # What no GGUF file can say: its converter drops it, or the format's readers have another constant.
 HUGGING_FACE_ALONE = ("qwen2-window", "mistral-window", "gemma2", "gemma3")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small are not worth a second thread, which on a busy machine takes its time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def prompt_of(tokens: int = PROMPT_TOKENS, seed: int = 7) -> list[int]:
@@ -36,6 +47,11 @@ def compare(source: str, model: Any, cache: Path) -> None:
     with torch.inference_mode():
         wanted = model(torch.tensor([prompt]), use_cache=False).logits[0]
     assert wanted[-1].std() > 0.1, "a flat reference would prove nothing"
+    try:
+        refuse_options(ours.model._layers[0].options)
+        refuse_options(ours.model._layers[-1].options)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
     with torch.inference_mode():
         first, last = ours.step(prompt[:41]), ours.step(prompt[41:])
         torch.testing.assert_close(first, wanted[40], atol=1e-4, rtol=0)
