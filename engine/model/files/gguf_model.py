@@ -9,7 +9,7 @@ from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelConfig, ModelError
 from engine.model.families import Source
 from engine.model.files.checkpoint import find_family
-from engine.model.files.gguf_options import Sizes, family_options
+from engine.model.files.gguf_options import HeaderSizes, family_options
 from engine.model.files.gguf_reader import GGUFFile
 from engine.model.files.gguf_text import Vocabulary, text_files
 from engine.text.files import TextFiles
@@ -82,5 +82,5 @@ class GGUFModel:
             qk_norm=self.family.qk_norm,
             norm_offset=self.family.norm_offset,
             activation=self.family.activation,
-            **family_options(file, architecture, Sizes(layers, hidden, heads, head_dim, vocab)),
+            **family_options(file, architecture, HeaderSizes(layers, hidden, heads, head_dim, vocab)),
         ).check(path)
