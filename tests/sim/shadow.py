@@ -279,6 +279,8 @@ class ShadowRunner:
         if row.allowed:
             return int.from_bytes(row.allowed, "little").bit_length() - 1  # known, and dropped
         choices = grammar.allowed(record.constraint, output)
+        if self.plans_ahead and output and output[-1] == grammar.END:
+            return 0  # it ended in the step before, which nobody knew
         if not choices:
             raise Violation(f"{self.kv.process}: {row.request} goes on behind {output}: that breaks its constraint")
         token = draw(past, row.draw_key, row.banned, choices)
