@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from cluster.plan.check import TOLERANCE, Compared
 from cluster.plan.plan import Plan
-from cluster.plan.planner import Pool, Waste
+from cluster.plan.planner import Pool, Waste, active_parameters, parameters
 from cluster.sizes import format_size
 
 Row = tuple[str, ...]

@@ -10,7 +10,7 @@ from engine.model.config import ModelConfig, ModelError
 from engine.model.families import LLAMA, MIXTRAL, Source
 from engine.model.files import experts
 from engine.model.files.checkpoint import find_family
-from engine.model.files.gguf_options import Sizes, family_options
+from engine.model.files.gguf_options import HeaderSizes, family_options
 from engine.model.files.gguf_reader import GGUFFile
 from engine.model.files.gguf_text import Vocabulary, text_files
 from engine.text.files import TextFiles
@@ -90,5 +90,5 @@ class GGUFModel:
             norm_offset=self.family.norm_offset,
             activation=self.family.activation,
             experts=experts.from_metadata(file, architecture, self.family.name),
-            **family_options(file, architecture, Sizes(layers, hidden, heads, head_dim, vocab)),
+            **family_options(file, architecture, HeaderSizes(layers, hidden, heads, head_dim, vocab)),
         ).check(path)

@@ -23,7 +23,7 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 Options = dict[str, Any]
 
 
-class Sizes(NamedTuple):
+class HeaderSizes(NamedTuple):
     """What of a model's sizes its options depend on."""
 
     layers: int
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     vocab: int
 
 
-def family_options(file: GGUFFile, architecture: str, sizes: Sizes) -> Options:
+def family_options(file: GGUFFile, architecture: str, sizes: HeaderSizes) -> Options:
     """Return the fields of a `ModelConfig` that only some families set. Raises ModelError."""
     metadata = _Metadata(file, architecture)
     if metadata.number("attention.temperature_scale", 0.0):
@@ -114,7 +114,7 @@ def _layers(table: RopeTable, windows: Sequence[int]) -> Options:
     return {"ropes": (table,), "layer_options": tuple(LayerOptions(window=w) for w in windows) if any(windows) else ()}
 
 
-def _plain(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
+def _plain(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     if window := metadata.window(0):
         name = metadata.name("attention.sliding_window")
         raise ModelError(metadata.file.path, f"metadata {name} {window} is not known of this family")
@@ -124,7 +124,7 @@ def _plain(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
 _FIRST_MISTRAL = {"context_length": 32768, "feed_forward_length": 14336}
 
 
-def _llama(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
+def _llama(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     """Llama's have no window. Mistral's say that they are Llama's, and the converter has dropped the window that the
     first of them, 7B v0.1, was trained with: it is told by its sizes."""
     window = metadata.window(0)
@@ -139,7 +139,7 @@ def _llama(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
     return _layers(table, [window] * sizes.layers)
 
 
-def _granite(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
+def _granite(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     return _plain(metadata, sizes, table) | {
         "embed_scale": metadata.number("embedding_scale", 1.0),
         "residual_scale": metadata.number("residual_scale", 1.0),
@@ -148,24 +148,24 @@ def _granite(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
     }
 
 
-def _smollm3(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
+def _smollm3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     """Each fourth layer rotates nothing: a constant of the family."""
     options = tuple(LayerOptions(rope=0 if (at + 1) % 4 else None) for at in range(sizes.layers))
     return _plain(metadata, sizes, table) | {"layer_options": options}
 
 
-def _phi3(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
+def _phi3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     """A file without the field is older than it, and may be of a model with a window."""
     return _layers(table, [metadata.window()] * sizes.layers)
 
 
-def _gemma(metadata: _Metadata, sizes: Sizes, layers_of_27b: int) -> Options:
+def _gemma(metadata: _Metadata, sizes: HeaderSizes, layers_of_27b: int) -> Options:
     """Queries of the 27B models are scaled as if their heads shared `hidden`: no file says so."""
     width = sizes.hidden / sizes.heads if sizes.layers == layers_of_27b else sizes.head_dim
     return {"embed_scale": float(sizes.hidden) ** 0.5, "attention_scale": float(width) ** -0.5}
 
 
-def _gemma2(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
+def _gemma2(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     return {
         **_layers(table, metadata.windows(sizes.layers, 2, metadata.window(4096))),
         **_gemma(metadata, sizes, 46),
@@ -174,7 +174,7 @@ def _gemma2(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
     }
 
 
-def _gemma3(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
+def _gemma3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     """Five local layers to a global one, which alone is scaled; local ones have a theta of their own."""
     windows = metadata.windows(sizes.layers, 6, metadata.window())
     local = RopeTable(theta=metadata.number("rope.freq_base_swa", 10000.0), dims=table.dims)
@@ -186,7 +186,7 @@ def _gemma3(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
     }
 
 
-def _olmo2(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
+def _olmo2(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     """OLMo 3's files have a window, for three of four layers; only the others are scaled."""
     if not (window := metadata.window(0)):
         return _layers(table, ())
@@ -198,7 +198,7 @@ def _olmo2(metadata: _Metadata, sizes: Sizes, table: RopeTable) -> Options:
     return {"ropes": (table, local), "layer_options": options}
 
 
-_READERS: dict[str, Callable[[_Metadata, Sizes, RopeTable], Options]] = {
+_READERS: dict[str, Callable[[_Metadata, HeaderSizes, RopeTable], Options]] = {
     "llama": _llama,
     "qwen2": _plain,
     "qwen3": _plain,
