@@ -6,7 +6,7 @@ with the layer's number; a size is the name of a `ModelConfig` attribute.
 
 import msgspec
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, QKNorm
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class Family(msgspec.Struct, frozen=True):
     gguf: str
     weights: tuple[Weight, ...]
     layer_weights: tuple[Weight, ...]
-    qk_norm: bool = False
+    qk_norm: QKNorm = ""
 
 
 def _bias(weight: Weight, option: str) -> Weight:
@@ -156,7 +156,7 @@ QWEN3 = Family(
     gguf="qwen3",
     weights=_ONCE,
     layer_weights=_layer(_QKV_IN_HALVES),
-    qk_norm=True,
+    qk_norm="head",
 )
 """Qwen3's dense models (Qwen3 technical report, arXiv 2505.09388): Llama's, with query-key norm."""
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from engine.model.codes import Codes, FloatArray
-from engine.model.config import FactorsRope, LinearRope, ModelConfig, ModelError, RopeScaling
+from engine.model.config import FactorsRope, LinearRope, ModelConfig, ModelError, RopeScaling, RopeTable
 from engine.model.families import Source
 from engine.model.files.checkpoint import find_family
 from engine.model.files.gguf_reader import GGUFFile
@@ -75,8 +75,12 @@ class GGUFModel:
             vocab=file.shape("token_embd.weight")[0],
             context_tokens=need("context_length"),
             norm_eps=float(file.need(f"{architecture}.attention.layer_norm_rms_epsilon")),
-            rope_theta=float(file.get(f"{architecture}.rope.freq_base", 10000.0)),
-            rope_scaling=self._rope_scaling(architecture),
+            ropes=(
+                RopeTable(
+                    theta=float(file.get(f"{architecture}.rope.freq_base", 10000.0)),
+                    scaling=self._rope_scaling(architecture),
+                ),
+            ),
             tied="output.weight" not in file,
             qkv_bias="blk.0.attn_q.bias" in file,
             output_bias="blk.0.attn_output.bias" in file,

@@ -11,6 +11,7 @@ from engine.model.config import (
     ModelConfig,
     ModelError,
     RopeScaling,
+    RopeTable,
 )
 from engine.model.families import Family, Source
 from engine.model.files.checkpoint import find_family, most_of, read_json
@@ -126,8 +127,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             vocab=int(raw["vocab_size"]),
             context_tokens=int(raw["max_position_embeddings"]),
             norm_eps=float(raw["rms_norm_eps"]),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            ropes=(RopeTable(theta=theta, scaling=scaling),),
             tied=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=bias,
             output_bias=bias,
