@@ -129,7 +129,12 @@ class RouterApp:
             ]
         options = grpc_options(config.limits, connections)
         port = await self._service.start(
-            config.host, config.grpc_port, config.max_message_bytes, options, is_shared=is_shared
+            config.host,
+            config.grpc_port,
+            config.max_message_bytes,
+            options,
+            calls_per_address=config.limits.calls_per_address,
+            is_shared=is_shared,
         )
         self._ticking = asyncio.create_task(self._tick(), name="router tick")
         http, own, *_ = [*[await one.start() for one in self._https], "", ""]

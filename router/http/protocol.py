@@ -1,8 +1,8 @@
 """One HTTP connection of the front: uvicorn's, with limits that its client cannot stretch.
 
 A client has `header_s` for the handshake of https, as long for the head of a request, from its first byte or from the
-connection on, `body_s` for its body, and `idle_s` between requests. Whoever sends slowly gets 408; a new connection that finds no room (`ConnectionTable`)
-gets 503 and time to read it.
+connection on, `body_s` for its body, and `idle_s` between requests. Whoever sends slowly gets 408; a new connection
+that finds no room (`ConnectionTable`) gets 503 and time to read it.
 
 A client that has shut its sending side down is answered. To the server it looks like one that has closed the whole
 connection, until something is sent that its host refuses. So the answer's first bytes, which are the same whatever the
@@ -12,6 +12,7 @@ answer is, are sent ahead of it, one at a time, and a refused one ends the reque
 import asyncio
 import socket
 import ssl
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -49,12 +50,16 @@ class SharedFront:
 
     def install(self, config: Config, context: ssl.SSLContext | None = None) -> None:
         """Let a server that is not loaded yet make its connections so, with TLS where there is a context."""
-        make = partial(FrontProtocol, self)
-        secured = None if context is None else (lambda **more: HandshakeProtocol(make(**more), context, self.handshakes))
-        config.http = cast(Any, secured or make)
+        make: Callable[..., asyncio.Protocol] = partial(FrontProtocol, self)
+        if context is not None:
+            make = partial(self._secured, context)
+        config.http = cast(Any, make)
         config.ws = "none"
         config.timeout_keep_alive = cast(Any, self.limits.idle_s)
         config.backlog = ACCEPT_AT_ONCE
+
+    def _secured(self, context: ssl.SSLContext, **more: Any) -> HandshakeProtocol:
+        return HandshakeProtocol(FrontProtocol(self, **more), context, self.handshakes)
 
     def close(self) -> None:
         """End the handshakes under way."""
@@ -63,8 +68,8 @@ class SharedFront:
 
 
 class FrontProtocol(CertificateProtocol):
-    # Mutable state: whether it counts already; what the client owes (`_owes` is "head", "body" or nothing) and the timer
-    # for that; whether it was refused, or has shut its side down, and how often it was looked at since.
+    # Mutable state: whether it counts already; what the client owes (`_owes` is "head", "body" or nothing) and the
+    # timer for that; whether it was refused, or has shut its side down, and how often it was looked at since.
 
     def __init__(self, shared: SharedFront, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
