@@ -99,7 +99,7 @@ class Losses:
         self.named([life], out)
 
     def named(self, lives: Iterable[Life], out: list[Command]) -> None:
-        """Of these names, these are the lives: every other one is dead."""
+        """Take in which life each of these names has: every other one of that name is dead."""
         alive = dict(lives)
         missing = {life for call in self._table.calls.values() for life in call.missing}
         for life in sorted(missing):

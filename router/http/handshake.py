@@ -7,10 +7,20 @@ is accepted, shakes hands in the time for a head (`header_s`), and goes on as an
 
 import asyncio
 import ssl
-from typing import TYPE_CHECKING
+from abc import abstractmethod
 
-if TYPE_CHECKING:
-    from router.http.protocol import FrontProtocol
+
+class CountedProtocol(asyncio.Protocol):
+    """What a connection is once it has shaken hands, and who counts it until then."""
+
+    @abstractmethod
+    def accepted(self, transport: asyncio.Transport) -> float | None:
+        """Count a connection whose handshake is due. Return the time for that; None where there is no room for it, not
+        even to say so."""
+
+    @abstractmethod
+    def gone(self) -> None:
+        """Count a connection no more; called once for each that was accepted."""
 
 
 class HandshakeProtocol(asyncio.Protocol):
@@ -18,7 +28,7 @@ class HandshakeProtocol(asyncio.Protocol):
     """
 
     def __init__(
-        self, front: "FrontProtocol", context: ssl.SSLContext, under_way: set[asyncio.Task[None]]
+        self, front: CountedProtocol, context: ssl.SSLContext, under_way: set[asyncio.Task[None]]
     ) -> None:
         self._front = front
         self._context = context

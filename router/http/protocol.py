@@ -23,7 +23,7 @@ from router.config import FrontLimits
 from router.http.answers import CONNECTION
 from router.http.connections import ConnectionTable
 from router.http.gate import CertificateProtocol
-from router.http.handshake import HandshakeProtocol
+from router.http.handshake import CountedProtocol, HandshakeProtocol
 from router.http.openai_reply import envelope
 
 BEGINNING = b"HTTP/1.1 "
@@ -67,7 +67,7 @@ class SharedFront:
             task.cancel()
 
 
-class FrontProtocol(CertificateProtocol):
+class FrontProtocol(CertificateProtocol, CountedProtocol):
     # Mutable state: whether it counts already; what the client owes (`_owes` is "head", "body" or nothing) and the
     # timer for that; whether it was refused, or has shut its side down, and how often it was looked at since.
 
@@ -82,8 +82,6 @@ class FrontProtocol(CertificateProtocol):
         self._looks = 0
 
     def accepted(self, transport: asyncio.Transport) -> float | None:
-        """Count a connection whose handshake is due. Return the time for that; None where there is no room for it, not
-        even to say so."""
         self.transport, self._is_counted = transport, True
         peer = transport.get_extra_info("peername")
         taken, victim = self._shared.table.admit(self, str(peer[0]) if peer else "")
@@ -96,7 +94,6 @@ class FrontProtocol(CertificateProtocol):
         return FAREWELL_S if self._shared.farewells <= MAX_FAREWELLS else None
 
     def gone(self) -> None:
-        """Count a connection no more; called once for each that was accepted."""
         self._shared.table.remove(self)
         self._shared.farewells -= self._is_refused
 
