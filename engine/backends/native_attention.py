@@ -55,7 +55,7 @@ class NativeAttention(TorchAttention):
         return self._kernels.norm(x, delta, weight, eps)
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        return self._kernels.gate(gate_up) if activation == "silu" else super().gate(gate_up, activation)
+        return self._kernels.gate(gate_up, activation == "gelu_tanh")
 
 
 def attends(kv: KVTensors) -> bool:

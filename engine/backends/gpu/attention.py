@@ -196,9 +196,7 @@ class TritonAttention:
         return rms_norm(delta, weight, eps, config, residual=x)
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        if activation != "silu":
-            raise NotImplementedError(activation)
-        return silu_mul(gate_up, self._configs["silu_mul"])
+        return silu_mul(gate_up, self._configs["silu_mul"], activation == "gelu_tanh")
 
     def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]:
         if any(draw.candidates for draw in draws):
