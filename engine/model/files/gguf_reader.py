@@ -117,7 +117,13 @@ class GGUFFile:
     def codes(self, name: str) -> Codes | None:
         """Read a quantized matrix as it is stored; None where `codes_of` does not know the format."""
         found = self._find(name)
-        return codes_of(found.data, found.tensor_type)
+        with np.errstate(invalid="ignore"):  # a scale that is no number is told of below
+            codes = codes_of(found.data, found.tensor_type)
+        if codes is not None:
+            for what in (codes.scales, codes.offsets):
+                if what is not None and not np.isfinite(what).all():
+                    raise ModelError(self.path, f"tensor {name}: a scale is not a finite number")
+        return codes
 
     def _find(self, name: str) -> ReaderTensor:
         if name not in self._tensors:

@@ -15,6 +15,7 @@ from engine.model.config import (
 )
 from engine.model.families import Family, Source
 from engine.model.files.checkpoint import find_family, most_of, read_json
+from engine.model.files.hf_quantization import Matrix, Quantization
 from engine.model.files.hf_text import text_files
 from engine.model.files.safetensors_reader import SafetensorsFile, StoredTensor
 from engine.text.files import TextFiles
@@ -35,12 +36,22 @@ class HFModel:
         self._raw = raw
         self.shards = [SafetensorsFile(shard) for shard in shards(path)]
         self._where = {name: shard for shard in self.shards for name in shard.tensors}
+        said = raw.get("quantization_config")
+        self._quantization = None if not said else Quantization(path / "config.json", said, self._where)
 
     def tensor_name(self, source: Source, layer: int) -> str:
         return source.hugging_face.format(layer=layer)
 
+    @property
+    def is_quantized(self) -> bool:
+        """True where config.json says that weights are codes."""
+        return self._quantization is not None
+
     def read(self, name: str) -> FloatArray:
-        return self._holder(name).read(name)
+        found = self._quantized(name)
+        if found is None:
+            return self._holder(name).read(name)
+        return found.widen() if isinstance(found, Codes) else found.rows(0, len(found.codes))
 
     def stored(self, name: str) -> StoredTensor:
         """Return where the tensor lies. Raises ModelError where it is missing."""
@@ -52,7 +63,11 @@ class HFModel:
         return self._where[name]
 
     def codes(self, name: str) -> Codes | None:
-        return None
+        found = self._quantized(name)
+        return found if found is None or isinstance(found, Codes) else found.as_codes()
+
+    def _quantized(self, name: str) -> Matrix | None:
+        return None if self._quantization is None else self._quantization.find(name)
 
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)

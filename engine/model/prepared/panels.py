@@ -51,7 +51,7 @@ def _panels(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, 
 def _packed(codes: Codes) -> Panels:
     offsets = None if codes.offsets is None else torch.from_numpy(codes.offsets)
     scales = torch.from_numpy(codes.scales)
-    return pack_codes(torch.from_numpy(codes.codes), scales, offsets, codes.bits)
+    return pack_codes(torch.from_numpy(codes.codes), scales, offsets, codes.form)
 
 
 def _made(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[Made]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.model.codes import Codes, stack
+from engine.model.codes import Codes, FloatArray, stack
 from engine.model.config import ModelError, Progress
 from engine.model.families import Source, Weight, layer_key
 from engine.model.files.checkpoint import Checkpoint, as_dtype, halves_from_pairs
@@ -41,16 +41,27 @@ def write_weights(source: Checkpoint, dtype: str, folder: Path, progress: Progre
 
 
 def _slabs(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> Iterator[memoryview]:
-    """Yield a weight's bytes by slabs of rows, so that no more than one tensor is held in 32 bits."""
+    """Yield a weight's bytes by slabs of rows, so that no more than one tensor is held in 32 bits, and of codes no
+    more than a slab."""
     for piece in weight.sources:
         name = source.tensor_name(piece, layer)
-        values = source.read(name)
-        check_shape(source, name, values.shape, weight, piece)
-        if source.rope_pairs and piece.rope_heads:
-            values = halves_from_pairs(values, int(getattr(source.config, piece.rope_heads)))
-        rows = max(1, SLAB_VALUES // max(1, prod(values.shape[1:])))
-        for first in range(0, len(values), rows):
-            yield np.ascontiguousarray(as_dtype(values[first : first + rows], dtype, source.path, name)).data
+        for values in _rows_of(source, name, weight, piece, layer):
+            yield np.ascontiguousarray(as_dtype(values, dtype, source.path, name)).data
+
+
+def _rows_of(source: Checkpoint, name: str, weight: Weight, piece: Source, layer: int) -> Iterator[FloatArray]:
+    """Yield a tensor's values by slabs of rows. What it holds goes with it, before another tensor is read."""
+    if (codes := _codes(source, piece, layer)) is not None:
+        check_shape(source, name, codes.codes.shape, weight, piece)
+        rows = max(1, SLAB_VALUES // codes.codes.shape[1])
+        yield from (codes.rows(at, at + rows).widen() for at in range(0, len(codes.codes), rows))
+        return
+    values = source.read(name)
+    check_shape(source, name, values.shape, weight, piece)
+    if source.rope_pairs and piece.rope_heads:
+        values = halves_from_pairs(values, int(getattr(source.config, piece.rope_heads)))
+    rows = max(1, SLAB_VALUES // max(1, prod(values.shape[1:])))
+    yield from (values[at : at + rows] for at in range(0, len(values), rows))
 
 
 def check_shape(source: Checkpoint, name: str, shape: tuple[int, ...], weight: Weight, piece: Source) -> None:
@@ -61,7 +72,7 @@ def check_shape(source: Checkpoint, name: str, shape: tuple[int, ...], weight: W
 
 
 def prepared_codes(source: Checkpoint) -> Iterator[tuple[str, Codes]]:
-    """Yield the codes of those weights whose sources all have them, of the same bits: what widens to the very bits that
+    """Yield the codes of those weights whose sources all have them: what widens to the very bits that
     `write_weights` writes in 32 bits, and has checked."""
     for key, weight, layer in prepared_weights(source):
         found = [_codes(source, piece, layer) for piece in weight.sources]
@@ -76,7 +87,7 @@ def _codes(source: Checkpoint, piece: Source, layer: int) -> Codes | None:
         return codes
     heads = int(getattr(source.config, piece.rope_heads))
     offsets = None if codes.offsets is None else halves_from_pairs(codes.offsets, heads)
-    return Codes(halves_from_pairs(codes.codes, heads), halves_from_pairs(codes.scales, heads), offsets, codes.bits)
+    return Codes(halves_from_pairs(codes.codes, heads), halves_from_pairs(codes.scales, heads), offsets, codes.form)
 
 
 def prepared_weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:
