@@ -419,6 +419,8 @@ class FirstToken(HandoffMessage, kw_only=True):
     token: int
     logprobs: TokenLogprobs | None = None
     """The token's, where they are asked for."""
+    more: list[DrawnToken] = []
+    """Tokens that could only come behind it."""
     prompt_logprobs: list[TokenLogprobs] = []
     """Those of the prompt's tokens from the second on, where they are asked for."""
     chunks: int
@@ -427,8 +429,8 @@ class FirstToken(HandoffMessage, kw_only=True):
     cached_tokens: int
 
     @property
-    def drawn(self) -> DrawnToken:
-        return self.token if self.logprobs is None else self.logprobs
+    def drawn(self) -> tuple[DrawnToken, ...]:
+        return (self.token if self.logprobs is None else self.logprobs, *self.more)
 
 
 class PrefillFailed(HandoffMessage):

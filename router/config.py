@@ -68,6 +68,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     what is left until then; 0: none is."""
     session_s: float = 1800.0
     """The time for which a conversation that its client has named goes on where it was, from its last request on."""
+    chat_template: str = ""
+    """The file of a chat template, on the router's host, in place of the model's own; empty: the model's."""
     tool_parser: ToolParser = "auto"
     """How the model writes its calls of tools: `auto` goes by its template and tokens; `none`: tools are refused."""
     reasoning_parser: ReasoningParser = "auto"

@@ -150,7 +150,7 @@ class RouterServer:
         if self._text is not None:
             text, model = self._text, ""
         else:
-            text, model = await asyncio.to_thread(_load, self._model_dir)
+            text, model = await asyncio.to_thread(_load, self._model_dir, self._config.chat_template)
         config = self._config
         observer = self._observer or RouterMetrics(
             text.name,
@@ -177,8 +177,8 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _load(model_dir: str) -> tuple[ServedModel, str]:
-    """The text side of a prepared model, and its fingerprint."""
+def _load(model_dir: str, template: str) -> tuple[ServedModel, str]:
+    """The text side of a prepared model, with another chat template if one is named, and its fingerprint."""
     from engine.text.bundle import TextModel, fingerprint
 
-    return TextModel.load(Path(model_dir)), fingerprint(Path(model_dir))
+    return TextModel.load(Path(model_dir), Path(template) if template else None), fingerprint(Path(model_dir))

@@ -70,9 +70,22 @@ class YarnRope(msgspec.Struct, frozen=True, tag="yarn", kw_only=True):
     truncate: bool = True
 
 
+class LongRope(msgspec.Struct, frozen=True, tag="longrope", kw_only=True):
+    """LongRoPE (arXiv 2402.13753): one divisor per frequency, from `long` where the model's context exceeds the
+    original one, else from `short`. The choice is the deployment's, never a sequence's: cached keys do not depend on
+    what follows."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context_tokens: int
+
+    def factors(self, context_tokens: int) -> tuple[float, ...]:
+        return self.long if context_tokens > self.original_context_tokens else self.short
+
+
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context_tokens")
 
-RopeScaling = Llama3Rope | LinearRope | FactorsRope | YarnRope
+RopeScaling = Llama3Rope | LinearRope | FactorsRope | YarnRope | LongRope
 
 QKNorm = Literal["", "head", "whole"]
 """Queries and keys are RMS-normed before they are rotated: head by head (Qwen3), or all heads as one row (OLMo 2)."""
@@ -205,9 +218,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         dims = self.rotary_dims(table)
         if dims % 2 or not 0 < dims <= self.head_dim:
             raise ModelError(path, f"{dims} dimensions of a head of {self.head_dim} are rotated: must be even")
-        scaling = table.scaling
-        if isinstance(scaling, FactorsRope) and len(scaling.factors) != dims // 2:
-            raise ModelError(path, f"{len(scaling.factors)} rope factors for {dims} rotated dimensions")
+        given: tuple[tuple[float, ...], ...] = ()
+        match scaling := table.scaling:
+            case FactorsRope():
+                given = (scaling.factors,)
+            case LongRope():
+                given = (scaling.short, scaling.long)
+        for factors in given:
+            if len(factors) != dims // 2 or not min(factors) > 0:
+                raise ModelError(path, f"{len(factors)} rope factors for {dims} rotated dimensions, or one not above 0")
 
     @staticmethod
     def load(model_dir: Path) -> "ModelConfig":

@@ -9,6 +9,7 @@ from engine.model.config import (
     FactorsRope,
     LinearRope,
     Llama3Rope,
+    LongRope,
     ModelConfig,
     RopeTable,
     YarnRope,
@@ -41,6 +42,8 @@ def _frequencies(config: ModelConfig, table: RopeTable) -> Tensor:
             return frequencies / scaling.factor
         case FactorsRope():
             return frequencies / torch.tensor(scaling.factors)
+        case LongRope():
+            return frequencies / torch.tensor(scaling.factors(config.context_tokens))
         case Llama3Rope():
             wavelengths = 2 * math.pi / frequencies
             original = scaling.original_context_tokens

@@ -12,6 +12,7 @@ answer is, are sent ahead of it, one at a time, and a refused one ends the reque
 import asyncio
 import socket
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
@@ -20,8 +21,8 @@ from uvicorn.config import Config
 from router.config import FrontLimits
 from router.http.answers import CONNECTION
 from router.http.connections import ConnectionTable
+from router.http.formats import early_envelope
 from router.http.gate import CertificateProtocol
-from router.http.openai_reply import envelope
 
 BEGINNING = b"HTTP/1.1 "
 WATCH_S = 0.1
@@ -157,14 +158,15 @@ class FrontProtocol(CertificateProtocol):
         is_unanswered = self.cycle is None or self.cycle.response_complete or not self.cycle.response_started
         if has_begun and is_unanswered:
             part = "headers" if self._owes == "head" else "body"
-            self.transport.write(_notice(b"408 Request Timeout", f"the request's {part} took too long", "timeout"))
+            path = self.cycle.scope["path"] if self._owes == "body" else ""
+            self.transport.write(_notice(408, f"the request's {part} took too long", "timeout", path))
         self.transport.close()
 
     def _refuse(self) -> None:
         """Say that there is no room; the client may read it for a while, as long as not too many do."""
         self._is_refused = True
         self._shared.farewells += 1
-        self.transport.write(_notice(b"503 Service Unavailable", "too many connections", "unavailable"))
+        self.transport.write(_notice(503, "too many connections", "unavailable", ""))
         if self._shared.farewells > MAX_FAREWELLS:
             self.transport.abort()
             return
@@ -216,8 +218,11 @@ def _is_reset(connection: socket.socket) -> bool:
     return state == TCP_CLOSED
 
 
-def _notice(status: bytes, message: str, code: str) -> bytes:
-    """A whole answer to a client whose request was not read."""
-    body = msgspec.json.encode(envelope(message, "server_error", None, code))
-    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (status, len(body))
+def _notice(status: int, message: str, code: str, path: str) -> bytes:
+    """A whole answer to a client whose request was not read. While its route is not known either, the body can be read
+    as an error of any shape."""
+    said = early_envelope(path, status, message, "server_error", code)
+    body = msgspec.json.encode(said if path else {"type": "error", **cast(dict[str, object], said)})
+    line = f"{status} {HTTPStatus(status).phrase}".encode()
+    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (line, len(body))
     return head + b"retry-after: 1\r\nconnection: close\r\n\r\n" + body

@@ -31,6 +31,11 @@ class Alert:
     def expr(self) -> str:
         return f"{self.value} {self.operator} {self.bound:g}"
 
+    @property
+    def runbook(self) -> str:
+        """The page about it, below docs/."""
+        return f"operations.md#{self.name.lower()}"
+
 
 ALERTS = (
     Alert(

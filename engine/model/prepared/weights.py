@@ -60,6 +60,9 @@ def _rows_of(source: Checkpoint, name: str, weight: Weight, piece: Source, layer
     check_shape(source, name, values.shape, weight, piece)
     if source.rope_pairs and piece.rope_heads:
         values = halves_from_pairs(values, int(getattr(source.config, piece.rope_heads)))
+    if source.folds_norms and piece.is_norm and source.config.norm_offset:
+        # As Hugging Face has it: a weight near one would lose bits in the type of 16.
+        values = values - np.float32(source.config.norm_offset)
     rows = max(1, SLAB_VALUES // max(1, prod(values.shape[1:])))
     yield from (values[at : at + rows] for at in range(0, len(values), rows))
 
