@@ -8,8 +8,9 @@ from kernels import reference_experts as reference
 from kernels.experts import ClampedGate, ExpertWeights, RoutedRows, Routing
 from kernels.native import Native, native
 from kernels.panels import Kind, PanelStack, pack_codes, pack_stack, stacked, unpack
-from tests.kernels.native.test_native import KINDS, weight_of
+from tests.kernels.native.test_native import weight_of
 
+KINDS: list[Kind] = ["f32", "bf16", "q8", "q4"]
 NATIVE = native()
 pytestmark = pytest.mark.skipif(
     NATIVE is None, reason="the native kernels were not built here: they need a C++ compiler at installation"
