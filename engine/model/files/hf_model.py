@@ -6,6 +6,7 @@ from typing import Any
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import PICKLES, Activation, ModelConfig, ModelError
 from engine.model.families import Family, Source
+from engine.model.files import experts
 from engine.model.files.checkpoint import find_family, most_of, read_json
 from engine.model.files.hf_options import DEFAULTS, family_options
 from engine.model.files.hf_quantization import Matrix, Quantization
@@ -41,8 +42,8 @@ class HFModel:
         said = raw.get("quantization_config") or whole.get("quantization_config")
         self._quantization = None if not said else Quantization(path / "config.json", said, self._where)
 
-    def tensor_name(self, source: Source, layer: int) -> str:
-        name = source.hugging_face.format(layer=layer)
+    def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
+        name = source.hugging_face.format(layer=layer, expert=expert)
         inner, outer = self._wrapping
         return outer + name.removeprefix(inner) if name.startswith(inner) else name
 
@@ -76,6 +77,12 @@ class HFModel:
 
     def _quantized(self, name: str) -> Matrix | None:
         return None if self._quantization is None else self._quantization.find(name)
+
+    def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
+        return self.read(self.tensor_name(source, layer, expert))
+
+    def expert_codes(self, source: Source, layer: int, expert: int) -> Codes | None:
+        return self.codes(self.tensor_name(source, layer, expert))
 
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)
@@ -176,6 +183,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             qk_norm=family.qk_norm,
             norm_offset=family.norm_offset,
             activation=_activation(path, family, raw),
+            experts=experts.from_config(path, family.name, raw),
             **family_options(path, family.name, raw),
         ).check(path)
     except KeyError as error:
