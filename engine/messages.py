@@ -362,9 +362,9 @@ class Hello(Record, kw_only=True):
     info: WorkerInfo
     layout: dict[str, Any]
     endpoints: list[Endpoint]
-    ticket: bytes = b""
+    renewal: bytes = b""
     """Prefill worker: names the stream that it answers on. Decode worker: the last one that it was given here. A second
-    stream of a life is refused while the first one lasts, unless it brings the ticket of that."""
+    stream of a life is refused while the first one lasts, unless it brings the renewal of that."""
     unfinished: list[Handoff] = []
     """Decode worker: the handoffs that it still reads for. Whatever else is kept for it may be let go."""
     protocol: int = 1

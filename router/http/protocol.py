@@ -1,8 +1,8 @@
 """One HTTP connection of the front: uvicorn's, with limits that its client cannot stretch.
 
-A client has `header_s` for the head of a request, from its first byte or from the connection on, `body_s` for its body,
-and `idle_s` between requests. Whoever sends slowly gets 408; a new connection that finds no room (`ConnectionTable`)
-gets 503 and time to read it.
+A client has `header_s` for the handshake of https, as long for the head of a request, from its first byte or from the
+connection on, `body_s` for its body, and `idle_s` between requests. Whoever sends slowly gets 408; a new connection
+that finds no room (`ConnectionTable`) gets 503 and time to read it.
 
 A client that has shut its sending side down is answered. To the server it looks like one that has closed the whole
 connection, until something is sent that its host refuses. So the answer's first bytes, which are the same whatever the
@@ -11,6 +11,8 @@ answer is, are sent ahead of it, one at a time, and a refused one ends the reque
 
 import asyncio
 import socket
+import ssl
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
@@ -23,6 +25,7 @@ from router.http.answers import CONNECTION
 from router.http.connections import ConnectionTable
 from router.http.formats import early_envelope
 from router.http.gate import CertificateProtocol
+from router.http.handshake import CountedProtocol, HandshakeProtocol
 
 BEGINNING = b"HTTP/1.1 "
 WATCH_S = 0.1
@@ -37,43 +40,72 @@ TCP_CLOSED = 7
 
 
 class SharedFront:
-    """The part that all connections of one server share: who is there, the limits, and how many are being sent away."""
+    """The part that all connections of one server share: who is there, the limits, how many are being sent away, and
+    the handshakes under way."""
 
     def __init__(self, limits: FrontLimits, connections: int) -> None:
         self.limits = limits
         self.table: ConnectionTable[FrontProtocol] = ConnectionTable(connections, limits.connections_per_address)
         self.farewells = 0
+        self.handshakes: set[asyncio.Task[None]] = set()
 
-    def install(self, config: Config) -> None:
-        """Let a server that is not loaded yet make its connections so."""
-        config.http = cast(Any, partial(FrontProtocol, self))
+    def install(self, config: Config, context: ssl.SSLContext | None = None) -> None:
+        """Let a server that is not loaded yet make its connections so, with TLS where there is a context."""
+        make: Callable[..., asyncio.Protocol] = partial(FrontProtocol, self)
+        if context is not None:
+            make = partial(self._secured, context)
+        config.http = cast(Any, make)
         config.ws = "none"
         config.timeout_keep_alive = cast(Any, self.limits.idle_s)
         config.backlog = ACCEPT_AT_ONCE
 
+    def _secured(self, context: ssl.SSLContext, **more: Any) -> HandshakeProtocol:
+        return HandshakeProtocol(FrontProtocol(self, **more), context, self.handshakes)
 
-class FrontProtocol(CertificateProtocol):
-    # Mutable state: what the client owes (`_owes` is "head", "body" or nothing) and the timer for that; whether it
-    # was refused, or has shut its side down, and how often it was looked at since.
+    def close(self) -> None:
+        """End the handshakes under way."""
+        for task in list(self.handshakes):
+            task.cancel()
+
+
+class FrontProtocol(CertificateProtocol, CountedProtocol):
+    # Mutable state: whether it counts already; what the client owes (`_owes` is "head", "body" or nothing) and the
+    # timer for that; whether it was refused, or has shut its side down, and how often it was looked at since.
 
     def __init__(self, shared: SharedFront, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._shared = shared
+        self._is_counted = False
         self._is_refused = False
         self._owes = ""
         self._timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
         self._looks = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        taken, victim = self._shared.table.admit(self, self.client[0] if self.client else "")
+    def accepted(self, transport: asyncio.Transport) -> float | None:
+        self.transport, self._is_counted = transport, True
+        peer = transport.get_extra_info("peername")
+        taken, victim = self._shared.table.admit(self, str(peer[0]) if peer else "")
         if victim is not None:
             victim.transport.abort()
         if taken:
-            self._owe("head", self._shared.limits.header_s)
-        else:
+            return self._shared.limits.header_s
+        self._is_refused = True
+        self._shared.farewells += 1
+        return FAREWELL_S if self._shared.farewells <= MAX_FAREWELLS else None
+
+    def gone(self) -> None:
+        self._shared.table.remove(self)
+        self._shared.farewells -= self._is_refused
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if not self._is_counted:
+            self.accepted(transport)
+        super().connection_made(transport)
+        if self._is_refused:
             self._refuse()
+        else:
+            self._owe("head", self._shared.limits.header_s)
         self.app_state = {**self.app_state, CONNECTION: self}
 
     def is_writable(self) -> bool:
@@ -93,8 +125,7 @@ class FrontProtocol(CertificateProtocol):
         self.cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._shared.table.remove(self)
-        self._shared.farewells -= self._is_refused
+        self.gone()
         self._owe("", 0.0)
         super().connection_lost(exc)
 
@@ -164,8 +195,6 @@ class FrontProtocol(CertificateProtocol):
 
     def _refuse(self) -> None:
         """Say that there is no room; the client may read it for a while, as long as not too many do."""
-        self._is_refused = True
-        self._shared.farewells += 1
         self.transport.write(_notice(503, "too many connections", "unavailable", ""))
         if self._shared.farewells > MAX_FAREWELLS:
             self.transport.abort()
