@@ -8,7 +8,7 @@
 The layout is the same on every machine; rows past the last are zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -39,6 +39,10 @@ class Panels:
         if self.raw.dtype != torch.uint8 or self.raw.numel() != size or not self.raw.is_contiguous():
             raise ValueError(f"{self.kind} panels of {self.rows} x {self.columns} are {size} contiguous bytes")
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelStack:
@@ -56,6 +60,10 @@ class PanelStack:
             raise ValueError(
                 f"{self.kind} panels of {self.count} x {self.rows} x {self.columns} are {size} contiguous bytes"
             )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.count, self.rows, self.columns
 
     def __getitem__(self, number: int) -> Panels:
         """Return one of the matrices, without copying it."""
@@ -90,8 +98,9 @@ def pack_stack(weights: Tensor) -> PanelStack:
     return PanelStack(count, rows, columns, "bf16" if short else "f32", torch.cat(parts))
 
 
-def stacked(matrices: Sequence[Panels]) -> PanelStack:
+def stacked(panels: Iterable[Panels]) -> PanelStack:
     """Put panels of one shape and kind behind each other. Raises ValueError where they differ."""
+    matrices = list(panels)
     shapes = {(item.rows, item.columns, item.kind) for item in matrices}
     if len(shapes) != 1:
         raise ValueError(f"panels of {len(shapes)} shapes and kinds cannot be stacked")

@@ -6,6 +6,7 @@ from typing import Any
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import PICKLES, Activation, ModelConfig, ModelError
 from engine.model.families import Family, Source
+from engine.model.files import experts
 from engine.model.files.checkpoint import find_family, most_of, read_json
 from engine.model.files.hf_options import DEFAULTS, family_options
 from engine.model.files.hf_text import text_files
@@ -37,8 +38,8 @@ class HFModel:
         self._where = {name: shard for shard in self.shards for name in shard.tensors}
         self._wrapping = self._wrapped()
 
-    def tensor_name(self, source: Source, layer: int) -> str:
-        name = source.hugging_face.format(layer=layer)
+    def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
+        name = source.hugging_face.format(layer=layer, expert=expert)
         inner, outer = self._wrapping
         return outer + name.removeprefix(inner) if name.startswith(inner) else name
 
@@ -60,6 +61,12 @@ class HFModel:
 
     def codes(self, name: str) -> Codes | None:
         return None
+
+    def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
+        return self.read(self.tensor_name(source, layer, expert))
+
+    def expert_codes(self, source: Source, layer: int, expert: int) -> Codes | None:
+        return self.codes(self.tensor_name(source, layer, expert))
 
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)
@@ -160,6 +167,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             qk_norm=family.qk_norm,
             norm_offset=family.norm_offset,
             activation=_activation(path, family, raw),
+            experts=experts.from_config(path, family.name, raw),
             **family_options(path, family.name, raw),
         ).check(path)
     except KeyError as error:

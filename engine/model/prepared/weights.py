@@ -42,9 +42,9 @@ def write_weights(source: Checkpoint, dtype: str, folder: Path, progress: Progre
 
 def _slabs(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> Iterator[memoryview]:
     """Yield a weight's bytes by slabs of rows, so that no more than one tensor is held in 32 bits."""
-    for piece in weight.sources:
-        name = source.tensor_name(piece, layer)
-        values = source.read(name)
+    for piece, expert in pieces_of(source, weight):
+        name = source.tensor_name(piece, layer, expert)
+        values = source.read_expert(piece, layer, expert) if weight.each_expert else source.read(name)
         check_shape(source, name, values.shape, weight, piece)
         if source.rope_pairs and piece.rope_heads:
             values = halves_from_pairs(values, int(getattr(source.config, piece.rope_heads)))
@@ -56,9 +56,15 @@ def _slabs(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> Iterat
             yield np.ascontiguousarray(as_dtype(values[first : first + rows], dtype, source.path, name)).data
 
 
+def pieces_of(source: Checkpoint, weight: Weight) -> list[tuple[Source, int]]:
+    """List what a weight is made of, in its order: its sources, of each expert where there is one for each."""
+    experts = source.config.expert_count if weight.each_expert else 1
+    return [(piece, expert) for expert in range(experts) for piece in weight.sources]
+
+
 def check_shape(source: Checkpoint, name: str, shape: tuple[int, ...], weight: Weight, piece: Source) -> None:
     """Raise ModelError for a tensor of another shape than its part of a prepared weight has."""
-    wanted = (int(getattr(source.config, piece.rows)), *weight.shape(source.config)[1:])
+    wanted = (int(getattr(source.config, piece.rows)), *weight.columns_of(source.config))
     if shape != wanted:
         raise ModelError(source.path, f"tensor {name} has shape {shape}, expected {wanted}")
 
@@ -67,7 +73,10 @@ def prepared_codes(source: Checkpoint) -> Iterator[tuple[str, Codes]]:
     """Yield the codes of those weights whose sources all have them, of the same bits: what widens to the very bits that
     `write_weights` writes in 32 bits, and has checked."""
     for key, weight, layer in prepared_weights(source):
-        found = [_codes(source, piece, layer) for piece in weight.sources]
+        if weight.each_expert:
+            found = [source.expert_codes(piece, layer, expert) for piece, expert in pieces_of(source, weight)]
+        else:
+            found = [_codes(source, piece, layer) for piece in weight.sources]
         parts = [part for part in found if part is not None]
         if len(parts) == len(found) and (whole := stack(parts)) is not None:
             yield key, whole
@@ -86,5 +95,9 @@ def prepared_weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:
     """List what a prepared model has of this one: the name in its index, what it is, of which layer."""
     family, config = source.family, source.config
     once = [(weight.name, weight, 0) for weight in family.weights if weight.present(config)]
-    of_layers = [weight for weight in family.layer_weights if weight.present(config)]
-    return once + [(layer_key(n, weight.name), weight, n) for n in range(config.layers) for weight in of_layers]
+    return once + [
+        (layer_key(layer, weight.name), weight, layer)
+        for layer in range(config.layers)
+        for weight in family.layer_weights
+        if weight.present(config, layer)
+    ]
