@@ -44,6 +44,7 @@ def rope_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "KV_HEADS": KV_HEADS,
             "HALF_PAD": triton.next_power_of_2(key.head_dim // 2),
             "NORM": True,
+            "TURNED": key.head_dim // 2,
             "ROWS": config.rows,
         },
         warps=config.warps,
