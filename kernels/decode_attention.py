@@ -219,13 +219,12 @@ def merge_kernel(
         total = total * keep + tl.sum(weights, 0)
         top = new_top
     if SINKS:
-        if count > 0:
-            sink = tl.load(sinks_ptr + head).to(tl.float32)
-            shift = tl.maximum(top, sink)
-            keep = tl.exp(top - shift)
-            acc = acc * keep
-            total = total * keep + tl.exp(sink - shift)
-            top = shift
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        shift = tl.maximum(top, sink)
+        keep = tl.exp(top - shift)
+        acc = acc * keep
+        total = total * keep + tl.exp(sink - shift)
+        top = tl.where(count > 0, shift, float("-inf"))
     at = row.to(tl.int64) * HEADS + head
     safe = tl.where(count > 0, total, 1.0)
     tl.store(out_ptr + at * HEAD_DIM + dims, (acc / safe).to(out_ptr.dtype.element_ty), mask=inside)

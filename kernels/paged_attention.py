@@ -121,8 +121,8 @@ def plan_attention(
     window: int = 0,
 ) -> AttentionPlan:
     """Plan a step. `block_tables[i]` is int64 `[blocks of i]`, at least ceil(context / block_size) long; `heads` query
-    heads of `dtype`, by default the pool's. `window`: how many keys a row sees, itself included; 0: all before it. Blocks
-    before the window are not read."""
+    heads of `dtype`, by default the pool's. `window`: how many keys a row sees, itself included; 0: all before it.
+    Blocks before the window are not read."""
     _, kv_heads, _, _, block_size, head_dim = pool.shape
     dtype = pool.dtype if dtype is None else dtype
     most = GATHER_BYTES if gather_bytes is None else gather_bytes

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tile import exponent_scale, finish, sweep
+from kernels.attention_tile import exponent_scale, finish, sweep, with_sink
 from kernels.configs import KernelConfig
 from kernels.launch import check_interpretable
 from kernels.pool import KVPool

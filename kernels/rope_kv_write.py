@@ -222,7 +222,8 @@ def rope_kv_write(
 
     `qkv` `[tokens, heads + 2 * kv_heads, head_dim]`, contiguous, is only read; `slots` int64 `[tokens]`, negative for
     padding rows, whose keys and values are dropped; `positions` int64 `[tokens]`; `cos`, `sin`
-    `[context, rotary_dim / 2]`, or None where nothing is rotated; `q_norm` and `k_norm` `[head_dim]`, both or neither. Changes the named slots of `layer`.
+    `[context, rotary_dim / 2]`, or None where nothing is rotated; `q_norm` and `k_norm` `[head_dim]`, both or neither.
+    Changes the named slots of `layer`.
     Returns the queries `[tokens, heads, head_dim]` in qkv's type. Raises ValueError where shapes do not fit.
     """
     tokens, rows, head_dim = qkv.shape

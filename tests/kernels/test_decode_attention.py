@@ -132,8 +132,8 @@ def test_sliding_window(window: int) -> None:
     ],
 )
 def test_scales_caps_and_sinks(kv: torch.dtype, options: dict[str, Any]) -> None:
-    """Guards the cap, which acts on natural scores, and the sink, which joins once: in rows that are cut into chunks, in
-    rows that are not, never in padding."""
+    """Guards the cap, which acts on natural scores, and the sink, which joins once: in rows that are cut into chunks,
+    in rows that are not, never in padding."""
     for programs in (2, 12):
         result = _run([150, 3, 0, 37], programs=programs, dtype=torch.float32, kv=kv, **options)
         slots = _check(result, 4e-3 if kv == torch.int8 else 2e-5)

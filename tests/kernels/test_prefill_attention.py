@@ -60,7 +60,8 @@ def _check(
         softcap=softcap,
         sinks=logits,
     )
-    want, want_lse = reference.prefill(q, pool, 1, counts, contexts, tables, reference.Scoring(window, scale, softcap, logits))
+    scoring = reference.Scoring(window, scale, softcap, logits)
+    want, want_lse = reference.prefill(q, pool, 1, counts, contexts, tables, scoring)
     assert bool((out[rows:] == 7.0).all()) and bool((lse[rows:] == 7.0).all()), (
         "padding was written"
     )

@@ -1,5 +1,5 @@
-"""The attention kernels as layers with options launch them: windows, soft caps, sinks, rotation of some columns or none.
-The options cost nothing where they are off, which the cases without them show; these show what they cost where on."""
+"""The attention kernels as layers with options launch them: windows, soft caps, sinks, rotation of some columns, or of
+none. The options cost nothing where they are off, which the cases without them show; these show what they cost where on."""
 
 from dataclasses import replace
 from typing import Any
