@@ -1,5 +1,7 @@
-"""The attention kernels as layers with options launch them: windows, soft caps, sinks, rotation of some columns, or of
-none. The options cost nothing where they are off, which the cases without them show; these show what they cost where on."""
+"""The attention kernels with the options of layers: windows, soft caps, sinks, rotation of some columns or of none.
+
+The options cost nothing where they are off, as the cases without them show; these show what they cost where they are
+on."""
 
 from dataclasses import replace
 from typing import Any
