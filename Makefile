@@ -3,7 +3,7 @@
 #   PYTHON=python3   the interpreter it is made from, 3.11 or later
 #   TORCH_INDEX=URL  PyTorch's CPU index, to avoid the CUDA build (several GB) on a machine without a GPU
 #   ARGS="..."       passed on to the program
-#   JOBS=2           processes of `make test` as a whole; with ARGS there is one
+#   JOBS=2           processes of `make test` and `make slow` as a whole; with ARGS there is one
 #   TRITON=3.6.0     another version for `make contract`, beside the one of the environment
 #   MINUTES=10       how long `make soak` goes on; SEED=7 repeats its choices
 #   SECONDS, SCHEDULES, SEED   of `make sim`: for how long, how many that count, which disjoint range; of `make fuzz` too
@@ -33,7 +33,7 @@ TOLD := | sed -u -n -E \
 	-e 's@^ *Building (editable|wheel) for ([^ ]+) .*started$$@  building \2@p' \
 	-e 's@^Installing collected packages.*@  unpacking all of them@p'
 
-.PHONY: demo serve test check contract parity sim mutants chaos rayup soak fuzz observe clients dashboards openapi picture extras bundle proto setup clean
+.PHONY: demo serve test slow check contract parity sim mutants chaos rayup soak fuzz observe clients dashboards openapi picture extras bundle proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -41,8 +41,15 @@ demo: $(READY)
 serve: $(READY)
 	$(BIN)/headrace up $(ARGS)
 
+# Suites with a target of their own.
+APART := not parity and not chaos and not observe and not rayup and not clients
+
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not parity and not chaos and not observe and not rayup and not clients" $(or $(ARGS),--numprocesses $(JOBS))
+	$(BIN)/python -m pytest -m "not slow and $(APART)" $(or $(ARGS),--numprocesses $(JOBS))
+
+# What takes long by its nature: real clusters again and again, the demo's model in full, every schedule there is.
+slow: $(DEV)
+	$(BIN)/python -m pytest -m "slow and $(APART)" $(or $(ARGS),--numprocesses $(JOBS))
 
 parity: $(DEV)
 	$(BIN)/python -m pytest -m parity $(ARGS)

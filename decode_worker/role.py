@@ -56,6 +56,7 @@ class DecodeRole:
             vocab=device.vocab,
             context_tokens=device.context_tokens,
             stop_ids=device.stop_ids,
+            adapters=device.adapters,
             compiled=None if device.matchers is None else device.matchers.is_compiled,
             block_bytes=device.layout.block_bytes,
         )

@@ -60,6 +60,8 @@ class EngineDevice:
     """Names whose rounding it is: KV computed by another may differ in its last bits."""
     matchers: "Matchers | None" = None
     """Says what answers with a constraint may go on with; None: such requests are refused."""
+    adapters: frozenset[str] = frozenset()
+    """The digests of the adapters that it can apply: none, until there are kernels for them."""
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
 

@@ -1,9 +1,9 @@
 """Block identities: who a KV block is, wherever it lies.
 
 An identity names a block's whole past: it chains BLAKE2b-128 over the identity of the block before it and its own
-tokens, from a root that is keyed with the namespace and covers the model's fingerprint and the adapter. So equal
-identities mean equal KV contents, identities form a prefix tree, and whoever does not know a namespace can neither name
-nor probe its blocks: every identity below the root depends on it.
+tokens, from a root that is keyed with the cache space (a namespace, with an adapter a part of it) and covers the
+model's fingerprint. So equal identities mean equal KV contents, identities form a prefix tree, and whoever does not
+know a namespace can neither name nor probe its blocks: every identity below the root depends on it.
 
 Token counts need no field of their own: a token is four bytes and BLAKE2b covers the length of its input, so a partly
 filled block never shares an identity with a full one. The block size enters through the cuts alone: a worker names
@@ -20,6 +20,8 @@ from hashlib import blake2b
 IDENTITY_BYTES = 16
 OWNER_BYTES = 16
 """The beginning of a namespace that says whose it is; what follows only parts it further (a request's cache salt)."""
+NOBODY = bytes(OWNER_BYTES)
+"""The owner of the parts of the namespace that all share."""
 SHORT_BYTES = 8
 """Beginning of an identity, where a coincidence would only make a belief wrong."""
 TOKEN_BYTES = 4
@@ -27,6 +29,7 @@ PIECE_BLOCKS = 32
 _KEY_BYTES = 64  # BLAKE2b's longest key
 _ROOT = b"headrace root"
 _NAMESPACE = b"headrace space"
+_ADAPTER = b"headrace adapter"
 _BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=b"headrace block")
 
 
@@ -35,17 +38,31 @@ def owner(namespace: bytes) -> bytes:
     return namespace[:OWNER_BYTES]
 
 
+def space(namespace: bytes, adapter: str = "") -> bytes:
+    """Return the part of the cache that a request's blocks are in: its namespace, and with an adapter (the digest of
+    its contents, `engine.model.files.adapter`) a part of its owner's cache which no other adapter shares."""
+    if not adapter:
+        return namespace
+    parted = blake2b(digest_size=IDENTITY_BYTES, person=_ADAPTER)
+    _tell(parted, namespace, adapter.encode())
+    return (owner(namespace) or NOBODY) + parted.digest()
+
+
 @lru_cache(maxsize=4096)
-def root(namespace: bytes, fingerprint: str, adapter: str = "") -> bytes:
-    """The parent of every first block: 16 bytes that depend on all three arguments. `namespace` separates tenants
-    (empty: the shared one), `fingerprint` covers weights and dtype."""
-    if len(namespace) > _KEY_BYTES:
-        namespace = blake2b(namespace, person=_NAMESPACE).digest()
-    keyed = blake2b(key=namespace, digest_size=IDENTITY_BYTES, person=_ROOT)
-    for part in (fingerprint.encode(), adapter.encode()):
-        keyed.update(len(part).to_bytes(8, "little"))
-        keyed.update(part)
+def root(space: bytes, fingerprint: str) -> bytes:
+    """The parent of every first block: 16 bytes that depend on both arguments. `space` is from the function of that
+    name (empty: the namespace that all share, without an adapter), `fingerprint` covers weights and dtype."""
+    if len(space) > _KEY_BYTES:
+        space = blake2b(space, person=_NAMESPACE).digest()
+    keyed = blake2b(key=space, digest_size=IDENTITY_BYTES, person=_ROOT)
+    _tell(keyed, fingerprint.encode(), b"")  # the empty end keeps the names of what lies on disks already
     return keyed.digest()
+
+
+def _tell(digest: blake2b, *parts: bytes) -> None:
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
 
 
 def extend(parent: bytes, tokens: Sequence[int]) -> bytes:

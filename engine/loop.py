@@ -76,6 +76,42 @@ class Ran(NamedTuple):
     """The time that the device was idle between the step before and this one; None where nothing was to be computed."""
 
 
+class BusyTime:
+    """How long an engine has been in steps, the one under way included: what only counts a step when it ends shows more
+    than a second of them in a second. Written by the engine's thread, read by one other."""
+
+    # Mutable state. Of the engine, replaced as a whole: seconds of what has ended, and since when a step is under way.
+    # Of the reader: when it first looked, and what it saw last.
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._state: tuple[float, float | None] = (0.0, None)
+        self._looked_s: float | None = None
+        self._seen = (0.0, 0.0)
+
+    def begin(self, at_s: float) -> None:
+        """A step is under way, if none was."""
+        ended_s, since_s = self._state
+        self._state = (ended_s, at_s if since_s is None else since_s)
+
+    def end(self, at_s: float, follows: bool) -> None:
+        """A step has ended; `follows`: the next one is under way."""
+        ended_s, since_s = self._state
+        self._state = (ended_s + at_s - (at_s if since_s is None else since_s), at_s if follows else None)
+
+    def seconds(self) -> dict[str, float]:
+        """Return how long the engine was busy, and how long it was idle since this was first asked. Neither ever falls,
+        whatever the engine does meanwhile."""
+        now = self._clock()
+        ended_s, since_s = self._state
+        busy_s = ended_s if since_s is None else ended_s + max(now - since_s, 0.0)
+        if self._looked_s is None:
+            self._looked_s = now - busy_s
+        busy_s = max(busy_s, self._seen[0])
+        self._seen = (busy_s, max(now - self._looked_s - busy_s, self._seen[1]))
+        return dict(zip(("busy", "idle"), self._seen, strict=True))
+
+
 class _Step(NamedTuple):
     plan: StepPlan
     launched: Launched
@@ -109,6 +145,7 @@ class Engine(Generic[E, C]):
         self._runner = runner
         self._clock = clock
         self._publish = publish
+        self.busy = BusyTime(clock)
         self.steps = 0
 
     def receive(self, events: Iterable[E]) -> None:
@@ -132,6 +169,7 @@ class Engine(Generic[E, C]):
         ending, following = self._under_way, None
         if plan is not None:
             before = self._latest
+            self.busy.begin(now)
             self._latest = self._runner.launch(plan)
             following = _Step(plan, self._latest, now, before)
         if ending is None and not self._ahead:
@@ -152,6 +190,7 @@ class Engine(Generic[E, C]):
     def _end(self, step: _Step) -> Ran:
         drawn = step.launched.wait()
         ended = self._clock()
+        self.busy.end(ended, follows=self._under_way is not None)
         self.steps += 1
         if step.plan.is_scored:
             self._scheduler.scored(step.plan, step.launched.scores())

@@ -51,6 +51,7 @@ class WorkerInfo(Record, kw_only=True):
     host_blocks: int = 0  # of the tiers below: what they can hold
     disk_blocks: int = 0
     context_tokens: int
+    adapters: list[str] = []  # digests of those that it can apply: a record with another one is not taken
     growth_tokens: int | None = None  # room for an answer that is promised when a request is taken; None: all of it
     pid: int
     host: str

@@ -2,7 +2,7 @@
 request is over, what a step costs by now, and where a request's time went. Pure: no torch, no clock; time is an
 argument."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from engine.constraints.text import check_constraint
 from engine.messages import Fault
@@ -53,16 +53,22 @@ to compile it, and wakes the engine when that is over."""
 
 
 def refusal(
-    record: RequestRecord, vocab: int, context_tokens: int, compiled: CompiledConstraint | None = None
+    record: RequestRecord,
+    vocab: int,
+    context_tokens: int,
+    compiled: CompiledConstraint | None = None,
+    adapters: Collection[str] = (),
 ) -> Fault | None:
-    """Return what to answer where `check_record` raises, and where a record has a constraint that nobody here could
-    hold it to. One that is sound begins to be `compiled`."""
+    """Return what to answer where `check_record` raises, where a record has an adapter that is not among `adapters`,
+    and where it has a constraint that nobody here could hold it to. One that is sound begins to be `compiled`."""
     try:
         check_record(record, vocab, context_tokens)
     except TooLongError as error:
         return Fault("OUT_OF_RANGE", str(error), error.field)
     except FieldError as error:
         return Fault("INVALID_ARGUMENT", str(error), error.field)
+    if record.adapter and record.adapter not in adapters:
+        return Fault("NOT_FOUND", f"adapter: this worker does not have {record.adapter}", "adapter")
     if record.constraint is not None:
         if compiled is None:
             return Fault("INVALID_ARGUMENT", "constraint: this worker cannot hold answers to one", "constraint")

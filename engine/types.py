@@ -5,6 +5,8 @@ from typing import NewType
 
 import msgspec
 
+from engine.identity import space
+
 RequestId = NewType("RequestId", str)
 BlockId = NewType("BlockId", int)
 Incarnation = NewType("Incarnation", int)
@@ -154,6 +156,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     namespace: bytes = b""
     """The part of the cache that its blocks are found in: a tenant's, or nobody's, or a part of either that a salt
     sets apart (`engine.identity.owner`)."""
+    adapter: str = ""
+    """The digest of the adapter under which its KV is computed (`engine.model.files.adapter`); empty for none."""
     cache_share: float = 0.0
     """The part of each worker's blocks, up to 1, that are its namespace's own (`engine.kv.shares`); 0: what is left."""
     remaining_s: float | None = None
@@ -167,6 +171,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     token, empty where no client can come back."""
     traceparent: str = ""
     """The W3C trace context under which workers say what they did; empty where nobody traces."""
+
+    @property
+    def space(self) -> bytes:
+        """The part of the cache that its blocks are in (`engine.identity.space`)."""
+        return space(self.namespace, self.adapter)
 
     def __repr__(self) -> str:
         """Leave out the caller's text, and what lets others read the answer."""

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.panels import Panels
+from kernels.experts import ExpertWeights, RoutedRows, Routing
+from kernels.panels import Panels, PanelStack
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,20 @@ class Native:
         self.sources: str = library.headrace_sources().decode()
         self._linear = _typed(
             library.headrace_linear, [_POINTER, _SIZE, _SIZE, _POINTER, _INT, _SIZE, _POINTER, _POINTER, _INT]
+        )
+        self._linear_of_experts = _typed(
+            library.headrace_linear_of_experts,
+            [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT, _SIZE, _POINTER, _POINTER, _INT],
+        )
+        self._route = _typed(
+            library.headrace_route, [_POINTER, _SIZE, _SIZE, _SIZE, _INT, _INT, _POINTER, _POINTER, _INT]
+        )
+        self._by_expert = _typed(library.headrace_by_expert, [_POINTER, _SIZE, _SIZE, _SIZE, *[_POINTER] * 3])
+        self._clamped_gate = _typed(
+            library.headrace_clamped_gate, [_POINTER, _SIZE, _SIZE, _FLOAT, _FLOAT, _POINTER, _INT]
+        )
+        self._combine = _typed(
+            library.headrace_combine, [_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _INT]
         )
         self._norm = _typed(
             library.headrace_norm, [_POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER, _INT]
@@ -115,6 +130,81 @@ class Native:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
         self._gate(_at(gate_up), rows, width, out.data_ptr(), self._for_rows(rows))
+        return out
+
+    def route(self, logits: Tensor, routing: Routing) -> RoutedRows:
+        """Choose each row's experts by `logits` `[rows, experts]`; see `kernels.experts`."""
+        rows, experts = logits.shape
+        if not 1 <= routing.chosen <= experts:
+            raise ValueError(f"{routing.chosen} of {experts} experts cannot be chosen")
+        numbers = torch.empty(rows, routing.chosen, dtype=torch.int64)
+        weights = torch.empty(rows, routing.chosen)
+        self._route(
+            _at(logits),
+            rows,
+            experts,
+            routing.chosen,
+            routing.over_chosen,
+            routing.normalise,
+            numbers.data_ptr(),
+            weights.data_ptr(),
+            self._for_rows(rows),
+        )
+        return RoutedRows(numbers, weights)
+
+    def mix(self, x: Tensor, choice: RoutedRows, experts: ExpertWeights) -> Tensor:
+        """Send `x` `[rows, hidden]` through the chosen experts, as `kernels.experts.mix` does; theirs are in panels. A
+        row's bits depend on nothing but that row."""
+        gate_up, down = experts.gate_up, experts.down
+        if not isinstance(gate_up, PanelStack) or not isinstance(down, PanelStack):
+            raise ValueError("native kernels take experts in panels")
+        if x.dim() != 2 or x.shape[1] != gate_up.columns or down.columns * 2 != gate_up.rows:
+            raise ValueError(f"{tuple(x.shape)} does not fit {gate_up.columns} columns")
+        rows, chosen = choice.experts.shape
+        starts = torch.empty(gate_up.count + 1, dtype=torch.int64)
+        sources, places = torch.empty(2, rows * chosen, dtype=torch.int64)
+        numbers = _at(choice.experts, torch.int64)
+        self._by_expert(
+            numbers, rows, chosen, gate_up.count, starts.data_ptr(), sources.data_ptr(), places.data_ptr()
+        )
+        inner = self._of_experts(x[sources], starts, gate_up, experts.gate_up_bias)
+        inner = self.gate(inner) if experts.clamp is None else self.clamped_gate(inner, *experts.clamp)
+        answers = self._of_experts(inner, starts, down, experts.down_bias)
+        out = torch.empty(rows, down.rows)
+        threads = self._for_rows(rows)
+        self._combine(
+            _at(answers),
+            places.data_ptr(),
+            _at(choice.weights),
+            rows,
+            chosen,
+            down.rows,
+            out.data_ptr(),
+            threads,
+        )
+        return out
+
+    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """Compute `[rows, 2 * width]`, the gate first -> `[rows, width]`; see `kernels.experts.ClampedGate`."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, width)
+        self._clamped_gate(_at(gate_up), rows, width, alpha, limit, out.data_ptr(), self._for_rows(rows))
+        return out
+
+    def _of_experts(self, x: Tensor, starts: Tensor, stack: PanelStack, bias: Tensor | None) -> Tensor:
+        out = torch.empty(len(x), stack.rows)
+        self._linear_of_experts(
+            _at(x),
+            starts.data_ptr(),
+            stack.count,
+            stack.columns,
+            stack.raw.data_ptr(),
+            _KINDS[stack.kind],
+            stack.rows,
+            _at(bias),
+            out.data_ptr(),
+            self.threads(),
+        )
         return out
 
     def rotate_and_write(

@@ -8,6 +8,7 @@
 The layout is the same on every machine; rows past the last are zeros.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -39,6 +40,28 @@ class Panels:
             raise ValueError(f"{self.kind} panels of {self.rows} x {self.columns} are {size} contiguous bytes")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PanelStack:
+    """Weights of one shape and kind, `[count, rows, columns]`: the panels of one matrix after those of another."""
+
+    count: int
+    rows: int
+    columns: int
+    kind: Kind
+    raw: Tensor
+
+    def __post_init__(self) -> None:
+        size = self.count * panel_bytes(self.rows, self.columns, self.kind)
+        if self.raw.dtype != torch.uint8 or self.raw.numel() != size or not self.raw.is_contiguous():
+            raise ValueError(
+                f"{self.kind} panels of {self.count} x {self.rows} x {self.columns} are {size} contiguous bytes"
+            )
+
+    def __getitem__(self, number: int) -> Panels:
+        """Return one of the matrices, without copying it."""
+        return Panels(self.rows, self.columns, self.kind, self.raw.view(self.count, -1)[number])
+
+
 def panel_bytes(rows: int, columns: int, kind: Kind) -> int:
     """Return the bytes that `raw` takes. Raises ValueError for codes whose columns are no multiple of 32."""
     per_column = {"f32": 4 * PANEL, "bf16": 2 * PANEL, "q8": PANEL, "q4": PANEL // 2}[kind]
@@ -50,11 +73,30 @@ def panel_bytes(rows: int, columns: int, kind: Kind) -> int:
 
 def pack_plain(weight: Tensor) -> Panels:
     """Pack float32 `[rows, columns]` as bf16 where nothing is lost by it, else as f32."""
+    return _pack_as("bf16" if torch.equal(weight.to(torch.bfloat16).float(), weight) else "f32", weight)
+
+
+def _pack_as(kind: Kind, weight: Tensor) -> Panels:
     rows, columns = weight.shape
-    short = weight.to(torch.bfloat16)
-    kind: Kind = "bf16" if torch.equal(short.float(), weight) else "f32"
-    by_column = _panels(short if kind == "bf16" else weight).transpose(1, 2).contiguous()
+    by_column = _panels(weight.to(torch.bfloat16) if kind == "bf16" else weight).transpose(1, 2).contiguous()
     return Panels(rows, columns, kind, by_column.view(torch.uint8).view(-1))
+
+
+def pack_stack(weights: Tensor) -> PanelStack:
+    """Pack float32 `[count, rows, columns]`, all of them as bf16 or as f32; see `pack_plain`."""
+    short = torch.equal(weights.to(torch.bfloat16).float(), weights)
+    parts = [_pack_as("bf16" if short else "f32", weight).raw for weight in weights]
+    count, rows, columns = weights.shape
+    return PanelStack(count, rows, columns, "bf16" if short else "f32", torch.cat(parts))
+
+
+def stacked(matrices: Sequence[Panels]) -> PanelStack:
+    """Put panels of one shape and kind behind each other. Raises ValueError where they differ."""
+    shapes = {(item.rows, item.columns, item.kind) for item in matrices}
+    if len(shapes) != 1:
+        raise ValueError(f"panels of {len(shapes)} shapes and kinds cannot be stacked")
+    rows, columns, kind = shapes.pop()
+    return PanelStack(len(matrices), rows, columns, kind, torch.cat([item.raw for item in matrices]))
 
 
 def pack_codes(codes: Tensor, scales: Tensor, offsets: Tensor | None, bits: int) -> Panels:

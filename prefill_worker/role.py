@@ -44,6 +44,7 @@ class PrefillRole:
             vocab=parts.device.vocab,
             context_tokens=parts.device.context_tokens,
             stop_ids=parts.device.stop_ids,
+            adapters=parts.device.adapters,
             compiled=None if parts.device.matchers is None else parts.device.matchers.is_compiled,
         )
         self.source = self.scheduler.source

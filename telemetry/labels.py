@@ -15,6 +15,7 @@ STAGES = (
 )
 BLOCK_STATES = ("free", "cached", "active", "reserved", "quarantined")
 SLOT_STATES = ("live", "empty")
+ENGINE_STATES = ("busy", "idle")
 TOKEN_SOURCES = ("computed", "prefix_hit", "recomputed_after_failure")
 SLOS = ("ttft", "itl")
 DECISION_REASONS = ("affinity", "load", "fallback", "pinned", "session")

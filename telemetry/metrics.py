@@ -1,6 +1,6 @@
 """Counts of the workers: tokens, blocks, migrations, steps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from telemetry import buckets
 from telemetry.families import QUEUE_TEXT, RUNNING_TEXT, Growth, ProcessMetrics
@@ -176,6 +176,15 @@ class WorkerMetrics(ProcessMetrics):
         self._bytes.inc(nbytes)
         if outcome == "ok":
             self._migration.observe(seconds)
+
+    def engine(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Show what `read` returns, in any thread: the engine's seconds by ENGINE_STATES. Called once."""
+        self.families.asked(
+            "engine_seconds_total",
+            "Time of the engine: in steps, the one under way included, and without. The two add up to all of it.",
+            "state",
+            read,
+        )
 
     def step(self, tokens: int, seconds: float, idle_s: float | None) -> None:
         """Count one step of the engine over `tokens` tokens, which came `idle_s` behind the one before it; None: behind

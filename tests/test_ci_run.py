@@ -25,8 +25,8 @@ if [ -s "$SAID/$step.status" ]; then
 fi
 """
 NOTHING = "#!/bin/bash\nexit 0\n"
-STEPS = {"check", "contract", "extras", "bundle", "test", "parity", "observe", "chaos", "clients", "sim", "rayup"}
-STEPS |= {"demo"}
+STEPS = {"check", "contract", "extras", "bundle", "test", "slow", "parity", "observe", "chaos", "clients", "sim"}
+STEPS |= {"rayup", "demo"}
 
 
 class Steps:
@@ -46,7 +46,7 @@ class Steps:
             tool = self._tools / name
             tool.write_text(MAKE if name == "make" else NOTHING)
             tool.chmod(0o755)
-        for step in ("test", "parity", "observe", "chaos", "clients", "rayup"):
+        for step in ("test", "slow", "parity", "observe", "chaos", "clients", "rayup"):
             self.says(step, "=== 10 passed in 1.00s ===")
 
     def says(self, step: str, *lines: str, statuses: tuple[int, ...] = ()) -> None:
@@ -75,7 +75,7 @@ def test_every_step_is_run_and_counted(steps: Steps) -> None:
     """Guards a step that nobody calls any more."""
     status, lines = steps.run()
     assert status == 0, lines
-    assert lines[-2:] == ["== all passed", "60 passed, 0 failed"]
+    assert lines[-2:] == ["== all passed", "70 passed, 0 failed"]
     assert "== skipped" not in lines
     for step in STEPS - {"contract"}:
         assert len(steps.called(step)) == 1, step
@@ -105,7 +105,7 @@ def test_what_was_skipped_is_said_last(steps: Steps) -> None:
         "2 of make test: no libnccl is installed",
         "",
         "== all passed, but for what was skipped",
-        "2930 passed, 0 failed",
+        "2940 passed, 0 failed",
     ]
 
 

@@ -113,6 +113,7 @@ def open_parts(
         host_blocks=0 if tiering is None else tiering.tiers.host.total,
         disk_blocks=0 if tiering is None else tiering.tiers.disk_blocks,
         context_tokens=device.context_tokens,
+        adapters=sorted(device.adapters),
         pid=os.getpid(),
         host=host_id(),
         metrics_address=host_port(host, metrics.serve(host, guard=guard)),

@@ -95,6 +95,7 @@ class Worker(Generic[E]):
         self._engine: Engine[SharedEvent | E, object] = Engine(
             role.scheduler, device.runner, time.monotonic, self._publish, mover, device.plans_ahead
         )
+        parts.metrics.engine(self._engine.busy.seconds)
         self._thread = EngineThread(f"{self.name}-engine", parts.inbox, self, HEARTBEAT_S)
         self._tier_metrics = None if parts.kv.tiers is None else TierMetrics(parts.metrics.families)
         ledgers: dict[str, Ledger] = {"kv": BlockLedger(parts.kv), "cache": parts.kv, "scheduler": role.scheduler}

@@ -144,7 +144,8 @@ def parameters(model: ModelConfig) -> int:
 def weights_bytes(model: ModelConfig, dtype: str, ranks: int = 1) -> int:
     """Return the bytes on each rank: the weights, and the rotary tables, one cosine and one sine per position and pair.
     """
-    values = parameters(rank_shape(model, ranks)) + model.context_tokens * model.head_dim
+    rotated = sum(map(model.rotary_dims, model.ropes))
+    values = parameters(rank_shape(model, ranks)) + model.context_tokens * rotated
     return values * DTYPE_BYTES[dtype]
 
 

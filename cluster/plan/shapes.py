@@ -8,10 +8,13 @@ import msgspec
 from cluster.config import ConfigError
 from cluster.plan.planner import Shape
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
-from engine.model.families import FAMILIES, LLAMA, QWEN3, Family
+from engine.model.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, Family
 from engine.model.prepared.cache import stored_dtype
 
-_SIZELESS = ("rope_scaling", "rope_parameters", "hidden_act", "use_sliding_window", "layer_types")
+_SIZELESS = (
+    *("rope_scaling", "rope_parameters", "hidden_act", "hidden_activation"),
+    *("use_sliding_window", "sliding_window", "layer_types"),
+)
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -26,12 +29,13 @@ def _published(
     *,
     head_dim: int = 128,
     tied: bool = False,
-    qkv_bias: bool = False,
     family: Family = LLAMA,
 ) -> ModelConfig:
     return ModelConfig(
         family=family.name,
         qk_norm=family.qk_norm,
+        norm_offset=family.norm_offset,
+        activation=family.activation,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -42,14 +46,14 @@ def _published(
         context_tokens=context_tokens,
         norm_eps=1e-5,
         tied=tied,
-        qkv_bias=qkv_bias,
+        qkv_bias=family.qkv_bias,
     )
 
 
 _LLAMA_8B = _published(32, 4096, 32, 8, 14336, 128256, 131072)
 _LLAMA_70B = _published(80, 8192, 64, 8, 28672, 128256, 131072)
-_QWEN25_7B = _published(28, 3584, 28, 4, 18944, 152064, 32768, qkv_bias=True)
-_QWEN25_32B = _published(64, 5120, 40, 8, 27648, 152064, 32768, qkv_bias=True)
+_QWEN25_7B = _published(28, 3584, 28, 4, 18944, 152064, 32768, family=QWEN2)
+_QWEN25_32B = _published(64, 5120, 40, 8, 27648, 152064, 32768, family=QWEN2)
 
 PUBLISHED: dict[str, ModelConfig] = {
     "llama-2-7b": _published(32, 4096, 32, 32, 11008, 32000, 4096),
@@ -63,15 +67,15 @@ PUBLISHED: dict[str, ModelConfig] = {
     "llama-3.2-1b": _published(16, 2048, 32, 8, 8192, 128256, 131072, head_dim=64, tied=True),
     "llama-3.2-3b": _published(28, 3072, 24, 8, 8192, 128256, 131072, tied=True),
     "llama-3.3-70b": _LLAMA_70B,
-    "mistral-7b-v0.3": _published(32, 4096, 32, 8, 14336, 32768, 32768),
+    "mistral-7b-v0.3": _published(32, 4096, 32, 8, 14336, 32768, 32768, family=MISTRAL),
     "qwen2.5-0.5b": _published(
-        24, 896, 14, 2, 4864, 151936, 32768, head_dim=64, tied=True, qkv_bias=True
+        24, 896, 14, 2, 4864, 151936, 32768, head_dim=64, tied=True, family=QWEN2
     ),
-    "qwen2.5-1.5b": _published(28, 1536, 12, 2, 8960, 151936, 32768, tied=True, qkv_bias=True),
+    "qwen2.5-1.5b": _published(28, 1536, 12, 2, 8960, 151936, 32768, tied=True, family=QWEN2),
     "qwen2.5-7b": _QWEN25_7B,
-    "qwen2.5-14b": _published(48, 5120, 40, 8, 13824, 152064, 32768, qkv_bias=True),
+    "qwen2.5-14b": _published(48, 5120, 40, 8, 13824, 152064, 32768, family=QWEN2),
     "qwen2.5-32b": _QWEN25_32B,
-    "qwen2.5-72b": _published(80, 8192, 64, 8, 29568, 152064, 32768, qkv_bias=True),
+    "qwen2.5-72b": _published(80, 8192, 64, 8, 29568, 152064, 32768, family=QWEN2),
     "qwen3-8b": _published(36, 4096, 32, 8, 12288, 151936, 40960, family=QWEN3),
     "qwen3-32b": _published(64, 5120, 64, 8, 25600, 151936, 40960, family=QWEN3),
     "deepseek-r1-distill-qwen-7b": msgspec.structs.replace(_QWEN25_7B, context_tokens=131072),
@@ -136,44 +140,35 @@ def _read(path: Path) -> Shape:
         return shape_of(GGUFModel(path).config, stored_dtype(path))
     file = path / CONFIG_FILE if path.is_dir() else path
     from engine.model.files.checkpoint import find_family, read_json
-    from engine.model.files.hf_model import said_dtype
+    from engine.model.files.hf_model import said_dtype, text_side
 
-    raw = read_json(file)
+    raw = text_side(read_json(file))
     if "num_hidden_layers" not in raw and raw.get("model_type"):
         # A family whose sizes have other names; raises with those that there are.
         find_family(file, "hugging_face", "model_type", raw["model_type"])
     if "num_hidden_layers" not in raw:
         prepared = ModelConfig.load(file.parent)
         return shape_of(prepared, prepared.dtype)
-    model, said = _hugging_face(file, raw), said_dtype(raw)
+    (model, why), said = _hugging_face(file, raw), said_dtype(raw)
     shape = shape_of(model) if said is None else shape_of(model, said)
-    return msgspec.structs.replace(shape, not_run=_not_run(file, raw))
+    not_run = f"for planning alone, as `headrace up` refuses it: {why}" if why else ""
+    return msgspec.structs.replace(shape, not_run=not_run)
 
 
-def _not_run(file: Path, raw: dict[str, object]) -> str:
-    """Say why `headrace up` would refuse a model that can be planned for; empty where it would not for its family."""
+def _hugging_face(file: Path, raw: dict[str, object]) -> tuple[ModelConfig, str]:
+    """Read a Hugging Face model. One that this engine does not run is read for its sizes alone, and comes with the
+    reason: a plan needs no more. Raises ModelError."""
     from engine.model.files.checkpoint import find_family
-
-    try:
-        find_family(file, "hugging_face", "model_type", raw.get("model_type"))
-    except ModelError as error:
-        return f"for planning alone, as `headrace up` refuses it: {error}"
-    return ""
-
-
-def _hugging_face(file: Path, raw: dict[str, object]) -> ModelConfig:
-    """Read the sizes of a Hugging Face model, also of a family that this engine does not run: a plan needs no more.
-    Raises ModelError."""
     from engine.model.files.hf_model import model_config
 
     for key in ("kv_lora_rank", *_EXPERTS):
         if raw.get(key):
             why = "latent attention" if key == "kv_lora_rank" else "a mixture of experts"
             raise ModelError(file, f"{key}: {why} is not planned for; give the sizes by flags")
-    # None of these changes a size, and all may be of a kind that cannot be run.
-    sizes = {k: v for k, v in raw.items() if k not in _SIZELESS}
-    kind = raw.get("model_type")
-    family = next((known for known in FAMILIES.values() if known.hugging_face == kind), LLAMA)
-    config = model_config(file, family, sizes, file.resolve().parent.name)
-    biased = kind == "qwen2"
-    return msgspec.structs.replace(config, qkv_bias=True, output_bias=False) if biased else config
+    kind, name = raw.get("model_type"), file.resolve().parent.name
+    try:
+        return model_config(file, find_family(file, "hugging_face", "model_type", kind), raw, name), ""
+    except ModelError as error:
+        family = next((known for known in FAMILIES.values() if known.hugging_face == kind), LLAMA)
+        sizes = {key: value for key, value in raw.items() if key not in _SIZELESS}
+        return model_config(file, family, sizes, name), str(error)

@@ -34,6 +34,7 @@ class Admission:
     context_tokens: int
     prefills: Prefills
     compiled: CompiledConstraint | None = None
+    adapters: frozenset[str] = frozenset()
     requests: dict[RequestId, Request] = field(default_factory=dict)
     """Requests that were taken, until they end or depart."""
     by_key: ResumeIndex[Request] = field(default_factory=ResumeIndex)
@@ -68,7 +69,7 @@ class Admission:
 
     def refusal(self, record: RequestRecord) -> Fault | None:
         """Return why `record` could never be taken, if so."""
-        fault = refusal(record, self.vocab, self.context_tokens, self.compiled)
+        fault = refusal(record, self.vocab, self.context_tokens, self.compiled, self.adapters)
         if fault is not None:
             return fault
         if self._most_blocks(record) > self.kv.pool.total:
@@ -108,7 +109,7 @@ class Admission:
         most `match_limit` of them are taken from the cache; None: all but the last."""
         limit = len(tokens) - 1
         return self.kv.acquire(
-            record.namespace,
+            record.space,
             tokens,
             match_limit=limit if match_limit is None else match_limit,
             room_tokens=len(tokens),

@@ -116,7 +116,7 @@ class Handoffs:
     def _targets(self, request: Request) -> dict[int, ExpectedBlock]:
         """Return the sender's blocks still to land by index, each with the identity its bytes must have."""
         size, tokens, own = request.prefill.sender_block_size, request.tokens, self.kv.block_size
-        root = identity.root(request.record.namespace, self.fingerprint)
+        root = identity.root(request.record.space, self.fingerprint)
         identities = identity.blocks(root, tokens, size)
         have = request.have_blocks * own
         rows = rows_by_block(len(tokens), have, size, own, request.lease.blocks)

@@ -112,7 +112,7 @@ class Preemption:
             self.swapping.out(request, preempted)
             if not request.lease.released:
                 self.kv.release(request.lease)
-            nothing = self.kv.promise(request.record.namespace, 0)
+            nothing = self.kv.promise(request.record.space, 0)
             assert nothing is not None
             request.lease = nothing
             request.preempted = preempted
@@ -166,7 +166,7 @@ class Preemption:
         # Else it needs blocks for all of its tokens, to be filled by a tier, here, or by its prefill worker. What was
         # copied is copied back, unless all of it is here still.
         limit = request.match_limit
-        missing = len(tokens) - kv.matched_tokens(record.namespace, tokens, limit)
+        missing = len(tokens) - kv.matched_tokens(record.space, tokens, limit)
         few = self.config.local_chunk_tokens
         least = few if request.stash is None else kv.block_size
         loads = missing > least and self.swapping.looks_up(request)

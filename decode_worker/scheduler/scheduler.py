@@ -76,12 +76,13 @@ class DecodeScheduler:
         stop_ids: frozenset[int],
         block_bytes: int,
         compiled: CompiledConstraint | None = None,
+        adapters: frozenset[str] = frozenset(),
     ) -> None:
         self.kv, self.receiver, self.leaving = kv, receiver, False
         self.batch, self.swapping = Batch(config, kv, stop_ids, compiled), Swapping(config, kv)
         handoffs = Handoffs(kv, receiver, incarnation, fingerprint)
         self.prefills = Prefills(name, config, kv, handoffs, Forks(kv), self.batch, self.swapping)
-        self.admission = Admission(name, config, kv, vocab, context_tokens, self.prefills, compiled)
+        self.admission = Admission(name, config, kv, vocab, context_tokens, self.prefills, compiled, adapters)
         self.preemption = Preemption(config, kv, self.batch, self.swapping, self.prefills, self.admission)
         self.departures, orphans = Departures(kv, fingerprint), Orphans(config.orphan_s)
         self.sender = self.departures.sender

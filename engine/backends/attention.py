@@ -6,10 +6,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, silu
 
 from engine.batch import ROW_MULTIPLE, ForwardBatch
 from engine.logprobs import QueuedDraws
+from engine.model.config import Activation
 from engine.sampling import sample
 from engine.step import Drawn, Row
 from engine.storage.paged import KVTensors
@@ -18,8 +19,8 @@ from kernels.paged_attention import AttentionPlan, paged_attention, plan_attenti
 
 
 class Rotation:
-    """One step's rotary embedding. `cos`, `sin`: the model's tables `[context, head_dim / 2]`; `positions`: of the
-    step's rows."""
+    """One step's rotary embedding. `cos`, `sin`: one of the model's tables, `[context, dims / 2]`; `positions`: of the
+    step's rows. The first `dims` of each head's dimensions turn, the others are left alone."""
 
     def __init__(self, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         self.cos = cos
@@ -28,7 +29,7 @@ class Rotation:
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """`[rows, 1, head_dim]` each, so that `x * cos + roll(x, half) * sin` rotates one half against the other."""
+        """`[rows, 1, dims]` each, so that `x * cos + roll(x, half) * sin` rotates one half against the other."""
         cos, sin = self.cos[self.positions], self.sin[self.positions]
         return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
 
@@ -41,16 +42,31 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class AttentionOptions(NamedTuple):
+    """How a layer's queries weigh keys, where it is not by the softmax of plain products over all of them."""
+
+    window: int = 0
+    """How many keys a query sees, its own included; 0: all."""
+    scale: float | None = None
+    """The factor of scores; None: 1 / sqrt(head_dim)."""
+    softcap: float = 0.0
+    """Scores s, scaled, become cap * tanh(s / cap) before they are masked; 0: they are left alone."""
+    sinks: Tensor | None = None
+    """`[heads]`, in the pool's or a wider type: one more logit of each head's softmax, which has no value and is
+    not scaled; counted once."""
+
+
 class LayerInput(NamedTuple):
     """The input of one layer's attention. `qkv` is `[rows, heads + 2 * kv_heads, head_dim]`: all rows of the step
-    `batch`."""
+    `batch`. Without `rotation`, nothing is rotated."""
 
     layer: int
     qkv: Tensor
-    rotation: Rotation
+    rotation: Rotation | None
     batch: ForwardBatch
     kv: KVTensors
     norms: HeadNorms | None = None
+    options: AttentionOptions = AttentionOptions()
 
 
 class AttentionBackend(Protocol):
@@ -67,10 +83,11 @@ class AttentionBackend(Protocol):
         Returns `[rows, heads * head_dim]`; padding rows are zero, and write nothing."""
 
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add `delta` to `x` `[rows, hidden]` in place; return the RMS norm of the sum, times `weight`."""
+        """Add `delta` to `x` `[rows, hidden]` in place; return the RMS norm of the sum, times `weight`, which may be of
+        a wider type: the product is rounded once."""
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """`[rows, 2 * width]`, the gate first -> silu(gate) * up, `[rows, width]`. May write to its argument."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """`[rows, 2 * width]`, the gate first -> activation(gate) * up, `[rows, width]`. May write to its argument."""
 
     def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]:
         """A token, or candidates, for each draw, row i of `logits` for draw i: when all work of the step has ended, or
@@ -97,17 +114,17 @@ class TorchAttention:
         self._rows = plan_kv_write(batch.slots, kv.tensor)
 
     def attend(self, given: LayerInput) -> Tensor:
-        layer, qkv, rotation, batch, kv, norms = given
+        layer, qkv, rotation, batch, kv, norms, options = given
         if self._plan is None or self._rows is None:
             raise RuntimeError("attend before begin")
+        refuse_options(options)
         kv_heads = kv.tensor.shape[1]
-        cos, sin = rotation.rows
         qk = qkv[:, : self._heads + kv_heads]
         if norms is not None:
             q, k = qk.split([self._heads, kv_heads], 1)
-            q = rms_norm(q, norms.q.shape, norms.q, norms.eps)
-            qk = torch.cat([q, rms_norm(k, norms.k.shape, norms.k, norms.eps)], 1)
-        qk = torch.addcmul(qk * cos, qk.roll(qkv.shape[-1] // 2, -1), sin)
+            qk = torch.cat([_norm(q, norms.q, norms.eps), _norm(k, norms.k, norms.eps)], 1)
+        if rotation is not None:
+            qk = _rotated(qk, rotation)
         q, k = qk.split([self._heads, kv_heads], 1)
         write_kv(k, qkv[:, -kv_heads:], kv.tensor, layer, self._rows, kv.scales)
         out = torch.empty_like(q)
@@ -118,11 +135,31 @@ class TorchAttention:
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
             x += delta
-        return rms_norm(x, weight.shape, weight, eps)
+        return _norm(x, weight, eps)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return silu(gate).mul_(up)
+        return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
 
     def sample(self, logits: Tensor, draws: list[Row]) -> Sequence[Drawn]:
         return sample(logits, draws)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype is x.dtype:
+        return rms_norm(x, weight.shape, weight, eps)
+    return rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def _rotated(qk: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin = rotation.rows
+    dims = cos.shape[-1]
+    turned = qk[..., :dims]
+    turned = torch.addcmul(turned * cos, turned.roll(dims // 2, -1), sin)
+    return turned if dims == qk.shape[-1] else torch.cat([turned, qk[..., dims:]], -1)
+
+
+def refuse_options(options: AttentionOptions) -> None:
+    """Raise NotImplementedError where a layer asks for what these kernels do not do."""
+    if options != AttentionOptions():
+        raise NotImplementedError(f"attention with {options}")

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from engine.backends.attention import LayerInput, TorchAttention
+from engine.backends.attention import LayerInput, TorchAttention, refuse_options
 from engine.batch import ForwardBatch
+from engine.model.config import Activation
 from engine.storage.paged import KVTensors
 from kernels.native import STORAGE, Native, PoolShape, Sequences
 
@@ -31,9 +32,12 @@ class NativeAttention(TorchAttention):
         self._sequences = Sequences.of(batch.query_counts, batch.context_lens, batch.block_tables)
 
     def attend(self, given: LayerInput) -> Tensor:
-        layer, qkv, rotation, batch, kv, norms = given
+        layer, qkv, rotation, batch, kv, norms, options = given
         if not attends(kv):
             return super().attend(given)
+        refuse_options(options)
+        if rotation is None or 2 * rotation.cos.shape[-1] != qkv.shape[-1]:
+            raise NotImplementedError("heads that are not rotated, or not all of each")
         if self._sequences is None or self._slots is None:
             raise RuntimeError("attend before begin")
         _, kv_heads, layers, _, block_size, head_dim = kv.tensor.shape
@@ -50,8 +54,8 @@ class NativeAttention(TorchAttention):
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return self._kernels.norm(x, delta, weight, eps)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        return self._kernels.gate(gate_up)
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        return self._kernels.gate(gate_up) if activation == "silu" else super().gate(gate_up, activation)
 
 
 def attends(kv: KVTensors) -> bool:

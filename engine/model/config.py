@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -59,9 +59,60 @@ class FactorsRope(msgspec.Struct, frozen=True, tag="factors", kw_only=True):
     factors: tuple[float, ...]
 
 
+class YarnRope(msgspec.Struct, frozen=True, tag="yarn", kw_only=True):
+    """YaRN (arXiv 2309.00071): frequencies of few turns within the original context are divided by `factor`, those of
+    many are kept, and a ramp joins them. `truncate`: the ramp begins and ends at whole dimensions."""
+
+    factor: float
+    original_context_tokens: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+class LongRope(msgspec.Struct, frozen=True, tag="longrope", kw_only=True):
+    """LongRoPE (arXiv 2402.13753): one divisor per frequency, from `long` where the model's context exceeds the
+    original one, else from `short`. The choice is the deployment's, never a sequence's: cached keys do not depend on
+    what follows."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context_tokens: int
+
+    def factors(self, context_tokens: int) -> tuple[float, ...]:
+        return self.long if context_tokens > self.original_context_tokens else self.short
+
+
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context_tokens")
 
-RopeScaling = Llama3Rope | LinearRope | FactorsRope
+RopeScaling = Llama3Rope | LinearRope | FactorsRope | YarnRope | LongRope
+
+QKNorm = Literal["", "head", "whole"]
+"""Queries and keys are RMS-normed before they are rotated: head by head (Qwen3), or all heads as one row (OLMo 2)."""
+
+Activation = Literal["silu", "gelu_tanh"]
+"""The gate of a feed-forward layer: silu, or GELU by its tanh (arXiv 1606.08415, section 2)."""
+
+
+class RopeTable(msgspec.Struct, frozen=True, kw_only=True):
+    """One rotary embedding. `dims`: how many of a head's first dimensions turn, in halves of that; 0: all. `scale`
+    multiplies cosines and sines, so that it is in the cached keys (YaRN's attention factor)."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    dims: int = 0
+    scale: float = 1.0
+
+
+class LayerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What one layer's attention does otherwise than the next. `window`: how many keys a query sees, its own included;
+    0: all. `rope`: the number of its rotary table; None: nothing is rotated."""
+
+    window: int = 0
+    rope: int | None = 0
+
+
+PLAIN_LAYER = LayerOptions()
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,14 +128,33 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int
     context_tokens: int
     norm_eps: float
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    ropes: tuple[RopeTable, ...] = (RopeTable(),)
+    """The rotary tables that layers choose from."""
+    layer_options: tuple[LayerOptions, ...] = ()
+    """One for each layer; empty: all layers are plain."""
     tied: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """Queries and keys are RMS-normed, head by head, before they are rotated (Qwen3)."""
+    qk_norm: QKNorm = ""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms (Gemma's are kept as differences from one)."""
+    activation: Activation = "silu"
+    attention_scale: float | None = None
+    """The factor of scores; None: 1 / sqrt(head_dim)."""
+    attention_softcap: float = 0.0
+    """Scores s become cap * tanh(s / cap); 0: they are left alone."""
+    sinks: bool = False
+    """Each head has one more logit in its softmax, without a value."""
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    """The factor of what attention and feed-forward layers add to the residual stream."""
+    logit_scale: float = 1.0
+    final_softcap: float = 0.0
+    """As `attention_softcap`, of logits."""
+    drawable: int = 0
+    """Ids from here on are of no token, since matrices have more rows than the tokenizer: they are never drawn. 0: all
+    may be."""
     dtype: str = "float32"
     name: str = ""
     fingerprint: str = ""
@@ -96,6 +166,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_rows(self) -> int:
         return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_rows(self) -> int:
+        return self.q_rows + 2 * self.kv_rows
+
+    @property
+    def gate_up_rows(self) -> int:
+        return 2 * self.intermediate
+
+    def layer(self, number: int) -> LayerOptions:
+        return self.layer_options[number] if self.layer_options else PLAIN_LAYER
+
+    def rotary_dims(self, table: RopeTable) -> int:
+        return table.dims or self.head_dim
 
     def kv_layout(self, block_size: int, dtype: str | None = None) -> KVLayout:
         """Return the layout in which a pool keeps the model's KV: in `dtype`, or in the one that the model computes
@@ -117,10 +201,32 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelError(path, f"{self.heads} heads do not divide by {self.kv_heads} KV heads")
         if self.head_dim % 2:
             raise ModelError(path, f"head_dim is {self.head_dim}, must be even")
-        scaling = self.rope_scaling
-        if isinstance(scaling, FactorsRope) and len(scaling.factors) != self.head_dim // 2:
-            raise ModelError(path, f"{len(scaling.factors)} rope factors for head_dim {self.head_dim}")
+        if not self.ropes:
+            raise ModelError(path, "has no rotary table")
+        for table in self.ropes:
+            self._check_rope(path, table)
+        if self.layer_options and len(self.layer_options) != self.layers:
+            raise ModelError(path, f"options of {len(self.layer_options)} layers, of {self.layers}")
+        for options in self.layer_options:
+            if options.window < 0 or (options.rope is not None and not 0 <= options.rope < len(self.ropes)):
+                raise ModelError(path, f"a layer has window {options.window} and rotary table {options.rope}")
+        if not 0 <= self.drawable <= self.vocab:
+            raise ModelError(path, f"{self.drawable} of {self.vocab} ids can be drawn")
         return self
+
+    def _check_rope(self, path: Path, table: RopeTable) -> None:
+        dims = self.rotary_dims(table)
+        if dims % 2 or not 0 < dims <= self.head_dim:
+            raise ModelError(path, f"{dims} dimensions of a head of {self.head_dim} are rotated: must be even")
+        given: tuple[tuple[float, ...], ...] = ()
+        match scaling := table.scaling:
+            case FactorsRope():
+                given = (scaling.factors,)
+            case LongRope():
+                given = (scaling.short, scaling.long)
+        for factors in given:
+            if len(factors) != dims // 2 or not min(factors) > 0:
+                raise ModelError(path, f"{len(factors)} rope factors for {dims} rotated dimensions, or one not above 0")
 
     @staticmethod
     def load(model_dir: Path) -> "ModelConfig":

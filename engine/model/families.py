@@ -6,17 +6,19 @@ with the layer's number; a size is the name of a `ModelConfig` attribute.
 
 import msgspec
 
-from engine.model.config import ModelConfig
+from engine.model.config import Activation, ModelConfig, QKNorm
 
 
 class Source(msgspec.Struct, frozen=True):
     """A tensor in somebody else's file. `rope_heads` names the heads whose rows GGUF stores with rotary pairs
-    interleaved (0, d/2, 1, d/2 + 1, ..) where Hugging Face stores halves."""
+    interleaved (0, d/2, 1, d/2 + 1, ..) where Hugging Face stores halves. `is_norm`: GGUF's converter has added the
+    config's `norm_offset`."""
 
     hugging_face: str
     gguf: str
     rows: str
     rope_heads: str = ""
+    is_norm: bool = False
 
 
 class Weight(msgspec.Struct, frozen=True):
@@ -38,14 +40,20 @@ class Weight(msgspec.Struct, frozen=True):
 
 
 class Family(msgspec.Struct, frozen=True):
-    """`hugging_face` is the `model_type` of config.json, `gguf` the value of `general.architecture`."""
+    """`hugging_face` is the `model_type` of config.json, `gguf` the value of `general.architecture`; empty where files
+    of another family stand for this one's too. What follows the weights is what no file says."""
 
     name: str
     hugging_face: str
     gguf: str
     weights: tuple[Weight, ...]
     layer_weights: tuple[Weight, ...]
-    qk_norm: bool = False
+    qk_norm: QKNorm = ""
+    qkv_bias: bool = False
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
+    tied: bool = False
+    """Where config.json does not say so."""
 
 
 def _bias(weight: Weight, option: str) -> Weight:
@@ -60,10 +68,8 @@ def _bias(weight: Weight, option: str) -> Weight:
     return Weight(f"{weight.name}_bias", sources, option=option)
 
 
-def _head_norm(name: str) -> Weight:
-    """A norm of one head's row, the same for every head of a layer."""
-    source = Source(_HF + f"self_attn.{name}.weight", _GGUF + f"attn_{name}.weight", "head_dim")
-    return Weight(name, (source,), option="qk_norm")
+def _norm(name: str, hugging_face: str, gguf: str, rows: str = "hidden") -> Weight:
+    return Weight(name, (Source(f"{hugging_face}.weight", f"{gguf}.weight", rows, is_norm=True),))
 
 
 _HF = "model.layers.{layer}."
@@ -108,7 +114,7 @@ _ONCE = (
         (Source("model.embed_tokens.weight", "token_embd.weight", "vocab"),),
         columns="hidden",
     ),
-    Weight("norm", (Source("model.norm.weight", "output_norm.weight", "hidden"),)),
+    _norm("norm", "model.norm", "output_norm"),
     Weight(
         "head",
         (Source("lm_head.weight", "output.weight", "vocab"),),
@@ -118,24 +124,47 @@ _ONCE = (
 )
 
 
-def _layer(qkv: Weight) -> tuple[Weight, ...]:
+# Fused as the engine has them: rows of q, k and v, and the gate's before those of up.
+_QKV_FUSED = Weight(
+    "qkv", (Source(_HF + "self_attn.qkv_proj.weight", _GGUF + "attn_qkv.weight", "qkv_rows"),), "hidden"
+)
+_GATE_UP_FUSED = Weight(
+    "gate_up", (Source(_HF + "mlp.gate_up_proj.weight", _GGUF + "ffn_up.weight", "gate_up_rows"),), "hidden"
+)
+_PRE = (
+    _norm("attention_norm", _HF + "input_layernorm", _GGUF + "attn_norm"),
+    _norm("mlp_norm", _HF + "post_attention_layernorm", _GGUF + "ffn_norm"),
+)
+_POST = (
+    _norm("attention_post_norm", _HF + "post_attention_layernorm", _GGUF + "post_attention_norm"),
+    _norm("mlp_post_norm", _HF + "post_feedforward_layernorm", _GGUF + "post_ffw_norm"),
+)
+_AROUND = (_PRE[0], _norm("mlp_norm", _HF + "pre_feedforward_layernorm", _GGUF + "ffn_norm"), *_POST)
+
+
+def _qk_norms(q_rows: str, k_rows: str) -> tuple[Weight, ...]:
     return (
-        Weight(
-            "attention_norm",
-            (Source(_HF + "input_layernorm.weight", _GGUF + "attn_norm.weight", "hidden"),),
-        ),
+        _norm("q_norm", _HF + "self_attn.q_norm", _GGUF + "attn_q_norm", q_rows),
+        _norm("k_norm", _HF + "self_attn.k_norm", _GGUF + "attn_k_norm", k_rows),
+    )
+
+
+_OF_HEADS = _qk_norms("head_dim", "head_dim")
+_OF_ALL_HEADS = _qk_norms("q_rows", "kv_rows")
+
+
+def _layer(
+    qkv: Weight, *more: Weight, norms: tuple[Weight, ...] = _PRE, gate_up: Weight = _GATE_UP
+) -> tuple[Weight, ...]:
+    return (
+        *norms,
         qkv,
         _bias(qkv, "qkv_bias"),
-        _head_norm("q_norm"),
-        _head_norm("k_norm"),
+        *more,
         _OUTPUT,
         _bias(_OUTPUT, "output_bias"),
-        Weight(
-            "mlp_norm",
-            (Source(_HF + "post_attention_layernorm.weight", _GGUF + "ffn_norm.weight", "hidden"),),
-        ),
-        _GATE_UP,
-        _bias(_GATE_UP, "mlp_bias"),
+        gate_up,
+        _bias(gate_up, "mlp_bias"),
         _DOWN,
         _bias(_DOWN, "mlp_bias"),
     )
@@ -150,17 +179,108 @@ LLAMA = Family(
 )
 """Llama 2, Llama 3 and SmolLM2: one architecture, told apart by sizes, rope scaling and tied embeddings."""
 
+MISTRAL = msgspec.structs.replace(LLAMA, name="mistral", hugging_face="mistral", gguf="")
+"""Mistral (arXiv 2310.06825): Llama's, the first with a window on all layers. Its GGUF files say that they are Llama's.
+"""
+
+GRANITE = msgspec.structs.replace(LLAMA, name="granite", hugging_face="granite", gguf="granite")
+"""Granite 3 (IBM): Llama's, with factors of embedding, residual branches, scores and logits."""
+
+SMOLLM3 = msgspec.structs.replace(LLAMA, name="smollm3", hugging_face="smollm3", gguf="smollm3", tied=True)
+"""SmolLM3: Llama's, but that some layers rotate nothing (arXiv 2501.18795)."""
+
+QWEN2 = Family(
+    name="qwen2",
+    hugging_face="qwen2",
+    gguf="qwen2",
+    weights=_ONCE,
+    layer_weights=_layer(_QKV_IN_HALVES),
+    qkv_bias=True,
+)
+"""Qwen2, Qwen2.5 and what was distilled into them (arXiv 2412.15115): Llama's, with biases of queries, keys, values."""
+
 QWEN3 = Family(
     name="qwen3",
     hugging_face="qwen3",
     gguf="qwen3",
     weights=_ONCE,
-    layer_weights=_layer(_QKV_IN_HALVES),
-    qk_norm=True,
+    layer_weights=_layer(_QKV_IN_HALVES, *_OF_HEADS),
+    qk_norm="head",
 )
 """Qwen3's dense models (Qwen3 technical report, arXiv 2505.09388): Llama's, with query-key norm."""
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN3)}
+PHI3 = Family(
+    name="phi3",
+    hugging_face="phi3",
+    gguf="phi3",
+    weights=_ONCE,
+    layer_weights=_layer(_QKV_FUSED, gate_up=_GATE_UP_FUSED),
+)
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (arXiv 2404.14219): fused matrices, LongRoPE, heads rotated in part."""
+
+GEMMA2 = Family(
+    name="gemma2",
+    hugging_face="gemma2",
+    gguf="gemma2",
+    weights=_ONCE,
+    layer_weights=_layer(_QKV_IN_HALVES, norms=_AROUND),
+    norm_offset=1.0,
+    activation="gelu_tanh",
+    tied=True,
+)
+"""Gemma 2 (arXiv 2408.00118): norms before and after each branch, capped scores and logits, every other layer local."""
+
+GEMMA3 = msgspec.structs.replace(
+    GEMMA2,
+    name="gemma3",
+    hugging_face="gemma3_text",
+    gguf="gemma3",
+    layer_weights=_layer(_QKV_IN_HALVES, *_OF_HEADS, norms=_AROUND),
+    qk_norm="head",
+)
+"""Gemma 3's text side (arXiv 2503.19786): query-key norm for caps, five local layers to a global one, two thetas."""
+
+OLMO2 = Family(
+    name="olmo2",
+    hugging_face="olmo2",
+    gguf="olmo2",
+    weights=_ONCE,
+    layer_weights=_layer(_QKV_IN_HALVES, *_OF_ALL_HEADS, norms=_POST),
+    qk_norm="whole",
+)
+"""OLMo 2 (arXiv 2501.00656): norms after each branch alone, and of all heads' queries as one row."""
+
+OLMO3 = msgspec.structs.replace(OLMO2, name="olmo3", hugging_face="olmo3", gguf="")
+"""OLMo 3: OLMo 2's, three of four layers local. Its GGUF files say that they are OLMo 2's."""
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (LLAMA, MISTRAL, GRANITE, SMOLLM3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, OLMO2, OLMO3)
+}
+
+_LATENT = "keys and values are kept as one latent row (MLA), for which there are no kernels"
+_HYBRID = "some layers keep a recurrent state instead of keys and values, which cannot be paged or migrated"
+_CHUNKED = "layers attend within chunks, and queries have a temperature by position"
+
+_STATE = "it keeps a state instead of keys and values"
+_SHARED = "layers share keys and values, or differ in the size of their heads"
+_TEMPERATURE = "queries have a temperature by position"
+
+REFUSED: dict[str, str] = {
+    name: why
+    for why, names in {
+        _LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 deepseek2 kimi_k2 minicpm3 mistral4",
+        _CHUNKED: "llama4 llama4_text",
+        _HYBRID: "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen35 qwen35moe qwen3_next qwen3next lfm2 jamba "
+        "bamba granitemoehybrid granitehybrid falcon_h1 falcon-h1 nemotron_h nemotron-h",
+        _STATE: "mamba mamba2 falcon_mamba rwkv6 rwkv7",
+        _SHARED: "gemma3n gemma3n_text gemma4 gemma4_text",
+        _TEMPERATURE: "ministral3 mistral3",
+        "Gemma 1 is not supported, Gemma 2 and 3 are": "gemma",
+    }.items()
+    for name in names.split()
+}
+"""Why families that are asked for are not run, by `model_type` or `general.architecture`."""
 
 
 def layer_key(layer: int, name: str) -> str:

@@ -15,21 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from engine.backends.attention import AttentionBackend, HeadNorms, LayerInput, Rotation
+from engine.backends.attention import AttentionBackend, AttentionOptions, HeadNorms, LayerInput, Rotation
 from engine.batch import ForwardBatch
-from engine.model.config import (
-    FactorsRope,
-    LinearRope,
-    Llama3Rope,
-    ModelConfig,
-    ModelError,
-    Progress,
-)
+from engine.model.config import ModelConfig, ModelError, Progress
 from engine.model.families import FAMILIES, layer_key
 from engine.model.prepared.loading import load_weights
 from engine.model.prepared.packed import packed_weights
 from engine.model.prepared.panels import panel_weights
 from engine.model.prepared.shards import fingerprint_of
+from engine.model.rope import rope_table
 from engine.storage.paged import KVTensors
 from kernels.linear import Weight, linear
 from kernels.native import native
@@ -40,25 +34,37 @@ Weights = Mapping[str, Weight]
 
 
 class _Layer:
-    """One layer's weights: `[rows, columns]` matrices as `torch.nn.functional.linear` wants them, biases or None."""
+    """One layer's weights: `[rows, columns]` matrices as `torch.nn.functional.linear` wants them. What its
+    family does not have is None."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
-        def need(name: str) -> Tensor:
-            return _plain(weights[layer_key(layer, name)])
+        def maybe(name: str) -> Tensor | None:
+            key = layer_key(layer, name)
+            return _plain(weights[key]) if key in weights else None
 
         def matrix(name: str) -> Weight:
             return weights[layer_key(layer, name)]
 
-        def maybe(name: str) -> Tensor | None:
-            return need(name) if layer_key(layer, name) in weights else None
+        def norm(name: str) -> Tensor | None:
+            return None if (weight := maybe(name)) is None else _norm_weight(weight, config)
 
-        self.attention_norm = need("attention_norm")
+        self.attention_norm, self.attention_post_norm = norm("attention_norm"), norm("attention_post_norm")
         self.qkv, self.qkv_bias = matrix("qkv"), maybe("qkv_bias")
-        self.head_norms = HeadNorms(need("q_norm"), need("k_norm"), config.norm_eps) if config.qk_norm else None
+        q_norm, k_norm = norm("q_norm"), norm("k_norm")
+        norms = HeadNorms(q_norm, k_norm, config.norm_eps) if q_norm is not None and k_norm is not None else None
+        self.head_norms = norms if config.qk_norm == "head" else None
+        self.whole_norms = norms if config.qk_norm == "whole" else None
         self.output, self.output_bias = matrix("output"), maybe("output_bias")
-        self.mlp_norm = need("mlp_norm")
+        self.mlp_norm, self.mlp_post_norm = norm("mlp_norm"), norm("mlp_post_norm")
         self.gate_up, self.gate_up_bias = matrix("gate_up"), maybe("gate_up_bias")
         self.down, self.down_bias = matrix("down"), maybe("down_bias")
+        self.rope = config.layer(layer).rope
+        self.options = AttentionOptions(
+            window=config.layer(layer).window,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            sinks=maybe("sinks"),
+        )
 
 
 class Llama:
@@ -67,11 +73,15 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self._embedding = _plain(weights["embedding"])
-        self._norm = _plain(weights["norm"])
+        self._norm = _norm_weight(_plain(weights["norm"]), config)
         self._head = weights.get("head", self._embedding)
         self._layers = [_Layer(config, weights, layer) for layer in range(config.layers)]
-        tables = rope_tables(config, self._embedding.dtype)
-        self._cos, self._sin = (table.to(self._embedding.device) for table in tables)
+        self._tables = [
+            tuple(part.to(self._embedding.device) for part in rope_table(config, table, self._embedding.dtype))
+            for table in config.ropes
+        ]
+        # Rounded to the type of what it multiplies, as Gemma's is.
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self._embedding.dtype))
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +90,7 @@ class Llama:
     @property
     def table_bytes(self) -> int:
         """The size of the rotary tables, which every process computes for itself."""
-        return int(self._cos.nbytes + self._sin.nbytes)
+        return sum(int(part.nbytes) for table in self._tables for part in table)
 
     @torch.inference_mode()
     def forward(
@@ -101,24 +111,61 @@ class Llama:
         else:
             wanted = rms_norm(rows, (self.config.hidden,), self._norm, self.config.norm_eps)
             product = linear(wanted, self._head)
-        return product.float() if out is None else out.copy_(product)
+        wide = product.float() if out is None else out.copy_(product)
+        self._finish(wide)
+        return wide
+
+    def _finish(self, logits: Tensor) -> None:
+        config = self.config
+        if config.logit_scale != 1.0:
+            logits *= config.logit_scale
+        if config.final_softcap:
+            logits.div_(config.final_softcap).tanh_().mul_(config.final_softcap)
+        if config.drawable:
+            logits[:, config.drawable :] = -math.inf
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
         """Return what the last layer leaves of every row, `[padded rows, hidden]`; see `forward`."""
-        eps, head_dim = self.config.norm_eps, self.config.head_dim
-        rotation = Rotation(self._cos, self._sin, batch.positions)
+        rotations = [Rotation(cos, sin, batch.positions) for cos, sin in self._tables]
         x = self._embedding[batch.tokens]
+        if self._embed_scale != 1.0:
+            x *= self._embed_scale
         delta: Tensor | None = None
         for number, layer in enumerate(self._layers):
-            normed = attention.norm(x, delta, layer.attention_norm, eps)
-            qkv = linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, head_dim)
-            attended = attention.attend(LayerInput(number, qkv, rotation, batch, kv, layer.head_norms))
-            delta = linear(attended, layer.output, layer.output_bias)
-            normed = attention.norm(x, delta, layer.mlp_norm, eps)
-            gated = attention.gate(linear(normed, layer.gate_up, layer.gate_up_bias))
-            delta = linear(gated, layer.down, layer.down_bias)
+            rotation = None if layer.rope is None else rotations[layer.rope]
+            normed = self._normed(x, delta, layer.attention_norm, attention)
+            qkv = self._qkv(normed, layer, attention)
+            given = LayerInput(number, qkv, rotation, batch, kv, layer.head_norms, layer.options)
+            delta = linear(attention.attend(given), layer.output, layer.output_bias)
+            delta = self._branch(delta, layer.attention_post_norm, attention)
+            normed = self._normed(x, delta, layer.mlp_norm, attention)
+            gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
+            delta = linear(attention.gate(gate_up, self.config.activation), layer.down, layer.down_bias)
+            delta = self._branch(delta, layer.mlp_post_norm, attention)
         return x if delta is None else x.add_(delta)
+
+    def _normed(self, x: Tensor, delta: Tensor | None, norm: Tensor | None, attention: AttentionBackend) -> Tensor:
+        """Add `delta` to `x` in place; return what the next product reads: the norm of the sum, or the sum."""
+        if norm is not None:
+            return attention.norm(x, delta, norm, self.config.norm_eps)
+        return x if delta is None else x.add_(delta)
+
+    def _branch(self, delta: Tensor, norm: Tensor | None, attention: AttentionBackend) -> Tensor:
+        """Return what attention or a feed-forward layer adds to the residual stream."""
+        if norm is not None:
+            delta = attention.norm(delta, None, norm, self.config.norm_eps)
+        return delta if self.config.residual_scale == 1.0 else delta.mul_(self.config.residual_scale)
+
+    def _qkv(self, normed: Tensor, layer: _Layer, attention: AttentionBackend) -> Tensor:
+        """Return queries, keys and values of every row, `[rows, heads + 2 * kv_heads, head_dim]`."""
+        qkv = linear(normed, layer.qkv, layer.qkv_bias)
+        if layer.whole_norms is not None:
+            q_norm, k_norm, eps = layer.whole_norms
+            q, k, v = qkv.split([len(q_norm), len(k_norm), self.config.kv_rows], 1)
+            q = attention.norm(q.contiguous(), None, q_norm, eps)
+            qkv = torch.cat([q, attention.norm(k.contiguous(), None, k_norm, eps), v], 1)
+        return qkv.view(len(normed), -1, self.config.head_dim)
 
     def first_layer(self) -> "Llama":
         """Return a model of this one's first layer and output matrix: its shapes, at a fraction of the work."""
@@ -164,30 +211,6 @@ def _plain(weight: Weight) -> Tensor:
     return weight
 
 
-def rope_tables(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin `[context_tokens, head_dim / 2]` of the rotary embedding (RoFormer, arXiv 2104.09864).
-
-    A table, not a computation at each step: vectorised cosines of the same angle differ in their last bit by where the
-    angle lies in the tensor, which would make a row depend on its batch.
-    """
-    # 32 bits throughout, as the models were trained: position 8000 differs visibly from a 64-bit table.
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = _scaled(1.0 / config.rope_theta**exponents, config)
-    angles = torch.outer(torch.arange(config.context_tokens).float(), frequencies)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    match scaling := config.rope_scaling:
-        case None:
-            return frequencies
-        case LinearRope():
-            return frequencies / scaling.factor
-        case FactorsRope():
-            return frequencies / torch.tensor(scaling.factors)
-        case Llama3Rope():
-            wavelengths = 2 * math.pi / frequencies
-            original = scaling.original_context_tokens
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-            return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+def _norm_weight(weight: Tensor, config: ModelConfig) -> Tensor:
+    """With an offset, in 32 bits: the sum would lose bits of the weight in the type of 16."""
+    return weight.float() + config.norm_offset if config.norm_offset else weight

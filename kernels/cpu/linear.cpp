@@ -175,6 +175,37 @@ static void all_rows(const float *x, int64_t stride, int64_t rows, const float *
   }
 }
 
+// What one thread does at a time: the product with one panel of W, `number` of those that W has.
+struct Matrix {
+  int kind;
+  int64_t width, columns;
+
+  int64_t panels() const { return (width + PANEL - 1) / PANEL; }
+  bool coded() const { return kind == Q8 || kind == Q4; }
+  int64_t column_bytes() const { return kind == F32 ? PANEL * 4 : PANEL * 2; }  // where groups mean nothing
+  int64_t panel_bytes() const { return coded() ? columns / GROUP * group_bytes(kind) : columns * column_bytes(); }
+
+  void multiply_panel(int64_t number, const uint8_t *panels, const float *x, int64_t rows, const float *bias,
+                      float *out) const {
+    alignas(64) float buffer[GROUP * PANEL];
+    static thread_local std::vector<float> sums;
+    sums.assign(rows * PANEL, 0.0f);
+    const uint8_t *at = panels + number * panel_bytes();
+    for (int64_t k = 0; k < columns; k += GROUP) {
+      const int some = (int)std::min<int64_t>(GROUP, columns - k);
+      if (coded() && rows <= FEW_ROWS)
+        (kind == Q4 ? few_rows<true> : few_rows<false>)((int)rows, x + k, columns, at, some, sums.data());
+      else
+        all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums.data());
+      at += coded() ? group_bytes(kind) : some * column_bytes();
+    }
+    const int64_t first = number * PANEL, here = std::min<int64_t>(PANEL, width - first);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t j = 0; j < here; ++j)
+        out[r * width + first + j] = sums[r * PANEL + j] + (bias ? bias[first + j] : 0.0f);
+  }
+};
+
 }  // namespace headrace
 
 using namespace headrace;
@@ -183,26 +214,23 @@ using namespace headrace;
 HEADRACE_API void headrace_linear(const float *x, int64_t rows, int64_t columns, const uint8_t *panels, int kind,
                                 int64_t width, const float *bias, float *out, int threads) {
   if (rows == 0) return;
-  const int64_t count = (width + PANEL - 1) / PANEL;
-  const int64_t column_bytes = kind == F32 ? PANEL * 4 : PANEL * 2;  // where groups mean nothing
-  const bool coded = kind == Q8 || kind == Q4;
-  const int64_t panel_bytes = coded ? columns / GROUP * group_bytes(kind) : columns * column_bytes;
-  each(count, threads, [&](int64_t panel) {
-    alignas(64) float buffer[GROUP * PANEL];
-    static thread_local std::vector<float> sums;
-    sums.assign(rows * PANEL, 0.0f);
-    const uint8_t *at = panels + panel * panel_bytes;
-    for (int64_t k = 0; k < columns; k += GROUP) {
-      const int some = (int)std::min<int64_t>(GROUP, columns - k);
-      if (coded && rows <= FEW_ROWS)
-        (kind == Q4 ? few_rows<true> : few_rows<false>)((int)rows, x + k, columns, at, some, sums.data());
-      else
-        all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums.data());
-      at += coded ? group_bytes(kind) : some * column_bytes;
-    }
-    const int64_t first = panel * PANEL, here = std::min<int64_t>(PANEL, width - first);
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t j = 0; j < here; ++j)
-        out[r * width + first + j] = sums[r * PANEL + j] + (bias ? bias[first + j] : 0.0f);
+  const Matrix matrix{kind, width, columns};
+  each(matrix.panels(), threads, [&](int64_t i) { matrix.multiply_panel(i, panels, x, rows, bias, out); });
+}
+
+// The same with a W and a bias for each of `experts`, whose rows of x and out begin at starts[expert] and end where the
+// next one's begin.
+HEADRACE_API void headrace_linear_of_experts(const float *x, const int64_t *starts, int64_t experts, int64_t columns,
+                                           const uint8_t *panels, int kind, int64_t width, const float *bias,
+                                           float *out, int threads) {
+  const Matrix matrix{kind, width, columns};
+  const int64_t count = matrix.panels();
+  std::vector<int64_t> busy;
+  for (int64_t e = 0; e < experts; ++e)
+    if (starts[e] < starts[e + 1]) busy.push_back(e);
+  each((int64_t)busy.size() * count, threads, [&](int64_t i) {
+    const int64_t e = busy[i / count], first = starts[e];
+    matrix.multiply_panel(i % count, panels + e * count * matrix.panel_bytes(), x + first * columns,
+                          starts[e + 1] - first, bias ? bias + e * width : nullptr, out + first * width);
   });
 }

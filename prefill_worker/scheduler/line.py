@@ -123,7 +123,7 @@ class Line:
             record, limit = job.record, job.match_limit
             if not limit:
                 continue
-            job.fetch = self._fetches.wanted(record.namespace, record.tokens, limit, self.order.speed)
+            job.fetch = self._fetches.wanted(record.space, record.tokens, limit, self.order.speed)
             if job.fetch is not None and job.held_until is None:
                 job.held_until = now + (limit - cached) / self.order.speed
 
@@ -145,7 +145,7 @@ class Line:
         """Return False where there is no room for it now."""
         record, total = job.record, len(job.record.tokens)
         self._kv.entitle(record.namespace, record.cache_share)
-        lease = self._kv.acquire(record.namespace, record.tokens, match_limit=job.match_limit, room_tokens=total)
+        lease = self._kv.acquire(record.space, record.tokens, match_limit=job.match_limit, room_tokens=total)
         if lease is None:
             return False
         self.waiting.remove(job)
@@ -167,7 +167,7 @@ class Line:
 
     def _matched(self, job: Job) -> int:
         record = job.record
-        return self._kv.matched_tokens(record.namespace, record.tokens, job.match_limit)
+        return self._kv.matched_tokens(record.space, record.tokens, job.match_limit)
 
     def shares(self, now: float) -> list[tuple[Job, int]]:
         """Return how many tokens of the next step each running job has, the first in order first; some have none, and
@@ -192,7 +192,7 @@ def _beginnings(record: RequestRecord, size: int) -> list[int]:
     as never for others. Nothing but an estimate depends on them."""
     packed = array("Q", record.tokens).tobytes()
     stride = size * 8
-    key, keys = hash(record.namespace), []
+    key, keys = hash(record.space), []
     for at in range(0, len(packed) - stride + 1, stride):
         key = hash((key, packed[at : at + stride]))
         keys.append(key)
@@ -203,7 +203,7 @@ def _begin_alike(one: RequestRecord, other: RequestRecord, matched: int, end: in
     """Say if both begin with the same `end` tokens. The last of them, which differ most often, are compared first."""
     mine, theirs = one.tokens, other.tokens
     return (
-        one.namespace == other.namespace
+        one.space == other.space
         and mine[matched:end] == theirs[matched:end]
         and mine[:matched] == theirs[:matched]
     )

@@ -56,6 +56,7 @@ class PrefillScheduler:
         context_tokens: int,
         stop_ids: frozenset[int],
         compiled: CompiledConstraint | None = None,
+        adapters: frozenset[str] = frozenset(),
     ) -> None:
         self.kv = kv
         self.source: HandoffSource[Job] = HandoffSource(kv, fingerprint, self)
@@ -66,6 +67,7 @@ class PrefillScheduler:
         self._vocab = vocab
         self._context_tokens = context_tokens
         self._compiled = compiled
+        self._adapters = adapters
         self._stop_ids = stop_ids
         self._under_way: deque[_Planned] = deque()
         self._steps = 0
@@ -140,7 +142,7 @@ class PrefillScheduler:
         record = message.record
         if self.leaving:
             return Fault("UNAVAILABLE", "the prefill worker is leaving")
-        fault = refusal(record, self._vocab, self._context_tokens, self._compiled)
+        fault = refusal(record, self._vocab, self._context_tokens, self._compiled, self._adapters)
         if fault is not None:
             return fault
         if self.kv.blocks_for(len(record.tokens)) > self.kv.pool.total:

@@ -126,7 +126,7 @@ class Call:
         """Identities of the full blocks of the record's tokens, computed once per kind of worker."""
         chain = self._chains.get(key)
         if chain is None:
-            root = identity.root(self.record.namespace, key[0])
+            root = identity.root(self.record.space, key[0])
             chain = identity.chain(root, self.record.tokens, key[1])
             self._chains[key] = chain
         return chain

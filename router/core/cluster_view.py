@@ -106,7 +106,7 @@ class ClusterView:
             actual_blocks = stats.prefill_cached_tokens // call.prefill_key[1]
             self.index.correct(call.prefill, theirs, actual_blocks)
             self.index.insert(call.prefill, theirs)
-        parent = chain[-1] if chain else identity.root(call.record.namespace, call.key[0])
+        parent = chain[-1] if chain else identity.root(call.record.space, call.key[0])
         written = call.tokens[len(chain) * size : -1]
         self.index.insert(call.decode, chain + identity.chain(parent, written, size))
 

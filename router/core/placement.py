@@ -69,6 +69,8 @@ class Placer:
             workers = self._registry.role(role)
             if role == "prefill" and self._local_prefill:
                 continue  # a decode worker reads it
+            if workers and not any(_applies(w, record) for w in workers):
+                return Fault("NOT_FOUND", f"adapter: no {role} worker has {record.adapter}", "adapter")
             if workers and not any(_holds(w, record) for w in workers):
                 room = max(w.info.blocks * w.info.block_size for w in workers)
                 most = f"the largest {role} worker's {room} tokens of KV memory"
@@ -96,7 +98,7 @@ class Placer:
         self._shares.came(chain, max(1, tokens - most * size), tokens, size, len(alike))
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
-        decodes = [w for w in self._takers_for(call.record, now) if not w.refused]
+        decodes = [w for w in self._takers_for(call.record, now) if not w.refused and _applies(w, call.record)]
         pin = None if call.source is not None else call.pin
         if pin is not None:
             choice = self._best_of(call, held, [w for w in decodes if w.life == pin.decode], pin, now)
@@ -246,6 +248,7 @@ class Placer:
             w
             for w in self._registry.takers("prefill", now)
             if w.key[0] == fingerprint
+            and _applies(w, record)
             and demands[w.room].prompt_blocks <= w.info.blocks
             and not (failed and w.life in failed)
         ]
@@ -378,6 +381,11 @@ def _whole_view(name: str, wanted: Demand) -> PrefillView:
 def _fits(wanted: Demand, view: DecodeView, promised: int = 0) -> bool:
     size = view.blocks
     return wanted.blocks + promised - view.cached_blocks <= size - view.used_blocks and wanted.most_blocks <= size
+
+
+def _applies(worker: WorkerEntry, record: RequestRecord) -> bool:
+    """Return True if the worker can compute under the record's adapter."""
+    return not record.adapter or record.adapter in worker.info.adapters
 
 
 def _holds(worker: WorkerEntry, record: RequestRecord) -> bool:

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Protocol
 
+from engine.identity import NOBODY
+
 NAMESPACE_BYTES = 16
 _TENANT = b"headrace tenant"
 _SHARED = b"headrace shared"
 _SALT = b"headrace salt"
-_NOBODY = bytes(NAMESPACE_BYTES)
 """Whose salted requests without a tenant are."""
 
 
@@ -52,7 +53,7 @@ class CacheNamespaces:
     def of(self, tenant: str, salt: str = "") -> bytes:
         """Return the namespace of a tenant's requests: 16 bytes, or none where it is nobody's; with a salt, 16 more."""
         if salt:
-            whose = self.of(tenant) or _NOBODY
+            whose = self.of(tenant) or NOBODY
             parted = blake2b(whose, key=self._secret, digest_size=NAMESPACE_BYTES, person=_SALT)
             parted.update(salt.encode())
             return whose + parted.digest()

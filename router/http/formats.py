@@ -6,11 +6,11 @@ from typing import Protocol
 import msgspec
 
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
+from router.http.adapters.messages_reply import MessageWriter, anthropic_error, whole_message
+from router.http.adapters.responses_reply import ResponseWriter, whole_response
 from router.http.logprobs import TokenBytes
-from router.http.messages_reply import MessageWriter, anthropic_error, whole_message
 from router.http.openai_reply import error_reply, whole
 from router.http.openai_stream import EventPosition, StreamWriter, event
-from router.http.responses_reply import ResponseWriter, whole_response
 
 
 class EventWriter(Protocol):

@@ -18,7 +18,8 @@ from engine.plan import LENGTH_PENALTIES, LOGIT_BIASES, MAX_BEAM_WIDTH, MAX_LOGP
 from router.config import RouterConfig
 from router.front import validate
 from router.front.frontend import Frontend
-from router.http import chat_fields, messages_request, openai, responses_request, tokens
+from router.http import chat_fields, openai, tokens
+from router.http.adapters import messages_request, responses_request
 from router.http.answers import RESUME_TOKEN_HEADER
 from router.http.fields import FieldsReader
 from router.http.openai_reply import Reply, ReplyChoice

@@ -26,15 +26,15 @@ from router.front.api import SESSION_HEADER, ApiError, ModelFacts, Position, inv
 from router.front.frontend import Frontend
 from router.front.outlet import Outlet
 from router.front.resume import unknown_token
+from router.http.adapters.messages_request import parse_messages
+from router.http.adapters.responses_request import parse_response
 from router.http.answers import StreamedAnswer, WholeAnswer, error_response, json_response
 from router.http.bodies import Bodies, BodyRefusal
 from router.http.gate import caller_of
-from router.http.messages_request import parse_messages
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
 from router.http.page import PAGE_PATH, ChatPage
-from router.http.responses_request import parse_response
 from router.http.several import generate_all
 from router.http.tokens import TokenRoutes
 from router.roster import ScrapeTarget

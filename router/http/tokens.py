@@ -13,11 +13,11 @@ from starlette.responses import Response
 from router.front.access import as_tenant, tenant_for
 from router.front.api import ApiError, invalid
 from router.front.frontend import Frontend
+from router.http.adapters.messages_request import parse_count
 from router.http.answers import error_response, json_response
 from router.http.bodies import Bodies, BodyRefusal
 from router.http.fields import FieldsReader
 from router.http.gate import caller_of
-from router.http.messages_request import parse_count
 from router.http.openai import Int, Parsed, parse_chat, parse_completion
 
 

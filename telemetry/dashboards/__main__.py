@@ -1,8 +1,10 @@
 """Writes dashboards, rules and the page of metrics: `python -m telemetry.dashboards [--check]`, from the root.
 
-With `--check` nothing is written; the exit status is 1 if a committed file is not what would be written.
+With `--check` nothing is written; the exit status is 1 if a committed file is not what would be written. For a cluster
+of your own, `--docs URL --to FOLDER` writes all of them below FOLDER, with links to the pages at URL.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -16,16 +18,16 @@ RULES_FILE = Path("deploy/prometheus/rules/headrace.yml")
 METRICS_PAGE = Path("docs/metrics.md")
 
 
-def files() -> dict[Path, str]:
-    """Return what is generated, by path below the repository root."""
+def files(docs: str = "") -> dict[Path, str]:
+    """Return what is generated, by path below the repository root. `docs`: where the pages are served, for links."""
     found = {
         DASHBOARD_FOLDER / f"{dashboard.name}.json": json.dumps(
-            grafana.build(dashboard), indent=1, ensure_ascii=False
+            grafana.build(dashboard, DASHBOARDS, docs), indent=1, ensure_ascii=False
         )
         + "\n"
         for dashboard in DASHBOARDS
     }
-    return found | {RULES_FILE: rules.render(), METRICS_PAGE: reference.render()}
+    return found | {RULES_FILE: rules.render(docs=docs), METRICS_PAGE: reference.render()}
 
 
 def drifted(root: Path, wanted: Mapping[Path, str]) -> list[str]:
@@ -41,8 +43,15 @@ def drifted(root: Path, wanted: Mapping[Path, str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    root, wanted = Path.cwd(), files()
-    if arguments == ["--check"]:
+    parser = argparse.ArgumentParser(prog="python -m telemetry.dashboards", allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file would change")
+    parser.add_argument("--docs", metavar="URL", default="", help="where the pages of docs/ are served")
+    parser.add_argument("--to", metavar="FOLDER", type=Path, default=Path.cwd(), help="write below this (default: .)")
+    told = parser.parse_args(arguments)
+    if told.docs and told.to == Path.cwd():
+        parser.error("--docs: needs --to FOLDER, since what is committed links to where Compose serves the pages")
+    root, wanted = told.to, files(told.docs.rstrip("/"))
+    if told.check:
         wrong = drifted(root, wanted)
         for name in wrong:
             print(f"{name}: not what python -m telemetry.dashboards writes")

@@ -31,6 +31,11 @@ class Alert:
     def expr(self) -> str:
         return f"{self.value} {self.operator} {self.bound:g}"
 
+    @property
+    def runbook(self) -> str:
+        """The page about it, below docs/."""
+        return f"operations.md#{self.name.lower()}"
+
 
 ALERTS = (
     Alert(
@@ -101,7 +106,7 @@ ALERTS = (
         "HeadraceFirstTokenLate",
         'headrace:slo_met:ratio{slo="ttft"}',
         "<",
-        0.9,
+        measures.GOAL,
         300,
         "warning",
         "Only {{ $value | humanizePercentage }} of requests get their first token in time",
@@ -112,7 +117,7 @@ ALERTS = (
         "HeadraceTokensSlow",
         'headrace:slo_met:ratio{slo="itl"}',
         "<",
-        0.9,
+        measures.GOAL,
         300,
         "warning",
         "Only {{ $value | humanizePercentage }} of requests get their tokens fast enough",

@@ -7,7 +7,7 @@ from prometheus_client import Metric
 
 from telemetry.families import ProcessMetrics
 from telemetry.gpu_metrics import COMPILED, GpuMetrics
-from telemetry.labels import ROLES
+from telemetry.labels import ENGINE_STATES, ROLES
 from telemetry.metrics import WorkerMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
 from telemetry.supervisor_metrics import SupervisorMetrics
@@ -49,6 +49,7 @@ def catalog() -> dict[str, Shown]:
     for pool in ROLES:
         worker = WorkerMetrics("model", f"{pool}-0", pool)
         memory = dict.fromkeys(("weights_bytes", "workspace_bytes", "kv_bytes"), 0)
+        worker.engine(dict.fromkeys(ENGINE_STATES, 0.0).copy)
         worker.opened(block_size=16, blocks=1, dtype="float32", transport="auto", memory=memory)
         GpuMetrics(worker.families, dict, None, dict.fromkeys(COMPILED, 0).copy)
         TierMetrics(worker.families)

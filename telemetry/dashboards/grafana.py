@@ -1,10 +1,11 @@
 """A dashboard as Grafana's JSON (schema 39, Grafana 10 and later)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from telemetry.dashboards import links
 from telemetry.dashboards.measures import PANELS
-from telemetry.dashboards.panel import INFINITY, Dashboard, Panel, PanelRow
+from telemetry.dashboards.panel import INFINITY, Dashboard, Panel
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAG = "headrace"
@@ -12,8 +13,17 @@ WIDTH = 24
 HEIGHTS = {"stat": 4, "timeseries": 8, "heatmap": 8, "table": 8}
 
 
-def build(dashboard: Dashboard) -> dict[str, Any]:
-    """Return the whole dashboard, ready for an import or for provisioning."""
+def numbers(dashboard: Dashboard) -> dict[str, int]:
+    """Return the id of each panel by its title. Rows have numbers too."""
+    titles = [title for row in dashboard.rows for title in (None, *(panel.title for panel in row.panels))]
+    return {title: number for number, title in enumerate(titles, 1) if title is not None}
+
+
+def build(dashboard: Dashboard, all_of_them: Sequence[Dashboard], docs: str = "") -> dict[str, Any]:
+    """Return the whole dashboard, ready for an import or for provisioning; its links lead to panels of all of them, and
+    to pages at `docs`, a URL."""
+    ids = {(one.name, title): number for one in all_of_them for title, number in numbers(one).items()}
+    titles = {one.name: one.title for one in all_of_them}
     return {
         "uid": f"headrace-{dashboard.name}",
         "title": dashboard.title,
@@ -26,7 +36,7 @@ def build(dashboard: Dashboard) -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
         "timezone": "",
-        "templating": {"list": list(_variables())},
+        "templating": {"list": [*_variables(), _pages(docs or links.DOCS)]},
         "annotations": {"list": list(_annotations())},
         "links": [
             {
@@ -38,7 +48,7 @@ def build(dashboard: Dashboard) -> dict[str, Any]:
                 "keepTime": True,
             }
         ],
-        "panels": list(_panels(dashboard.rows)),
+        "panels": list(_panels(dashboard, ids, titles)),
     }
 
 
@@ -64,6 +74,36 @@ def _variables() -> Iterator[dict[str, Any]]:
         }
 
 
+def _pages(docs: str) -> dict[str, Any]:
+    """Where the pages are that panels link to: whoever looks can say so, and the dashboards tell each other."""
+    chosen = {"text": docs, "value": docs}
+    return {
+        "name": "docs",
+        "label": "Pages",
+        "description": "Where the project's docs folder is served: what links of panels begin with.",
+        "type": "textbox",
+        "query": docs,
+        "current": chosen,
+        "options": [{"selected": True, **chosen}],
+    }
+
+
+def _links(
+    dashboard: Dashboard, row: str, panel: Panel, ids: Mapping[tuple[str, str], int], titles: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    name, title = links.following(dashboard, panel.title)
+    where = "" if name == dashboard.name else f"{titles[name].removeprefix('Headrace: ')}: "
+    here = f"/d/headrace-{name}?viewPanel={ids[name, title]}"
+    return [
+        {
+            "title": "What this shows, and what to do",
+            "url": f"${{docs:raw}}/{links.page(dashboard, row)}",
+            "targetBlank": True,
+        },
+        {"title": f"Next: {where}{title}", "url": here + "&${__url_time_range}&${__all_variables}"},
+    ]
+
+
 def _annotations() -> Iterator[dict[str, Any]]:
     lost = PANELS.series("worker_losses_total", how="lost|given_up")
     leaving = PANELS.series("worker_state", state="draining")
@@ -83,10 +123,12 @@ def _annotations() -> Iterator[dict[str, Any]]:
         }
 
 
-def _panels(rows: tuple[PanelRow, ...]) -> Iterator[dict[str, Any]]:
+def _panels(
+    dashboard: Dashboard, ids: Mapping[tuple[str, str], int], titles: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
     """Lay out rows from top to bottom and, within a row, panels from left to right, wrapped at Grafana's 24 columns."""
     number, top = 1, 0
-    for row in rows:
+    for row in dashboard.rows:
         yield {
             "id": number,
             "type": "row",
@@ -101,7 +143,8 @@ def _panels(rows: tuple[PanelRow, ...]) -> Iterator[dict[str, Any]]:
                 top, left, tallest = top + tallest, 0, 0
             height = HEIGHTS[panel.kind]
             place = {"x": left, "y": top, "w": panel.width, "h": height}
-            yield _panel(panel) | {"id": number, "gridPos": place}
+            leads = _links(dashboard, row.title, panel, ids, titles)
+            yield _panel(panel) | {"id": number, "gridPos": place, "links": leads}
             number, left, tallest = number + 1, left + panel.width, max(tallest, height)
         top += tallest
 

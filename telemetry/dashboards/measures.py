@@ -9,10 +9,14 @@ UP = 'up{pool=~"supervisor|router|prefill|decode"}'
 """1 for each target of `/sd` that Prometheus reaches, 0 for the others."""
 TARGET = "worker, pool"
 
-BUSY_HIGH = 2.0
-"""The highest sound share of time in steps: a step counts when it ends, so one that began before the window adds to it.
-"""
-HINTS = ((1.0, "add a prefill worker"), (0.0, "balanced"), (-1.0, "add a decode worker"))
+GOAL = 0.9
+"""The share of requests that is to meet a target, for alerts and for a word about the pools."""
+HINTS = (
+    (1.0, "add a prefill worker"),
+    (0.0, "nothing: targets are met"),
+    (-1.0, "add a decode worker"),
+    (2.0, "target missed, neither pool is short"),
+)
 
 
 def slo_met(s: Scope) -> str:
@@ -52,8 +56,14 @@ def honesty(s: Scope) -> str:
 
 
 def busy(s: Scope, by: str) -> str:
-    """The share of time that engines spend in steps, summed over workers."""
-    return s.rate("step_seconds", by, "sum")
+    """The share of their time that engines spend in steps: 1 at most, since both are of one page and one moment."""
+    return share(s.rate("engine_seconds_total", by, state="busy"), s.rate("engine_seconds_total", by))
+
+
+def spent(s: Scope, name: str, label: str) -> str:
+    """The share of the time that a thread of a worker spends on each kind of a thing, mean of the workers. What has
+    begun before the window and ends in it counts in full: a long one would come out above 1."""
+    return f"clamp_max(avg by ({label}) ({s.rate(name, f'{TARGET}, {label}')}), 1)"
 
 
 def prefill_pressure(s: Scope) -> str:
@@ -81,6 +91,11 @@ def hint(s: Scope) -> str:
         f"({prefill} > bool 1) * ({prefill} > bool {decode})"
         f" - ({decode} > bool 1) * ({decode} >= bool {prefill})"
     )
+
+
+def verdict(s: Scope) -> str:
+    """What `hint` says, and 2 where it has nothing to say although too few requests meet a target."""
+    return f"({hint(s)}) + 2 * (({hint(s)}) == bool 0) * (min({slo_met(s)}) < bool {GOAL:g})"
 
 
 def files_used(s: Scope) -> str:

@@ -14,11 +14,12 @@ def quantiles(title: str, text: str, name: str) -> Panel:
 HINT = one(
     "What to add",
     "Which pool is short, while one is above its target: prefill by the time until a prompt is read, decode by the gap "
-    "between tokens or the wait for room. The pools' dashboard has both pressures.",
+    "between tokens or the wait for room. Neither, and yet a tenth of the requests miss a target: the time goes "
+    "elsewhere, or into few requests.",
     "none",
-    measures.hint(S),
+    measures.verdict(S),
     low=-1,
-    high=1,
+    high=2,
     proof=Proof.SHOWN,
     kind="stat",
     width=4,
@@ -138,9 +139,9 @@ OVERVIEW = Dashboard(
                     "Engines busy",
                     "The share of time in steps, mean of each pool's workers.",
                     "percentunit",
-                    f"avg by (pool) ({measures.busy(S, measures.TARGET)})",
+                    measures.busy(S, "pool"),
                     "{{pool}}",
-                    high=measures.BUSY_HIGH,
+                    high=1,
                 ),
                 one(
                     "KV moved",

@@ -80,7 +80,7 @@ def _rules() -> Iterator[str]:
     )
     for alert in ALERTS:
         after = f"{alert.for_s} s" if alert.for_s else "at once"
-        yield f"| {alert.name} | {alert.severity} | {after} | {alert.action} |"
+        yield f"| [{alert.name}]({alert.runbook}) | {alert.severity} | {after} | {alert.action} |"
 
 
 def _range(low: float, high: float) -> str:

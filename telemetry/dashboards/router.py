@@ -27,7 +27,7 @@ ROUTER = Dashboard(
                 ),
                 Panel(
                     "Requests under way",
-                    "Waiting for room, first come, first served; and placed.",
+                    "Waiting for room at the router, and placed on workers.",
                     "none",
                     (
                         Query(S.sum("queue_depth", pool="router"), "waiting"),

@@ -36,8 +36,10 @@ RECORDINGS = (
 )
 
 
-def render(hurry: float = 1.0) -> str:
-    """Write the rules as a file of Prometheus; `hurry` divides how long an alert must hold, for tests."""
+def render(hurry: float = 1.0, docs: str = "") -> str:
+    """Write the rules as a file of Prometheus; `hurry` divides how long an alert must hold, for tests. `docs`: where
+    the pages are served, a URL; else alerts name the file in the project."""
+    docs = docs or "docs"
     lines = [
         "# Made by `python -m telemetry.dashboards`: change that, not this.",
         "groups:",
@@ -56,6 +58,7 @@ def render(hurry: float = 1.0) -> str:
             "        annotations:",
             f"          summary: {_quoted(alert.summary)}",
             f"          action: {_quoted(alert.action)}",
+            f"          runbook_url: {_quoted(f'{docs}/{alert.runbook}')}",
         ]
     return "\n".join(lines) + "\n"
 

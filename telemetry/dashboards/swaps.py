@@ -1,5 +1,6 @@
 """Panels of preemption on decode workers: how often, at what cost, and by which way back."""
 
+from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
 from telemetry.dashboards.panel import Panel, PanelRow, Query, one
@@ -54,10 +55,12 @@ ROW = PanelRow(
         ),
         one(
             "Time spent swapping",
-            "The share of the time in which tier threads copy for preempted requests, with the digests.",
+            "The share of the time in which a tier thread copies for preempted requests, with the digests, mean of the "
+            "workers.",
             "percentunit",
-            S.rate("swap_seconds_total", "way"),
+            measures.spent(S, "swap_seconds_total", "way"),
             "{{way}}",
+            high=1,
         ),
     ),
 )

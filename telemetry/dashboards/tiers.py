@@ -1,5 +1,6 @@
 """Panels of the tiers below a worker's device. Zero is what a pool that is large enough shows."""
 
+from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
 from telemetry.dashboards.panel import Panel, PanelRow, Proof, Query, one
@@ -35,10 +36,11 @@ ROW = PanelRow(
         ),
         one(
             "Time spent loading",
-            "The share of the time in which the tier thread copies and reads.",
+            "The share of the time in which a tier thread copies and reads, mean of the workers.",
             "percentunit",
-            S.rate("kv_tier_load_seconds_total", "tier"),
+            measures.spent(S, "kv_tier_load_seconds_total", "tier"),
             "{{tier}}",
+            high=1,
             proof=Proof.SHOWN,
         ),
         one(

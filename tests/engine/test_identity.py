@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.identity import PIECE_BLOCKS, chain, extend, root
+from engine.identity import PIECE_BLOCKS, chain, extend, owner, root, space
 
 
 def test_chain_is_repeated_extension() -> None:
@@ -41,13 +41,26 @@ def test_anything_that_differs_changes_every_name() -> None:
         root(b"n\0", "f"),
         root(b"n" * 65, "f"),
         root(b"n", "g"),
-        root(b"n", "f", "lora"),
-        root(b"n", "", "f"),
+        root(space(b"n", "lora"), "f"),
+        root(space(b"n", "lorb"), "f"),
+        root(space(b"", "lora"), "f"),
+        root(space(b"n\0", "lora"), "f"),
+        root(b"n", ""),
     ]
     tokens = [1, 2, 3, 4]
     names = {name for start in starts for name in chain(start, tokens, 2)}
     names |= {extend(starts[0], part) for part in ([1], [1, 2, 3], [2, 1], [0, 1], [1, 0])}
     assert len(names) == 2 * len(starts) + 5
+
+
+def test_an_adapter_parts_its_owners_cache() -> None:
+    """Guards against an adapter's blocks that count for another tenant, and against identities of requests without an
+    adapter that change because there are adapters."""
+    tenant, salted = b"t" * 16, b"t" * 16 + b"s" * 16
+    assert space(tenant) == tenant and space(b"") == b""
+    spaces = [space(part, name) for part in (b"", tenant, salted) for name in ("", "a", "b")]
+    assert len(set(spaces)) == 9
+    assert {owner(space(part, "a")) for part in (tenant, salted)} == {tenant}
 
 
 def test_known_value() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
-from engine.loop import Engine, EngineThread, Inbox, Ran
+from engine.loop import BusyTime, Engine, EngineThread, Inbox, Ran
 from engine.step import StepPlan
 
 
@@ -130,6 +130,51 @@ def test_planned_ahead_a_step_is_launched_before_the_one_before_it_is_waited_for
     assert turns.engine.step() == Ran(StepPlan((), number=2), 2.0, 0.5), "since the step before it ended, at 3"
     assert "launch" not in turns.log and turns.log[-3:] == ["wait", "complete [9] at 5", "publish completed"]
     assert not turns.engine.is_busy and turns.engine.steps == 2
+
+
+def test_a_step_under_way_counts_as_far_as_it_is() -> None:
+    """Guards a page that shows more than a second of steps in a second: a step of 40 s that is told of when it ends.
+    Looked at every second, an engine is busy, or idle, for just that second."""
+    now = 0.0
+    busy = BusyTime(lambda: now)
+    seen = [busy.seconds()]
+    for second in range(1, 100):
+        now = float(second)
+        if second in (10, 70):
+            busy.begin(now - 0.5)
+        if second == 50:
+            busy.begin(now)
+            busy.end(now - 0.25, follows=True)
+        if second in (60, 80):
+            busy.end(now, follows=False)
+        seen.append(busy.seconds())
+        gone = {state: seconds - seen[-2][state] for state, seconds in seen[-1].items()}
+        assert sum(gone.values()) == pytest.approx(1.0) and min(gone.values()) >= 0, second
+    assert seen[40]["busy"] == 30.5 and seen[-1] == pytest.approx({"busy": 61.0, "idle": 38.0})
+
+
+def test_what_is_read_of_an_engine_never_falls() -> None:
+    """Guards a counter that Prometheus would take for a worker that was started again: a step that began before the
+    clock was read, as its thread sees it, and ended after."""
+    now = 5.0
+    busy = BusyTime(lambda: now)
+    busy.begin(1.0)
+    first = busy.seconds()
+    busy.end(4.0, follows=False)
+    assert first == {"busy": 4.0, "idle": 0.0} and busy.seconds() == first
+    now = 7.0
+    assert busy.seconds() == {"busy": 4.0, "idle": 2.0}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_tells_its_time(ahead: bool) -> None:
+    turns = Turns(StepPlan(()), ahead=ahead)
+    turns.engine.busy.seconds()
+    for _ in range(3):
+        turns.engine.step()
+    told = turns.engine.busy.seconds()
+    # The clock ticks whenever somebody asks: at the plan of each step and at its end, and here.
+    assert told == ({"busy": 5.0, "idle": 1.0} if ahead else {"busy": 3.0, "idle": 4.0})
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -138,6 +138,9 @@ def test_a_refusal_says_whose_fault_it_is() -> None:
         "max_tokens: 3 prompt tokens and 62 output tokens exceed the context of 64",
         "max_tokens",
     )
+    under = _record(adapter="5ad0")
+    assert refusal(under, 64, 64) == Fault("NOT_FOUND", "adapter: this worker does not have 5ad0", "adapter")
+    assert refusal(under, 64, 64, adapters={"5ad0"}) is None
     told = refusal(_record(seed=-1), 64, 64)
     assert told is not None and (told.code, told.field) == ("INVALID_ARGUMENT", "seed")
 

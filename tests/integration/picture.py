@@ -14,6 +14,7 @@ from typing import Any
 from engine.model.prepared.cache import prepare
 from telemetry.dashboards.grafana import WIDTH, build
 from telemetry.dashboards.overview import OVERVIEW
+from telemetry.dashboards.pages import DASHBOARDS
 from tests.integration.prometheus import Points, Prometheus
 from tests.integration.scene import Scene
 
@@ -48,7 +49,7 @@ def draw(
     from matplotlib import pyplot
     from PIL import Image
 
-    panels = build(OVERVIEW)["panels"]
+    panels = build(OVERVIEW, DASHBOARDS)["panels"]
     lines = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     pyplot.rcParams.update({"font.size": 8, "text.color": TEXT, "axes.edgecolor": "#d0d7de"})
     figure = pyplot.figure(figsize=(15, lines * 0.3), facecolor="#f6f8fa")

@@ -136,6 +136,7 @@ def _terms(record: RequestRecord) -> tuple[object, ...]:
         record.stop_token_ids,
         record.ignore_eos,
         record.namespace,
+        record.adapter,
         record.priority,
         record.group,
         record.beams,

@@ -13,7 +13,7 @@ from tests.sim.clock import Violation
 from tests.sim.faults import DATA_KINDS, KINDS, SHM_KINDS, Fault
 from tests.sim.forgeries import ROUTER_KINDS
 from tests.sim.plan import Ask, Going, Plan
-from tests.sim.shadow import VOCAB
+from tests.sim.shadow import ADAPTERS, VOCAB
 from tests.sim.world import World
 from worker.config import DecodeConfig, PrefillConfig
 
@@ -160,6 +160,7 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
             sampling=SamplingParams(temperature=0.0),
             ignore_eos=rng.random() < 0.5,
             min_tokens=rng.choice((0, 0, 0, 1)),
+            adapter=("", "", "", *ADAPTERS)[number % 5],
             namespace=rng.choice((b"", b"", b"", b"tenant")),
             priority=rng.choice((0, 0, 0, 1)),
             context=rng.choice((b"", b"resumable")),

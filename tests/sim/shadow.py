@@ -1,6 +1,6 @@
 """Shadow memory: instead of keys and values, every row knows which token after which past it stands for.
 
-A row is a 61-bit number chained over the namespace and all tokens up to its position, as a real KV row depends on
+A row is a 61-bit number chained over namespace, adapter and all tokens up to its position, as a real KV row depends on
 its whole prefix. A reader recomputes the chain, so a wrong, stale, foreign or blank row is noticed as it is
 read, and the next token is a function of the last row. Blocks that are handed out anew are wiped.
 """
@@ -29,6 +29,7 @@ from transfer import digest
 VOCAB = 61
 STOP_IDS = frozenset({60})
 FINGERPRINT = "shadow"
+ADAPTERS = ("5ad0", "5ad1")
 _MASK = (1 << 61) - 1
 _PASTS = [(token, (token + 1) * 0x9E3779B97F4A7C1) for token in range(VOCAB)]
 
@@ -37,8 +38,9 @@ def mix(past: int, token: int) -> int:
     return ((past ^ token + 1) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & _MASK
 
 
-def root(namespace: bytes) -> int:
-    return mix(int.from_bytes(namespace[:7], "little"), 977)
+def root(record: RequestRecord) -> int:
+    past = mix(int.from_bytes(record.namespace[:7], "little"), 977)
+    return mix(past, int(record.adapter, 16)) if record.adapter else past
 
 
 def draw(row: int, key: tuple[int, int, int], banned: tuple[int, ...]) -> int:
@@ -73,7 +75,7 @@ def expected_prompt_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
     """Return what the uninterrupted run says of the prompt's tokens; nothing where it is not asked."""
     if record.prompt_logprobs is None:
         return []
-    past, told = root(record.namespace), []
+    past, told = root(record), []
     prompt = record.tokens[: record.prompt_tokens]
     for token, after in pairwise(prompt):
         past = mix(past, token)
@@ -85,7 +87,7 @@ def expected_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
     """Return what the uninterrupted run says of its tokens; nothing where it is not asked."""
     if record.logprobs is None:
         return []
-    past, told = root(record.namespace), []
+    past, told = root(record), []
     for token in record.tokens[: record.prompt_tokens]:
         past = mix(past, token)
     for token in expected_output(record):
@@ -96,7 +98,7 @@ def expected_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
 
 def expected_output(record: RequestRecord) -> list[int]:
     """Return the whole answer of the uninterrupted run, from the tokens alone."""
-    past = root(record.namespace)
+    past = root(record)
     for token in record.tokens[: record.prompt_tokens]:
         past = mix(past, token)
     output: list[int] = []
@@ -113,7 +115,7 @@ def expected_answers(record: RequestRecord) -> list[Beam]:
     """Return the answers of an undisturbed beam search, from the tokens alone, as many as it is wide."""
     assert record.beams is not None
     search = BeamSearch(record.beams, record.max_tokens, end_tokens(record, STOP_IDS))
-    prompt = root(record.namespace)
+    prompt = root(record)
     for token in record.tokens[: record.prompt_tokens]:
         prompt = mix(prompt, token)
     while not search.is_over:
@@ -238,7 +240,7 @@ class ShadowRunner:
         rows, tokens, start = kv.rows, row.tokens, row.start
         for index in range(start // size, (row.end - 1) // size + 1):
             self._writable(blocks[index], row.request)
-        past, end, at = root(row.record.namespace), row.end, 0
+        past, end, at = root(row.record), row.end, 0
         for number in blocks:
             block = rows[number]
             for inside in range(min(size, end - at)):
@@ -311,6 +313,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int, 
         memory=MemoryUse(),
         compilations=Compilations(),
         matchers=None,
+        adapters=frozenset(ADAPTERS),
     )
 
 

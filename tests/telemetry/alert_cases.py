@@ -31,7 +31,7 @@ def _stage(stage: str, total: str, count: str) -> dict[str, str]:
     }
 
 
-def _pressure(prefill_sum: str, gap_sum: str) -> dict[str, str]:
+def pressure(prefill_sum: str, gap_sum: str) -> dict[str, str]:
     """60 requests and gaps a minute against targets of 0.5 s and 0.05 s."""
     every = "0+60x60"
     return {
@@ -104,8 +104,8 @@ CASES = {
         ),
         **LATE,
     ),
-    "HeadraceAddPrefill": Case(_pressure("0+60x30 1806+6x30", "0+1x60"), **LATE),
-    "HeadraceAddDecode": Case(_pressure("0+6x60", "0+6x30 181+1x30"), **LATE),
+    "HeadraceAddPrefill": Case(pressure("0+60x30 1806+6x30", "0+1x60"), **LATE),
+    "HeadraceAddDecode": Case(pressure("0+6x60", "0+6x30 181+1x30"), **LATE),
     "HeadraceRequestsWait": Case({f"headrace_queue_depth{{{ROUTER}}}": "0x4 3x10 0x45"}, 10, 25),
     "HeadraceKvNearlyFull": Case(_blocks("9900x30 0x30"), **LATE),
     "HeadraceKvLedgerBroken": Case(_died("ledger"), 8, 25),

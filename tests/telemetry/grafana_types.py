@@ -77,6 +77,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, dict) and hasattr(hint, "from_json"):
+        # Links of panels are left as they came.
+        known = hint.from_json(value)
+        return set(value) <= set(known.to_json()) and not list(_misfits(known))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return value in {one.value for one in hint}
     return isinstance(value, hint)

@@ -84,7 +84,7 @@ def test_a_dashboard_can_be_imported(name: str) -> None:
     dashboard = load(name)
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    assert [v["name"] for v in dashboard["templating"]["list"]] == ["datasource", "model", "worker"]
+    assert [v["name"] for v in dashboard["templating"]["list"]] == ["datasource", "model", "worker", "docs"]
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]

@@ -36,6 +36,8 @@ def test_grafana_knows_every_field(name: str) -> None:
         (("options", "tooltip"), ("mode", "many"), "mode cannot be 'many'"),
         (("gridPos",), ("w", "12"), "w cannot be '12'"),
         (("targets", 0), ("expression", "up"), "panels.targets.expression is unknown"),
+        (("links", 0), ("link", "x"), "links cannot be"),
+        (("links", 0), ("targetBlank", "yes"), "links cannot be"),
         (("targets", 0), ("format", "graph"), "format_val cannot be 'graph'"),
     ],
 )

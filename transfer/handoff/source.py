@@ -133,7 +133,7 @@ class HandoffSource(Generic[T]):
         if ready <= served.offered_blocks:
             return []
         if served.identities is None:
-            root = identity.root(served.record.namespace, self._fingerprint)
+            root = identity.root(served.record.space, self._fingerprint)
             served.identities = identity.blocks(root, served.record.tokens, size)
         generation, first = self._kv.pool.generation, served.offered_blocks
         blocks = [

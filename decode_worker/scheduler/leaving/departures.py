@@ -172,7 +172,7 @@ def _problem(departure: Departure | None, message: StartPrefill) -> str:
     if departure is None or departure.shelved is not None:
         return "the request is not, or no longer, here"
     request, record = departure.request, message.record
-    if record.tokens != request.tokens or record.namespace != request.record.namespace:
+    if record.tokens != request.tokens or record.space != request.record.space:
         return "its tokens are not those that were computed here"
     if not 0 <= message.have_tokens < len(request.tokens):
         return f"the decode side cannot have {message.have_tokens} tokens"

@@ -120,7 +120,7 @@ class Beams:
             if heir is None:
                 one = heirs[step.parent] = _Hypothesis(tokens, before[step.parent].lease)
             else:
-                lease = self._kv.promise(request.record.namespace, 0)
+                lease = self._kv.promise(request.record.space, 0)
                 assert lease is not None
                 one = _Hypothesis(tokens, lease, parent=heir)
             live.hypotheses.append(one)

@@ -29,7 +29,7 @@ class Forks:
     def parent(self, record: RequestRecord, other: Request) -> Request | None:
         """Return whom a fork of `other` waits for; None where the two cannot share: `record` is a request like any."""
         other = next((p for p, forks in self._waiting.items() if other in forks), other)
-        if other.record.namespace != record.namespace:
+        if other.record.space != record.space:
             return None
         theirs, prompt = other.record, record.prompt_tokens
         same = theirs.prompt_tokens == prompt and theirs.tokens[:prompt] == record.tokens[:prompt]
@@ -40,7 +40,7 @@ class Forks:
         there is any."""
         whole = shared_tokens(record) // self._kv.block_size
         wanted = self._kv.blocks_for(room_tokens) - whole
-        return self._kv.promise(record.namespace, wanted, spare)
+        return self._kv.promise(record.space, wanted, spare)
 
     def waiting(self, parent: Request) -> Sequence[Request]:
         """Return those that wait for the prompt of `parent`."""

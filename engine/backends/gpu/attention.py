@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.attention import LayerInput
+from engine.backends.attention import LayerInput, refuse_options
 from engine.backends.gpu.sampling import draw_tokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch, upload
 from engine.kv.layout import KVLayout
 from engine.logprobs import QueuedDraws, step_logprobs
-from engine.model.config import ModelConfig
+from engine.model.config import Activation, ModelConfig
 from engine.sampling import sample
 from engine.step import Drawn, Row
 from engine.storage.paged import TORCH_DTYPES, KVTensors
@@ -169,10 +169,13 @@ class TritonAttention:
         self._step = _Step(self._launch(kind, rows), rows, None, None, slots)
 
     def attend(self, given: LayerInput) -> Tensor:
-        layer, qkv, rotation, batch, kv, norms = given
+        layer, qkv, rotation, batch, kv, norms, options = given
         step = self._step
         if step is None:
             raise RuntimeError("attend before begin")
+        refuse_options(options)
+        if rotation is None or 2 * rotation.cos.shape[-1] != qkv.shape[-1]:
+            raise NotImplementedError("heads that are not rotated, or not all of each")
         pool, configs = kv.pool, self._configs
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         rope = rotation.positions, rotation.cos, rotation.sin, configs["rope_kv_write"]
@@ -192,7 +195,9 @@ class TritonAttention:
             return rms_norm(x, weight, eps, config)
         return rms_norm(delta, weight, eps, config, residual=x)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        if activation != "silu":
+            raise NotImplementedError(activation)
         return silu_mul(gate_up, self._configs["silu_mul"])
 
     def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]:

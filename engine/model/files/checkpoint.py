@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.messages import guarded
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelConfig, ModelError
-from engine.model.families import FAMILIES, Family, Source
+from engine.model.families import FAMILIES, REFUSED, Family, Source
 from engine.text.files import TextFiles
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -26,6 +26,8 @@ class Checkpoint(Protocol):
     config: ModelConfig
     rope_pairs: bool
     """True where q and k rows are stored as rotary pairs, see `Source.rope_heads`."""
+    folds_norms: bool
+    """True where weights of norms hold the config's `norm_offset` already, see `Source.is_norm`."""
 
     def tensor_name(self, source: Source, layer: int) -> str:
         """Return what this file calls a tensor."""
@@ -55,8 +57,11 @@ def most_of(tensors: Iterable[tuple[str, int]]) -> str:
 
 
 def find_family(path: Path, field: Literal["hugging_face", "gguf"], called: str, value: object) -> Family:
-    """Return the family whose `field` is `value`, which the file `path` gives as `called`. Raises ModelError."""
-    known: dict[str, Family] = {getattr(family, field): family for family in FAMILIES.values()}
+    """Return the family whose `field` is `value`, which the file `path` gives as `called`. Raises ModelError, with the
+    reason for those that are known and not run."""
+    known: dict[str, Family] = {name: family for family in FAMILIES.values() if (name := getattr(family, field))}
+    if isinstance(value, str) and value in REFUSED:
+        raise ModelError(path, f"{called} {value!r} is not run: {REFUSED[value]}")
     if not isinstance(value, str) or value not in known:
         raise ModelError(path, f"unknown {called} {value!r}; known: {', '.join(sorted(known))}")
     return known[value]

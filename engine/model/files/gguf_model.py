@@ -4,25 +4,25 @@ import re
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from engine.model.codes import Codes, FloatArray
-from engine.model.config import FactorsRope, LinearRope, ModelConfig, ModelError, RopeScaling
+from engine.model.config import ModelConfig, ModelError
 from engine.model.families import Source
 from engine.model.files.checkpoint import find_family
+from engine.model.files.gguf_options import HeaderSizes, family_options
 from engine.model.files.gguf_reader import GGUFFile
 from engine.model.files.gguf_text import Vocabulary, text_files
 from engine.text.files import TextFiles
 from engine.text.recommended import from_gguf
 
 _QUANT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
-_ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GGUFModel:
     """Fulfils `Checkpoint`. The model is named after its file, without suffix and quantization."""
 
     rope_pairs = True
+    folds_norms = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,37 +60,27 @@ class GGUFModel:
         if heads < 1:
             raise ModelError(path, f"metadata {architecture}.attention.head_count is {heads}")
         head_dim = need("attention.key_length", hidden // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if file.get(f"{architecture}.{key}", head_dim) != head_dim:
-                raise ModelError(path, f"metadata {architecture}.{key} differs from {head_dim}")
+        if file.get(f"{architecture}.attention.value_length", head_dim) != head_dim:
+            raise ModelError(path, f"metadata {architecture}.attention.value_length differs from {head_dim}")
+        layers, vocab = need("block_count"), file.shape("token_embd.weight")[0]
         return ModelConfig(
             family=self.family.name,
             name=_QUANT_SUFFIX.sub("", path.stem),
-            layers=need("block_count"),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=need("attention.head_count_kv", heads),
             head_dim=head_dim,
             intermediate=need("feed_forward_length"),
-            vocab=file.shape("token_embd.weight")[0],
+            vocab=vocab,
             context_tokens=need("context_length"),
             norm_eps=float(file.need(f"{architecture}.attention.layer_norm_rms_epsilon")),
-            rope_theta=float(file.get(f"{architecture}.rope.freq_base", 10000.0)),
-            rope_scaling=self._rope_scaling(architecture),
             tied="output.weight" not in file,
-            qkv_bias="blk.0.attn_q.bias" in file,
+            qkv_bias=self.family.qkv_bias or "blk.0.attn_q.bias" in file,
             output_bias="blk.0.attn_output.bias" in file,
             mlp_bias="blk.0.ffn_down.bias" in file,
             qk_norm=self.family.qk_norm,
+            norm_offset=self.family.norm_offset,
+            activation=self.family.activation,
+            **family_options(file, architecture, HeaderSizes(layers, hidden, heads, head_dim, vocab)),
         ).check(path)
-
-    def _rope_scaling(self, architecture: str) -> RopeScaling | None:
-        if _ROPE_FACTORS in self._file:
-            factors = np.asarray(self._file.read(_ROPE_FACTORS), dtype=np.float64)
-            return FactorsRope(factors=tuple(factors.ravel().tolist()))
-        kind = self._file.get(f"{architecture}.rope.scaling.type", "none")
-        if kind == "none":
-            return None
-        if kind == "linear":
-            return LinearRope(factor=float(self._file.need(f"{architecture}.rope.scaling.factor")))
-        raise ModelError(self.path, f"rope scaling {kind!r} is not supported")

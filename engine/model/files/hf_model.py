@@ -4,39 +4,47 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.codes import Codes, FloatArray
-from engine.model.config import (
-    PICKLES,
-    LinearRope,
-    Llama3Rope,
-    ModelConfig,
-    ModelError,
-    RopeScaling,
-)
+from engine.model.config import PICKLES, Activation, ModelConfig, ModelError
 from engine.model.families import Family, Source
 from engine.model.files.checkpoint import find_family, most_of, read_json
+from engine.model.files.hf_options import DEFAULTS, family_options
 from engine.model.files.hf_text import text_files
 from engine.model.files.safetensors_reader import SafetensorsFile, StoredTensor
 from engine.text.files import TextFiles
 
 INDEX = "model.safetensors.index.json"
 
+_WRAPPINGS = {
+    "model.language_model.embed_tokens.weight": ("model.", "model.language_model."),
+    "language_model.model.embed_tokens.weight": ("", "language_model."),
+}
+"""How names of a language model's tensors are changed where others are beside them, told by the name of one."""
+
 
 class HFModel:
     """Fulfils `Checkpoint`. The model is named after its directory."""
 
     rope_pairs = False
+    folds_norms = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        raw = read_json(path / "config.json")
+        raw = text_side(read_json(path / "config.json"))
         self.family = family_of(path)
         self.config = model_config(path / "config.json", self.family, raw, folder_name(path))
         self._raw = raw
         self.shards = [SafetensorsFile(shard) for shard in shards(path)]
         self._where = {name: shard for shard in self.shards for name in shard.tensors}
+        self._wrapping = self._wrapped()
 
     def tensor_name(self, source: Source, layer: int) -> str:
-        return source.hugging_face.format(layer=layer)
+        name = source.hugging_face.format(layer=layer)
+        inner, outer = self._wrapping
+        return outer + name.removeprefix(inner) if name.startswith(inner) else name
+
+    def _wrapped(self) -> tuple[str, str]:
+        """Return how names begin, and how they begin in these files."""
+        return next((pair for name, pair in _WRAPPINGS.items() if name in self._where), ("", ""))
 
     def read(self, name: str) -> FloatArray:
         return self._holder(name).read(name)
@@ -60,7 +68,7 @@ class HFModel:
 def family_of(path: Path) -> Family:
     """Return the family of a directory's model. Raises ModelError naming those that there are."""
     file = path / "config.json"
-    return find_family(file, "hugging_face", "model_type", read_json(file).get("model_type"))
+    return find_family(file, "hugging_face", "model_type", text_side(read_json(file)).get("model_type"))
 
 
 def folder_name(path: Path) -> str:
@@ -104,15 +112,34 @@ def shards(path: Path) -> list[Path]:
     raise ModelError(path, "holds no *.safetensors file")
 
 
+def text_side(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that is of the language model, where it has others beside it."""
+    inner = raw.get("text_config")
+    if not isinstance(inner, dict) or "model_type" not in inner:
+        return raw
+    shared = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+    outer: dict[str, Any] = {key: raw[key] for key in shared if key in raw}
+    return outer | inner
+
+
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def _activation(path: Path, family: Family, raw: dict[str, Any]) -> Activation:
+    """Gemma's files have a `hidden_act` too, which is not what counts."""
+    if family.activation == "gelu_tanh":
+        said = raw.get("hidden_activation") or "gelu_pytorch_tanh"
+    else:
+        said = raw.get("hidden_act", "silu")
+    if said not in _ACTIVATIONS:
+        raise ModelError(path, f"activation {said!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[said]
+
+
 def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> ModelConfig:
     """Return the sizes and options of a config.json whose content is `raw`. Raises ModelError."""
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(path, f"hidden_act {raw['hidden_act']!r} is not supported, only silu")
-    kinds = {"sliding_attention"} if raw.get("use_sliding_window") else raw.get("layer_types") or ()
-    if not set(kinds) <= {"full_attention"}:
-        raise ModelError(path, f"layer_types {sorted(set(kinds))} are not supported, only full_attention")
+    raw = DEFAULTS.get(family.name, {}) | text_side(raw)
     bias = bool(raw.get("attention_bias", False))
-    theta, scaling = _rope(path, raw)
     try:
         return ModelConfig(
             family=family.name,
@@ -126,39 +153,16 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             vocab=int(raw["vocab_size"]),
             context_tokens=int(raw["max_position_embeddings"]),
             norm_eps=float(raw["rms_norm_eps"]),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=bias,
-            output_bias=bias,
+            tied=bool(raw.get("tie_word_embeddings", family.tied)),
+            qkv_bias=family.qkv_bias or bias,
+            output_bias=bias and not family.qkv_bias,
             mlp_bias=bool(raw.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
+            norm_offset=family.norm_offset,
+            activation=_activation(path, family, raw),
+            **family_options(path, family.name, raw),
         ).check(path)
     except KeyError as error:
         raise ModelError(path, f"{error.args[0]} is missing") from error
     except (TypeError, ValueError) as error:
         raise ModelError(path, f"a size is not a number: {error}") from error
-
-
-def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """`rope_parameters` is how transformers 5 writes it, `rope_theta` with `rope_scaling` how it was before."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    try:
-        theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-        if kind == "default":
-            return theta, None
-        if kind == "linear":
-            return theta, LinearRope(factor=float(rope["factor"]))
-        if kind == "llama3":
-            return theta, Llama3Rope(
-                factor=float(rope["factor"]),
-                low_freq_factor=float(rope["low_freq_factor"]),
-                high_freq_factor=float(rope["high_freq_factor"]),
-                original_context_tokens=int(rope["original_max_position_embeddings"]),
-            )
-    except KeyError as error:
-        raise ModelError(path, f"rope scaling {kind!r} lacks {error.args[0]}") from error
-    except (TypeError, ValueError) as error:
-        raise ModelError(path, f"rope scaling {kind!r}: {error}") from error
-    raise ModelError(path, f"rope scaling {kind!r} is not supported")

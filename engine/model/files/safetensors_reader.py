@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from engine.model.codes import FloatArray
@@ -57,6 +58,11 @@ class SafetensorsFile:
             for name, entry in msgspec.convert(header, dict[str, _Entry]).items()
             for first, last in [entry.data_offsets]
         }
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """Return the tensor's bytes, mapped; KeyError if the file does not have it."""
+        tensor = self.tensors[name]
+        return self._bytes[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
 
     def read(self, name: str) -> FloatArray:
         """Read the tensor in 32 bits; KeyError if the file does not have it."""

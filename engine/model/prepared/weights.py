@@ -48,6 +48,9 @@ def _slabs(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> Iterat
         check_shape(source, name, values.shape, weight, piece)
         if source.rope_pairs and piece.rope_heads:
             values = halves_from_pairs(values, int(getattr(source.config, piece.rope_heads)))
+        if source.folds_norms and piece.is_norm and source.config.norm_offset:
+            # As Hugging Face has it: a weight near one would lose bits in the type of 16.
+            values = values - np.float32(source.config.norm_offset)
         rows = max(1, SLAB_VALUES // max(1, prod(values.shape[1:])))
         for first in range(0, len(values), rows):
             yield np.ascontiguousarray(as_dtype(values[first : first + rows], dtype, source.path, name)).data

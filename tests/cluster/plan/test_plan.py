@@ -17,6 +17,7 @@ from cluster.plan.shapes import find_shape
 from cluster.sizes import format_size, parse_share, parse_size
 from engine.messages import MemoryUse, WorkerInfo
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
+from engine.model.families import FAMILIES
 from engine.model.prepared.cache import prepare
 from tests.engine.model.quantized import Kind, write_model
 from tests.router.fake_cluster import worker_info
@@ -35,6 +36,7 @@ LLAMA = {
     "vocab_size": 152064,
 }
 GIB = 1 << 30
+FAMILIES_OF_CONFIGS = {family.hugging_face for family in FAMILIES.values()}
 
 
 def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def test_a_config_json_of_a_family_that_cannot_be_run(tmp_path: Path) -> None:
         published = find_shape("Qwen/Qwen2.5-7B-Instruct")
         assert shape.model is not None and published.model is not None
         sizes = msgspec.structs.replace(shape.model, name="", norm_eps=1e-5)
-        assert sizes == msgspec.structs.replace(published.model, name="")
+        assert sizes == msgspec.structs.replace(published.model, name="", ropes=shape.model.ropes)
 
 
 def test_a_prepared_model_is_read(tmp_path: Path) -> None:
@@ -268,7 +270,11 @@ def test_plan_and_workers_agree() -> None:
     assert rows["prefill", "workspace_bytes"]["found"] != rows["decode", "workspace_bytes"]["found"]
 
 
-@pytest.mark.parametrize("sizes", [LLAMA, {"model_type": "gpt2", "n_layer": 12}], ids=["planned", "other names"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{**LLAMA, "model_type": "stablelm"}, {"model_type": "gpt2", "n_layer": 12}],
+    ids=["planned", "other names"],
+)
 def test_plan_and_up_agree_about_an_unknown_family(
     sizes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +285,6 @@ def test_plan_and_up_agree_about_an_unknown_family(
     planned = capsys.readouterr()
     with pytest.raises(ModelError) as refused:
         prepare(str(tmp_path), tmp_path / "cache")
-    told = f"unknown model_type {sizes['model_type']!r}; known: llama, qwen3"
+    told = f"unknown model_type {sizes['model_type']!r}; known: {', '.join(sorted(FAMILIES_OF_CONFIGS))}"
     assert told in str(refused.value)
     assert told in planned.out + planned.err

@@ -1,4 +1,5 @@
-"""The Llama family and Qwen3 against transformers on small random models, from safetensors and from GGUF."""
+"""The Llama family and Qwen3 against transformers on small random models, from safetensors and from GGUF, in more
+shapes than the other families (`test_every_family.py`)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,21 +10,25 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine.backends.attention import LayerInput, TorchAttention
 from engine.backends.workspace import trial_row
 from engine.batch import ForwardBatch
-from engine.model.config import ModelError
 from engine.model.llama import Llama, load_model
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import map_weights
 from engine.storage.paged import PagedKV
 from engine.types import BlockId
+from tests.engine.model.checkpoints import (
+    GGUF_NAMES,
+    VOCAB,
+    byte_tokens,
+    randomized,
+    rotary_pairs,
+    save_hf,
+)
 
-VOCAB = 320
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -77,58 +82,6 @@ def reference(seed: int = 0, **options: Any) -> LlamaForCausalLM:
 def qwen3_reference(seed: int = 0, **options: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     return randomized(Qwen3ForCausalLM(Qwen3Config(**{**BASE, **options})))
-
-
-def randomized(model: Any) -> Any:
-    model = model.float().eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("norm.weight"):
-                weight.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                weight.normal_(0, 0.5)
-            else:
-                weight.normal_(0, 0.15)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def byte_tokens() -> list[str]:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return alphabet + [f"<extra_{index}>" for index in range(VOCAB - len(alphabet))]
-
-
-def save_hf(model: Reference, folder: Path, **options: Any) -> str:
-    model.save_pretrained(folder, **options)
-    tokenizer = Tokenizer(BPE(vocab={t: i for i, t in enumerate(byte_tokens())}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return str(folder)
-
-
-def rotary_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
-
-
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def save_gguf(
@@ -209,7 +162,7 @@ class Ours:
         self.model = model
         self.kv = PagedKV(config.kv_layout(16), 16)
         self.kv.tensor.fill_(float("nan"))
-        self.blocks = [11, 2, 7, 0, 14, 5, 9, 3]
+        self.blocks = [11, 2, 7, 0, 14, 5, 9, 3, 12, 1]
         self.attention = TorchAttention(config.heads)
         self.length = 0
 
@@ -272,15 +225,6 @@ def test_qwen3_equals_transformers(case: str, form: str, tmp_path: Path) -> None
     model = qwen3_reference(**QWEN3_CASES[case])
     save = save_hf if form == "safetensors" else save_gguf
     compare(save(model, tmp_path / f"model.{form}"), model, tmp_path / "cache")
-
-
-def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
-    """Guards a model that would be run as one without a window, and answer wrongly past it."""
-    model = qwen3_reference(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    assert "sliding_attention" in model.config.layer_types
-    source = save_hf(model, tmp_path / "model")
-    with pytest.raises(ModelError, match="sliding_attention"):
-        prepare(source, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])

@@ -3,6 +3,14 @@ launches by which a card is first checked; the largest that the defaults come to
 
 from kernels import configs
 from tests.kernels.contract.attention_cases import decode_case, merge_case, prefill_case
+from tests.kernels.contract.expert_cases import (
+    combine_case,
+    count_case,
+    down_case,
+    gate_up_case,
+    place_case,
+    route_case,
+)
 from tests.kernels.contract.largest_cases import largest_cases
 from tests.kernels.contract.launched import launched_cases
 from tests.kernels.contract.measure import Case, Watched
@@ -28,10 +36,15 @@ BUILDERS = {
     "copy_blocks": copy_case,
     "convert_blocks": convert_case,
     "sample": sample_case,
+    "route_experts": route_case,
+    "plan_experts": count_case,
+    "gate_up_experts": gate_up_case,
+    "down_experts": down_case,
+    "combine_experts": combine_case,
 }
 
-BACK = {"convert_blocks": (widen_case,)}
-"""The way back of a kernel that goes both ways."""
+BESIDE = {"convert_blocks": (widen_case,), "plan_experts": (place_case,)}
+"""The way back of a kernel that goes both ways, and a kernel that another is never launched without."""
 
 
 def cases(arch: int) -> list[Watched]:
@@ -40,10 +53,11 @@ def cases(arch: int) -> list[Watched]:
 
 
 def entry_cases(arch: int) -> list[Case]:
-    """One case for each entry of the configuration table for this compute capability; two for conversions."""
+    """One case for each entry of the configuration table for this compute capability; two for conversions, and for
+    the plan of experts."""
     return [
         build(key, config)
         for key, config in configs.TABLE.items()
         if key.arch == arch
-        for build in (BUILDERS[key.kernel], *BACK.get(key.kernel, ()))
+        for build in (BUILDERS[key.kernel], *BESIDE.get(key.kernel, ()))
     ]

@@ -9,6 +9,7 @@ Counts = dict[str, int]
 FEWER_IS_BETTER = ("registers", "shared_bytes", "narrow_loads", "half_copies", "byte_loads")
 MORE_IS_BETTER = ("wide_loads", "wide_stores", "async_copies", "matrix", "tiles_ahead")
 ATTENTION = ("decode_kernel", "prefill_kernel")
+PRODUCTS = (*ATTENTION, "gate_up_kernel", "down_kernel")
 
 
 def too_large(arch: int, counts: Counts) -> list[str]:
@@ -26,9 +27,9 @@ def broken_rules(case: Watched, arch: int, counts: Counts) -> list[str]:
         found.append(f"spills: {counts['stack_bytes']} bytes of stack")
     if case.tile_bytes and counts["tiles_ahead"] < case.stages - 1:
         found.append(f"{counts['tiles_ahead']} tiles ahead with {case.stages} stages")
-    if case.kernel.__name__ in ATTENTION and not counts["matrix"]:
+    if case.kernel.__name__ in PRODUCTS and not counts["matrix"]:
         found.append("no matrix instructions")
-    if counts["byte_loads"] or (case.kernel.__name__ in ATTENTION and counts["half_copies"]):
+    if counts["byte_loads"] or (case.kernel.__name__ in PRODUCTS and counts["half_copies"]):
         found.append("shared memory is read byte by byte, or filled 8 bytes at a time")
     return found
 

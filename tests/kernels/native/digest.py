@@ -6,8 +6,9 @@ import sys
 
 import torch
 
+from kernels.experts import ClampedGate, ExpertWeights, Routing
 from kernels.native import Native, PoolShape, Sequences, native
-from kernels.panels import pack_codes, pack_plain
+from kernels.panels import pack_codes, pack_plain, pack_stack
 
 
 def bits_of_everything(kernels: Native) -> str:
@@ -28,6 +29,12 @@ def bits_of_everything(kernels: Native) -> str:
             digest.update(kernels.linear(noise(rows, weight.columns), weight, noise(150)).numpy().tobytes())
     digest.update(kernels.norm(noise(5, 77), noise(5, 77), noise(77), 1e-5).numpy().tobytes())
     digest.update(kernels.gate(noise(5, 90) * 30).numpy().tobytes())
+    routing, tables = Routing(2, False, True), noise(2, 5, 64, 32)
+    weights = ExpertWeights(pack_stack(tables[0]), pack_stack(tables[1, :, :32]), noise(5, 64), noise(5, 32))
+    for clamp in (None, ClampedGate(1.702, 7.0)):
+        choice = kernels.route(noise(33, 5), routing)
+        mixed = kernels.mix(noise(33, 32), choice, weights._replace(clamp=clamp))
+        digest.update(choice.weights.numpy().tobytes() + mixed.numpy().tobytes())
     angles = noise(50, 24)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         pool = noise(9, 2, 2, 2, 8, 48).to(dtype)

@@ -12,9 +12,9 @@ from engine.types import FinishReason
 from router.app import RouterApp
 from router.front.api import ApiError, ChatMessage, Delta, GenerateCall, HttpForm, Started, Tool, ToolCall, ToolChoice
 from router.front.parsers.choose import Parsing
+from router.http.adapters.messages_request import MessagesRequest, parse_count, parse_messages
+from router.http.adapters.responses_request import ResponsesRequest, parse_response
 from router.http.gate import _authorization
-from router.http.messages_request import MessagesRequest, parse_count, parse_messages
-from router.http.responses_request import ResponsesRequest, parse_response
 from tests.router.fake_cluster import FakeWorkers
 from tests.router.http.fakes import FINISHED, FakeFrontend, ask, refusal, serving
 from tests.router.http.test_resume import CALLING, with_server

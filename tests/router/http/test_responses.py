@@ -11,7 +11,7 @@ import pytest
 from engine.types import FinishReason
 from router.front.api import ChatMessage, Delta, GenerateCall, HttpForm, Started, Tool, ToolCall, ToolChoice
 from router.front.parsers.choose import Parsing
-from router.http.responses_request import parse_response
+from router.http.adapters.responses_request import parse_response
 from tests.router.http.fakes import FINISHED, FakeFrontend, ask, refusal, serving
 
 PATH = "/v1/responses"

@@ -9,7 +9,7 @@ from engine.types import FinishReason
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 from router.front.parsers.choose import Parsing
 from router.front.parsers.pieces import PieceKind
-from router.http.blocks import AnswerBlock, AnswerBlocks, BlockStep
+from router.http.adapters.blocks import AnswerBlock, AnswerBlocks, BlockStep
 from router.http.openai_reply import error_reply
 from router.http.parsed_answer import PartsReader
 

@@ -1,0 +1,211 @@
+"""What the families' GGUF files say beside sizes: which layers see how far, what they rotate, and factors.
+
+Some of it is in no file, but in the programs that read them: it is a constant of the family here too. A field that
+would change answers, and that is not obeyed, is refused.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from engine.model.config import FactorsRope, LayerOptions, LinearRope, LongRope, ModelError, RopeTable, YarnRope
+from engine.model.files.gguf_reader import GGUFFile
+from engine.model.files.hf_rope import yarn_scale
+
+log = logging.getLogger(__name__)
+
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+
+Options = dict[str, Any]
+
+
+class HeaderSizes(NamedTuple):
+    """What of a model's sizes its options depend on."""
+
+    layers: int
+    hidden: int
+    heads: int
+    head_dim: int
+    vocab: int
+
+
+def family_options(file: GGUFFile, architecture: str, sizes: HeaderSizes) -> Options:
+    """Return the fields of a `ModelConfig` that only some families set. Raises ModelError."""
+    metadata = _Metadata(file, architecture)
+    if metadata.number("attention.temperature_scale", 0.0):
+        raise ModelError(file.path, f"metadata {architecture}.attention.temperature_scale is not supported")
+    table = _rope_table(file, metadata, sizes.head_dim)
+    return _READERS.get(architecture, _plain)(metadata, sizes, table)
+
+
+class _Metadata:
+    """The metadata of one architecture."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.file = file
+        self._prefix = architecture
+
+    def name(self, key: str) -> str:
+        return f"{self._prefix}.{key}"
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.file.get(self.name(key), default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelError(self.file.path, f"metadata {self.name(key)} is {value!r}, not a number")
+        return float(value)
+
+    def window(self, default: int | None = None) -> int:
+        return int(self.number("attention.sliding_window", default))
+
+    def windows(self, layers: int, every: int, window: int) -> list[int]:
+        """Return each layer's window: by the file's pattern, or in all layers but each `every`th."""
+        pattern = self.file.get(self.name("attention.sliding_window_pattern"))
+        if isinstance(pattern, list):
+            if len(pattern) != layers:
+                raise ModelError(self.file.path, f"a pattern of windows for {len(pattern)} layers, of {layers}")
+            return [window if local else 0 for local in pattern]
+        every = pattern if isinstance(pattern, int) and pattern > 0 else every
+        return [window if (at + 1) % every else 0 for at in range(layers)]
+
+
+def _rope_table(file: GGUFFile, metadata: _Metadata, head_dim: int) -> RopeTable:
+    dims = int(metadata.number("rope.dimension_count", head_dim))
+    table = RopeTable(
+        theta=metadata.number("rope.freq_base", 10000.0), dims=0 if dims == head_dim else dims
+    )
+    if ROPE_FACTORS in file:
+        return msgspec.structs.replace(table, scaling=FactorsRope(factors=_factors(file, ROPE_FACTORS)))
+    if LONG_FACTORS in file:
+        scaling = LongRope(
+            short=_factors(file, SHORT_FACTORS),
+            long=_factors(file, LONG_FACTORS),
+            original_context_tokens=int(metadata.number("rope.scaling.original_context_length")),
+        )
+        return msgspec.structs.replace(table, scaling=scaling, scale=metadata.number("rope.scaling.attn_factor", 1.0))
+    kind = file.get(metadata.name("rope.scaling.type"), "none")
+    if kind == "none":
+        return table
+    factor = metadata.number("rope.scaling.factor")
+    if kind == "linear":
+        return msgspec.structs.replace(table, scaling=LinearRope(factor=factor))
+    if kind != "yarn":
+        raise ModelError(file.path, f"rope scaling {kind!r} is not supported")
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_ext_factor"):
+        if file.get(metadata.name(f"rope.scaling.{key}")) is not None:
+            raise ModelError(file.path, f"metadata {metadata.name('rope.scaling')}.{key} is not supported")
+    yarn = YarnRope(
+        factor=factor,
+        original_context_tokens=int(metadata.number("rope.scaling.original_context_length")),
+        beta_fast=metadata.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=metadata.number("rope.scaling.yarn_beta_slow", 1.0),
+    )
+    return msgspec.structs.replace(table, scaling=yarn, scale=yarn_scale(factor))
+
+
+def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
+    return tuple(np.asarray(file.read(name), dtype=np.float64).ravel().tolist())
+
+
+def _layers(table: RopeTable, windows: Sequence[int]) -> Options:
+    return {"ropes": (table,), "layer_options": tuple(LayerOptions(window=w) for w in windows) if any(windows) else ()}
+
+
+def _plain(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    if window := metadata.window(0):
+        name = metadata.name("attention.sliding_window")
+        raise ModelError(metadata.file.path, f"metadata {name} {window} is not known of this family")
+    return _layers(table, ())
+
+
+_FIRST_MISTRAL = {"context_length": 32768, "feed_forward_length": 14336}
+
+
+def _llama(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    """Llama's have no window. Mistral's say that they are Llama's, and the converter has dropped the window that the
+    first of them, 7B v0.1, was trained with: it is told by its sizes."""
+    window = metadata.window(0)
+    is_first_mistral = (
+        (sizes.layers, sizes.hidden, sizes.heads, table.theta) == (32, 4096, 32, 10000.0)
+        and all(metadata.number(key, 0) == value for key, value in _FIRST_MISTRAL.items())
+        and sizes.vocab < 32768
+    )
+    if not window and is_first_mistral:
+        log.warning("%s: of the sizes of Mistral 7B v0.1, so run with its window of 4096 tokens", metadata.file.path)
+        window = 4096
+    return _layers(table, [window] * sizes.layers)
+
+
+def _granite(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    return _plain(metadata, sizes, table) | {
+        "embed_scale": metadata.number("embedding_scale", 1.0),
+        "residual_scale": metadata.number("residual_scale", 1.0),
+        "attention_scale": metadata.number("attention.scale", sizes.head_dim**-0.5),
+        "logit_scale": 1.0 / (metadata.number("logit_scale", 1.0) or 1.0),
+    }
+
+
+def _smollm3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    """Each fourth layer rotates nothing: a constant of the family."""
+    options = tuple(LayerOptions(rope=0 if (at + 1) % 4 else None) for at in range(sizes.layers))
+    return _plain(metadata, sizes, table) | {"layer_options": options}
+
+
+def _phi3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    """A file without the field is older than it, and may be of a model with a window."""
+    return _layers(table, [metadata.window()] * sizes.layers)
+
+
+def _gemma(metadata: _Metadata, sizes: HeaderSizes, layers_of_27b: int) -> Options:
+    """Queries of the 27B models are scaled as if their heads shared `hidden`: no file says so."""
+    width = sizes.hidden / sizes.heads if sizes.layers == layers_of_27b else sizes.head_dim
+    return {"embed_scale": float(sizes.hidden) ** 0.5, "attention_scale": float(width) ** -0.5}
+
+
+def _gemma2(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    return {
+        **_layers(table, metadata.windows(sizes.layers, 2, metadata.window(4096))),
+        **_gemma(metadata, sizes, 46),
+        "attention_softcap": metadata.number("attn_logit_softcapping", 50.0),
+        "final_softcap": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    """Five local layers to a global one, which alone is scaled; local ones have a theta of their own."""
+    windows = metadata.windows(sizes.layers, 6, metadata.window())
+    local = RopeTable(theta=metadata.number("rope.freq_base_swa", 10000.0), dims=table.dims)
+    return {
+        "ropes": (table, local),
+        "layer_options": tuple(LayerOptions(window=window, rope=1 if window else 0) for window in windows),
+        "final_softcap": metadata.number("final_logit_softcapping", 0.0),
+        **_gemma(metadata, sizes, 62),
+    }
+
+
+def _olmo2(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    """OLMo 3's files have a window, for three of four layers; only the others are scaled."""
+    if not (window := metadata.window(0)):
+        return _layers(table, ())
+    windows = metadata.windows(sizes.layers, 4, window)
+    if table.scaling is None:
+        return _layers(table, windows)
+    local = msgspec.structs.replace(table, scaling=None, scale=1.0)
+    options = tuple(LayerOptions(window=window, rope=1 if window else 0) for window in windows)
+    return {"ropes": (table, local), "layer_options": options}
+
+
+_READERS: dict[str, Callable[[_Metadata, HeaderSizes, RopeTable], Options]] = {
+    "llama": _llama,
+    "qwen2": _plain,
+    "qwen3": _plain,
+    "granite": _granite,
+    "smollm3": _smollm3,
+    "phi3": _phi3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "olmo2": _olmo2,
+}

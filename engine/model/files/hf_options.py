@@ -1,0 +1,180 @@
+"""What the families' config.json files say beside sizes: which layers see how far, what they rotate, and factors.
+
+A field that would change answers, and that is not obeyed, is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.model.config import LayerOptions, ModelError, RopeTable
+from engine.model.files.hf_rope import FULL, LAYER_TYPES, SLIDING, Parameters, rope_parameters, rope_table
+
+Raw = dict[str, Any]
+Options = dict[str, Any]
+
+DEFAULTS: dict[str, Raw] = {
+    "gemma3": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+    },
+    "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "mistral": {"sliding_window": 4096},
+    "olmo3": {"sliding_window": 4096},
+}
+"""What the published files of a family leave to the classes of transformers."""
+
+
+def family_options(path: Path, family: str, raw: Raw) -> Options:
+    """Return the fields of a `ModelConfig` that only some families set. Raises ModelError."""
+    layers, context = int(raw["num_hidden_layers"]), int(raw["max_position_embeddings"])
+    head_dim = int(raw.get("head_dim") or raw["hidden_size"] // max(raw["num_attention_heads"], 1))
+
+    def table(parameters: Parameters) -> RopeTable:
+        return rope_table(path, parameters, context, head_dim)
+
+    read = _READERS.get(family, _no_window)
+    return read(path, raw, layers, table)
+
+
+Table = Callable[[Parameters], RopeTable]
+
+
+def _one_table(path: Path, raw: Raw, table: Table, windows: Sequence[int]) -> Options:
+    """Layers that differ by their windows alone."""
+    (parameters, *others) = rope_parameters(path, raw).values()
+    if others:
+        raise ModelError(path, "rope_parameters differ by type of layer, which this family's layers do not")
+    options = tuple(LayerOptions(window=window) for window in windows) if any(windows) else ()
+    return {"ropes": (table(parameters),), "layer_options": options}
+
+
+def _no_window(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    kinds = set(raw.get("layer_types") or ())
+    if not kinds <= {FULL}:
+        raise ModelError(path, f"layer_types {sorted(kinds)} are not supported here, only {FULL}")
+    if raw.get("sliding_window") and raw.get("use_sliding_window", True):
+        raise ModelError(path, f"sliding_window {raw['sliding_window']} is not known of this family")
+    return _one_table(path, raw, table, [0] * layers)
+
+
+def _window_on_all(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    window = _window(path, raw)
+    kinds = set(raw.get("layer_types") or ())
+    if not kinds <= {SLIDING if window else FULL}:
+        raise ModelError(path, f"layer_types {sorted(kinds)} with sliding_window {window}: all layers have it, or none")
+    return _one_table(path, raw, table, [window] * layers)
+
+
+def _qwen(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    """The window counts only if `use_sliding_window`, from layer `max_window_layers` on."""
+    if not raw.get("use_sliding_window"):
+        return _no_window(path, raw | {"sliding_window": None}, layers, table)
+    first = int(raw.get("max_window_layers", layers))
+    kinds = [SLIDING if at >= first else FULL for at in range(layers)]
+    return _one_table(path, raw, table, _windows(path, raw, layers, kinds))
+
+
+def _granite(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    return _no_window(path, raw, layers, table) | {
+        "embed_scale": float(raw.get("embedding_multiplier", 1.0)),
+        "residual_scale": float(raw.get("residual_multiplier", 1.0)),
+        "attention_scale": float(raw.get("attention_multiplier", 1.0)),
+        "logit_scale": 1.0 / float(raw.get("logits_scaling", 1.0)),
+    }
+
+
+def _smollm3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    """`no_rope_layers` holds a 1 for layers that do rotate."""
+    every = int(raw.get("no_rope_layer_interval", 4))
+    rotates = raw.get("no_rope_layers") or [(at + 1) % every for at in range(layers)]
+    if len(rotates) < layers:
+        raise ModelError(path, f"no_rope_layers has {len(rotates)} of {layers} layers")
+    windows = [0] * layers
+    if raw.get("use_sliding_window") and raw.get("sliding_window"):
+        windows = _windows(path, raw, layers, [FULL if rotates[at] else SLIDING for at in range(layers)])
+    (parameters,) = rope_parameters(path, raw).values()
+    options = tuple(
+        LayerOptions(window=window, rope=0 if turns else None)
+        for window, turns in zip(windows, rotates, strict=False)
+    )
+    return {"ropes": (table(parameters),), "layer_options": options}
+
+
+def _gemma2(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    kinds = [FULL if at % 2 else SLIDING for at in range(layers)]
+    return _one_table(path, raw, table, _windows(path, raw, layers, kinds)) | _gemma(path, raw)
+
+
+def _gemma3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    """Scalings count for global layers only; local ones have a theta of their own."""
+    every = int(raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6)
+    kinds = [SLIDING if (at + 1) % every else FULL for at in range(layers)]
+    windows = _windows(path, raw, layers, kinds)
+    found = rope_parameters(path, raw, 1_000_000.0)
+    local = found.get(SLIDING, {"rope_theta": raw.get("rope_local_base_freq") or 10000.0})
+    return _two_tables(table(found[FULL]), table(local), windows) | _gemma(path, raw)
+
+
+def _gemma(path: Path, raw: Raw) -> Options:
+    if raw.get("use_bidirectional_attention"):
+        raise ModelError(path, "use_bidirectional_attention: only causal attention is supported")
+    return {
+        "embed_scale": float(raw["hidden_size"]) ** 0.5,
+        "attention_scale": float(raw.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "attention_softcap": float(raw.get("attn_logit_softcapping") or 0.0),
+        "final_softcap": float(raw.get("final_logit_softcapping") or 0.0),
+    }
+
+
+def _olmo3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    """Scalings count for layers without a window."""
+    kinds = [SLIDING if (at + 1) % 4 else FULL for at in range(layers)]
+    windows = _windows(path, raw, layers, kinds)
+    found = rope_parameters(path, raw, 500_000.0)
+    local = found.get(SLIDING, {"rope_theta": found[FULL]["rope_theta"]})
+    return _two_tables(table(found[FULL]), table(local), windows)
+
+
+def _two_tables(everywhere: RopeTable, local: RopeTable, windows: Sequence[int]) -> Options:
+    if everywhere == local:
+        return {"ropes": (everywhere,), "layer_options": tuple(LayerOptions(window=window) for window in windows)}
+    options = tuple(LayerOptions(window=window, rope=1 if window else 0) for window in windows)
+    return {"ropes": (everywhere, local), "layer_options": options}
+
+
+def _windows(path: Path, raw: Raw, layers: int, kinds: Sequence[str]) -> list[int]:
+    """Return each layer's window; `kinds` where `layer_types` does not say."""
+    kinds = raw.get("layer_types") or kinds
+    if len(kinds) != layers or not set(kinds) <= set(LAYER_TYPES):
+        known = ", ".join(LAYER_TYPES)
+        raise ModelError(path, f"layer_types {sorted(set(kinds))} of {len(kinds)} layers, of {layers}; known: {known}")
+    window = _window(path, raw)
+    if SLIDING in kinds and not window:
+        raise ModelError(path, f"layer_types has {SLIDING}, and sliding_window is missing")
+    return [window if kind == SLIDING else 0 for kind in kinds]
+
+
+def _window(path: Path, raw: Raw) -> int:
+    window = raw.get("sliding_window") or 0
+    if not isinstance(window, int) or window < 0:
+        raise ModelError(path, f"sliding_window {window!r} is not a number of tokens")
+    return window
+
+
+_READERS: dict[str, Callable[[Path, Raw, int, Table], Options]] = {
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "mistral": _window_on_all,
+    "phi3": _window_on_all,
+    "granite": _granite,
+    "smollm3": _smollm3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "olmo3": _olmo3,
+}

@@ -1,0 +1,308 @@
+"""Small random models of every family by transformers, and the files that their publishers would make of them.
+
+Every weight matters: norms are not ones, biases are not zeros, local and global theta differ, windows and original
+contexts are shorter than the prompts of the tests.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+VOCAB = 320
+CONTEXT = 256
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.2],
+    "long_factor": [1.0, 2.0, 5.0, 9.0],
+}
+PARTIAL = LONGROPE | {
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.4, 1.2, 1.1],
+    "long_factor": [1.5, 3.0, 6.0, 4.0],
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+THETAS = {"full_attention": {"rope_type": "default", "rope_theta": 50000.0}}
+TWO_THETAS = THETAS | {"sliding_attention": {"rope_type": "default", "rope_theta": 200.0}}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 4.0,
+}
+
+
+class Case(NamedTuple):
+    """A model to be: its family by transformers' name, and what its configuration has other than `BASE`."""
+
+    family: str
+    options: dict[str, Any] | None = None
+
+
+CASES: dict[str, Case] = {
+    "qwen2": Case("Qwen2"),
+    "qwen2-tied": Case("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2-yarn": Case("Qwen2", {"rope_parameters": YARN}),
+    "qwen2-window": Case("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    "mistral": Case("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "mistral-window": Case("Mistral", {"sliding_window": 8}),
+    "granite": Case("Granite", GRANITE),
+    "granite-biases": Case("Granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": Case("SmolLM3"),
+    "smollm3-yarn": Case("SmolLM3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "phi3": Case("Phi3", {"sliding_window": None}),
+    "phi3-window": Case("Phi3", {"sliding_window": 8}),
+    "phi3-longrope": Case(
+        "Phi3",
+        {
+            "rope_parameters": LONGROPE | {"short_factor": [1.0] * 8, "long_factor": [1.0, 2.0, 5.0, 9.0] * 2},
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "phi4-mini": Case(
+        "Phi3",
+        {"rope_parameters": PARTIAL, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
+    ),
+    "gemma2": Case("Gemma2", {"sliding_window": 8, "head_dim": 32, "query_pre_attn_scalar": 20}),
+    "gemma3": Case(
+        "Gemma3",
+        {
+            "sliding_window": 8,
+            "sliding_window_pattern": 3,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": TWO_THETAS,
+        },
+    ),
+    "gemma3-linear": Case(
+        "Gemma3",
+        {
+            "sliding_window": 8,
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "full_attention": LINEAR | {"rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "olmo2": Case("Olmo2"),
+    "olmo3": Case(
+        "Olmo3",
+        {
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50000.0},
+            },
+        },
+    ),
+}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+
+
+def build(name: str, seed: int = 0, **more: Any) -> Any:
+    """Return the case's model, in 32 bits, with eager attention: it alone knows every option."""
+    family, options = CASES[name]
+    torch.manual_seed(seed)
+    kind = getattr(transformers, CONFIGS.get(family, f"{family}Config"))
+    config = kind(**{**BASE, **(options or {}), **more}, attn_implementation="eager")
+    return randomized(getattr(transformers, f"{family}ForCausalLM")(config))
+
+
+def randomized(model: Any) -> Any:
+    model = model.float().eval()
+    around = 0.0 if model.config.model_type.startswith("gemma") else 1.0
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.uniform_(around - 0.5, around + 0.5)
+            elif name.endswith("bias"):
+                weight.normal_(0, 0.5)
+            else:
+                weight.normal_(0, 0.15)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def byte_tokens() -> list[str]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return alphabet + [f"<extra_{index}>" for index in range(VOCAB - len(alphabet))]
+
+
+def save_hf(model: Any, folder: Path, **options: Any) -> str:
+    model.save_pretrained(folder, **options)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def save_tokenizer(folder: Path, tokens: int = VOCAB) -> None:
+    tokenizer = Tokenizer(BPE(vocab={t: i for i, t in enumerate(byte_tokens()[:tokens])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def rotary_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+PERMUTED = ("llama", "granite", "smollm3")
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+POST_NORMED = ("gemma2", "gemma3", "olmo2")
+
+
+def save_gguf(model: Any, path: Path, tokens: int = VOCAB) -> str:
+    """Write the model as llama.cpp's converter would."""
+    config = model.config
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if head_dim * config.num_attention_heads != config.hidden_size:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _write_rope(writer, config, head_dim)
+    if architecture in _WRITERS:
+        _WRITERS[architecture](writer, config)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(byte_tokens()[:tokens] + [f"[PAD{at}]" for at in range(tokens, VOCAB)])
+    writer.add_token_types([1] * tokens + [5] * (VOCAB - tokens))
+    writer.add_token_merges([])
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        writer.add_tensor(_gguf_name(name, architecture), _gguf_values(name, weight.numpy(), architecture, config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def _gguf_name(name: str, architecture: str) -> str:
+    stem, _, leaf = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{GGUF_NAMES[stem]}.{leaf}"
+    _, _, number, rest = stem.split(".", 3)
+    called = GGUF_NAMES[rest]
+    if rest == "post_attention_layernorm" and architecture in POST_NORMED:
+        called = "post_attention_norm"
+    return f"blk.{number}.{called}.{leaf}"
+
+
+def _gguf_values(name: str, values: np.ndarray, architecture: str, config: Any) -> np.ndarray:
+    if architecture in PERMUTED and ".q_proj" in name:
+        return rotary_pairs(values, config.num_attention_heads)
+    if architecture in PERMUTED and ".k_proj" in name:
+        return rotary_pairs(values, config.num_key_value_heads)
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    return values
+
+
+def _write_rope(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    kind = rope["rope_type"]
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        share = np.log(config.max_position_embeddings / original) / np.log(original)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + share)))
+        writer.add_tensor("rope_factors_long.weight", np.array(rope["long_factor"], np.float32))
+        writer.add_tensor("rope_factors_short.weight", np.array(rope["short_factor"], np.float32))
+
+
+def _write_granite(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _write_gemma2(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _write_olmo2(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type == "olmo3":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+_WRITERS: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
+    "granite": _write_granite,
+    "gemma2": _write_gemma2,
+    "gemma3": lambda writer, config: writer.add_sliding_window(config.sliding_window),
+    "phi3": lambda writer, config: writer.add_sliding_window(config.sliding_window or 0),
+    "olmo2": _write_olmo2,
+}

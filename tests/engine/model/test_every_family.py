@@ -1,0 +1,77 @@
+"""Every family against transformers on small random models, from safetensors and from GGUF: logits within 1e-4, and 64
+greedy tokens equal, of prompts that are longer than windows and original contexts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.backends.attention import refuse_options
+from engine.model.llama import load_model
+from engine.model.prepared.cache import prepare
+from tests.engine.model.checkpoints import CASES, VOCAB, build, save_gguf, save_hf
+from tests.engine.model.test_families import Ours
+
+PROMPT_TOKENS = 75
+ANSWER_TOKENS = 64
+
+# What no GGUF file can say: its converter drops it, or the format's readers have another constant.
+HUGGING_FACE_ALONE = ("qwen2-window", "mistral-window", "gemma2", "gemma3")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small are not worth a second thread, which on a busy machine takes its time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def prompt_of(tokens: int = PROMPT_TOKENS, seed: int = 7) -> list[int]:
+    return torch.randint(0, VOCAB, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def greedy_gap(model: Any, prompt: list[int], answer: list[int]) -> float:
+    """Return by how much, at most, the reference prefers another token than the answer's."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    return float((logits.max(-1).values - logits.gather(1, torch.tensor(answer).unsqueeze(1))[:, 0]).max())
+
+
+def compare(source: str, model: Any, cache: Path) -> None:
+    prompt = prompt_of()
+    ours = Ours(load_model(prepare(source, cache)))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt]), use_cache=False).logits[0]
+    assert wanted[-1].std() > 0.1, "a flat reference would prove nothing"
+    try:
+        refuse_options(ours.model._layers[0].options)
+        refuse_options(ours.model._layers[-1].options)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    with torch.inference_mode():
+        first, last = ours.step(prompt[:41]), ours.step(prompt[41:])
+        torch.testing.assert_close(first, wanted[40], atol=1e-4, rtol=0)
+        torch.testing.assert_close(last, wanted[-1], atol=1e-4, rtol=0)
+        answer = [int(last.argmax())]
+        while len(answer) < ANSWER_TOKENS:
+            answer.append(int(ours.step(answer[-1:]).argmax()))
+    ours.close()
+    assert greedy_gap(model, prompt, answer) == 0.0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_transformers_from_safetensors(case: str, tmp_path: Path) -> None:
+    """Guards what a family does otherwise than Llama: each option left out, or on the wrong layers, changes logits."""
+    model = build(case)
+    compare(save_hf(model, tmp_path / "model"), model, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in HUGGING_FACE_ALONE])
+def test_equals_transformers_from_gguf(case: str, tmp_path: Path) -> None:
+    """Guards names, constants and orders of rows that GGUF files have otherwise."""
+    model = build(case)
+    compare(save_gguf(model, tmp_path / "model.gguf"), model, tmp_path / "cache")
