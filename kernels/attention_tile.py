@@ -188,9 +188,12 @@ def sweep(
         if MASK == "range":
             scores = tl.where(valid[None, :], scores, float("-inf"))
         elif MASK == "causal":
-            visible = valid[None, :] & (tokens[None, :] <= position[:, None])
             if WINDOW > 0:
-                visible = visible & (tokens[None, :] > position[:, None] - WINDOW)
+                # Both edges in one comparison: a token that is still to come is at a huge unsigned distance.
+                distance = position[:, None] - tokens[None, :]
+                visible = distance.to(tl.uint32) < WINDOW
+            else:
+                visible = valid[None, :] & (tokens[None, :] <= position[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         elif MASK == "window":
             visible = valid[None, :] & (tokens[None, :] > position[:, None] - WINDOW)

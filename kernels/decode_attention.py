@@ -82,12 +82,14 @@ def decode_kernel(
     GROUP: tl.constexpr,
     TABLE_BLOCKS: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROW_WINDOWS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     TILE: tl.constexpr,
     M: tl.constexpr,
 ):
-    """Each program runs its items: M packed rows against the item's tokens, TILE at a time."""
+    """Each program runs its items: M packed rows against the item's tokens, TILE at a time. ROW_WINDOWS: an item may
+    have rows whose windows begin at different tokens."""
     program = tl.program_id(0)
     packed = tl.arange(0, M)
     dims = tl.arange(0, DIM_PAD)
@@ -112,6 +114,7 @@ def decode_kernel(
         position = row
         if WINDOW > 0:
             lowest = tl.load(lengths_ptr + owner) - WINDOW
+        if ROW_WINDOWS:
             position = tl.load(lengths_ptr + row, mask=present, other=0) - 1
         payload_of_head = payload + kv_head * (STRIDE_HEAD // (1 if FORMAT == "native" else 2))
         scales_of_head = scales + kv_head * SCALE_HEAD
@@ -148,7 +151,7 @@ def decode_kernel(
             FORMAT,
             WINDOW,
             TILE,
-            "range" if WINDOW == 0 else "window",
+            "window" if ROW_WINDOWS else "range",
             SOFTCAP,
         )
         answer, lse = finish(acc, top, total, scale, SOFTCAP)
@@ -305,19 +308,34 @@ def packed_rows(group: int, rows: int) -> int:
 
 
 def decode_residency(
-    heads: int, dtype: torch.dtype, pool: KVPool, config: KernelConfig, table_blocks: int
+    heads: int,
+    dtype: torch.dtype,
+    pool: KVPool,
+    config: KernelConfig,
+    table_blocks: int,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    with_sinks: bool = False,
 ) -> int:
     """Return how many programs of the kernel an SM of the pool's device holds, as it is compiled for these heads and
     this configuration, one at least; nothing is launched. UNKNOWN where nobody can say: off a GPU."""
     device = pool.payload.device
     if device.type != "cuda":
         return UNKNOWN
-    compiled = _compiled(heads, dtype, pool, config, table_blocks)
+    sinks = torch.empty(heads, dtype=dtype, device=device) if with_sinks else None
+    compiled = _compiled(heads, dtype, pool, config, table_blocks, window, _Scores(None, softcap, sinks))
     return max(1, residency(compiled, multiprocessor(device)) or UNKNOWN)
 
 
 def _compiled(
-    heads: int, dtype: torch.dtype, pool: KVPool, config: KernelConfig, table_blocks: int
+    heads: int,
+    dtype: torch.dtype,
+    pool: KVPool,
+    config: KernelConfig,
+    table_blocks: int,
+    window: int,
+    scores: "_Scores",
 ) -> Any:
     """Compile `decode_kernel` as `decode_attention` launches it; returns Triton's `CompiledKernel`."""
     device = pool.payload.device
@@ -328,6 +346,7 @@ def _compiled(
         programs=1,
         tile=config.tile,
         packed_rows=config.rows,
+        window=window,
     )
     buffers = DecodeBuffers(
         geometry,
@@ -338,7 +357,7 @@ def _compiled(
         device=device,
     )
     q = torch.empty(1, heads, pool.head_dim, dtype=dtype, device=device)
-    given, constants = _arguments(q, pool, 0, buffers, config, torch.empty_like(q), _Scores(None, 0.0, None))
+    given, constants = _arguments(q, pool, 0, buffers, config, torch.empty_like(q), scores)
     return decode_kernel.warmup(*given, grid=(1,), **constants)
 
 
@@ -379,6 +398,7 @@ def _arguments(
         "GROUP": group,
         "TABLE_BLOCKS": buffers.tables.shape[1],
         "WINDOW": buffers.geometry.window,
+        "ROW_WINDOWS": buffers.geometry.window > 0 and buffers.geometry.rows_per_item > 1,
         "SOFTCAP": float(scores.softcap),
         "SINKS": scores.sinks is not None,
         "TILE": config.tile,

@@ -167,11 +167,15 @@ class Llama:
             qkv = torch.cat([q, attention.norm(k.contiguous(), None, k_norm, eps), v], 1)
         return qkv.view(len(normed), -1, self.config.head_dim)
 
-    def first_layer(self) -> "Llama":
-        """Return a model of this one's first layer and output matrix: its shapes, at a fraction of the work."""
+    def layer_of_each_kind(self) -> "Llama":
+        """Return a model of this one's first layer with each of its options, and its output matrix: its shapes, at a
+        fraction of the work."""
+        first = {self.config.layer(number): number for number in reversed(range(self.config.layers))}
+        numbers = sorted(first.values())
+        options = tuple(self.config.layer(number) for number in numbers)
         short = copy(self)
-        short.config = msgspec.structs.replace(self.config, layers=1)
-        short._layers = self._layers[:1]
+        short.config = msgspec.structs.replace(self.config, layers=len(numbers), layer_options=options)
+        short._layers = [self._layers[number] for number in numbers]
         return short
 
 

@@ -39,6 +39,7 @@ def decode_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "GROUP": key.group,
             "TABLE_BLOCKS": 1024,
             "WINDOW": 0,
+            "ROW_WINDOWS": False,
             "SOFTCAP": 0.0,
             "SINKS": False,
             "TILE": config.tile,

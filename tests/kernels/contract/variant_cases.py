@@ -21,7 +21,7 @@ BUILD = {
 
 VARIANTS: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("decode", 128, 4, "bfloat16", {"WINDOW": 4096}),
-    ("decode_shared", 128, 4, "bfloat16", {"WINDOW": 4096}),
+    ("decode_shared", 128, 4, "bfloat16", {"WINDOW": 4096, "ROW_WINDOWS": True}),
     ("prefill", 128, 4, "bfloat16", {"WINDOW": 4096}),
     ("decode", 128, 4, "int8", {"WINDOW": 4096}),
     ("prefill", 128, 4, "int8", {"WINDOW": 4096}),
