@@ -1,7 +1,8 @@
-"""Layers with windows, caps, sinks, other scales and other rotations: the same model on every backend, in mixed steps."""
+"""Layers with windows, caps, sinks, other scales and other rotations: one model on every backend, in mixed steps."""
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from engine.model.families import FAMILIES, layer_key
 from engine.model.llama import Llama
 from engine.step import Row
 from engine.storage.paged import KVTensors, PagedKV
+from kernels.linear import Weight
 from kernels.native import native
+from kernels.panels import pack_plain
 from tests.engine.backends.gpu.test_step import row
 from tests.kernels.cases import DEVICE
 
@@ -70,7 +73,7 @@ class OneBackend:
     """The model on one backend, over a pool whose bytes are NaN wherever nothing was written."""
 
     def __init__(self, backend: str, kv_dtype: str = "float32", share_tokens: int = 256) -> None:
-        self.model = Llama(SHAPE, {name: w.to(DEVICE if backend == "triton" else "cpu") for name, w in WEIGHTS.items()})
+        self.model = Llama(SHAPE, {name: placed(name, weight, backend) for name, weight in WEIGHTS.items()})
         layout = SHAPE.kv_layout(BLOCK, kv_dtype)
         self.kv: KVTensors
         self.attention: TorchAttention | TritonAttention
@@ -91,6 +94,12 @@ class OneBackend:
         batch = ForwardBatch.build(ordered, BLOCK, device=device, row_multiple=self.attention.row_multiple)
         self.attention.begin(batch, self.kv)
         return self.model.forward(batch, self.kv, self.attention)[: len(rows)].cpu()
+
+
+def placed(name: str, weight: Tensor, backend: str) -> Weight:
+    if backend == "native" and weight.dim() == 2 and name != "embedding":
+        return pack_plain(weight)
+    return weight.to(DEVICE) if backend == "triton" else weight
 
 
 def attention_of(backend: str) -> TorchAttention:
@@ -123,7 +132,7 @@ def steps() -> Sequence[Sequence[Row]]:
 
 @pytest.mark.parametrize(
     ("backend", "kv_dtype", "tolerance"),
-    [("native", "float32", 1e-4), ("native", "int8", 1e-4), ("triton", "float32", 2e-4), ("triton", "int8", 5e-2)],
+    [("native", "float32", 1e-4), ("native", "int8", 5e-2), ("triton", "float32", 2e-4)],
 )
 def test_every_backend_obeys_each_layers_options(backend: str, kv_dtype: str, tolerance: float) -> None:
     """Guards an option that one backend leaves out, or takes from another layer: windows, rotation of some columns or
@@ -173,7 +182,10 @@ def test_layers_that_see_all_share_prefixes_beside_those_that_do_not() -> None:
     kinds = {window: launch.kind for window, launch in attention._step.launches.items()}
     assert kinds == {0: SHARED, 12: PLAIN, 40: SHARED}
     plans = attention._plans(attention._latest or ([], []))
-    sharing = {w: {row for i in p.items for row in p.rows[i.first : i.first + i.size] if i.size > 1} for w, p in plans.items()}
+    sharing = {
+        window: {row for item in plan.items if item.size > 1 for row in plan.rows[item.first : item.first + item.size]}
+        for window, plan in plans.items()
+    }
     assert sharing[0] == {0, 1, 2, 3} and sharing[12] == set()
 
 
@@ -200,6 +212,6 @@ def test_a_workspace_has_room_for_the_layer_that_sees_all() -> None:
     late = (LAYERS[0], LAYERS[3], LAYERS[0], LAYERS[1])
     sizes = []
     for options in (late, (LAYERS[0],) * 4, ()):
-        shape = ModelConfig(**{**{name: getattr(SHAPE, name) for name in SHAPE.__struct_fields__}, "layer_options": options})
+        shape = msgspec.structs.replace(SHAPE, context_tokens=4096, layer_options=options)
         sizes.append(estimate_workspace(shape, "float32", BLOCK, limits))
     assert sizes[0] >= sizes[2] > sizes[1]
