@@ -20,7 +20,7 @@ from engine.config import EngineConfig, StepLimits
 from engine.device import EngineDevice, open_device
 from engine.model.prepared.cache import prepare
 from engine.plan import row_of
-from engine.step import DeadEnd, Row, StepPlan
+from engine.step import DeadEnd, Row, StepPlan, run_of
 from engine.text.bundle import TextModel
 from engine.types import BlockId, Constraint, ConstraintKind, RequestId, RequestRecord, SamplingParams, id_of
 
@@ -84,7 +84,7 @@ def step(device: EngineDevice, lanes: list[Decoded]) -> float:
         if isinstance(token, DeadEnd | tuple):
             raise RuntimeError(f"nothing to go on with: {token}")
         lane.known = len(lane.tokens)
-        lane.tokens.append(id_of(token))
+        lane.tokens += [id_of(one) for one in run_of(token)]
     return took_s
 
 

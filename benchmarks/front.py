@@ -125,7 +125,7 @@ def _ticks() -> int:
 def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_http: bool) -> None:
     """Serve until the pipe closes; its first word is the two addresses. Without the HTTP front, gRPC's has all
     descriptors of the process."""
-    limits = FrontLimits(connections=16_384, connections_per_address=16_384)
+    limits = FrontLimits(connections=16_384, connections_per_address=16_384, calls_per_address=16_384)
     config = RouterConfig(
         grpc_port=0,
         http_port=0 if has_http else -1,

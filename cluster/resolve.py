@@ -67,6 +67,7 @@ FLAGS = (
         "model|off",
         "sampling of requests that name none: the model's (default), or temperature 1",
     ),
+    ("--chat-template", "router.chat_template", "FILE", "a chat template in place of the model's own"),
     ("--tool-parser", "router.tool_parser", "PARSER", "how the model writes calls of tools (default: auto)"),
     ("--reasoning-parser", "router.reasoning_parser", "PARSER", "how its reasoning is told apart (default: auto)"),
     ("--launcher", "launcher", "ray|process", "what starts the workers"),

@@ -40,7 +40,7 @@ from worker.streams import READ
 log = logging.getLogger(__name__)
 
 REDIAL_S = 0.5
-MAX_TICKETS = 4096
+MAX_RENEWALS = 4096
 MAX_REDIALS = 60
 """Attempts to reach a lost peer again, before it is only dialled when a placement names it."""
 
@@ -85,7 +85,7 @@ class Peers:
     reach: Callable[[Connect], None]
     unfinished: Callable[[], list[Handoff]]
     _streams: dict[Incarnation, PeerStream] = field(default_factory=dict)
-    _tickets: dict[Incarnation, bytes] = field(default_factory=dict)
+    _renewals: dict[Incarnation, bytes] = field(default_factory=dict)
     """The latest that a life has given us, which lets our next stream take the place of one that it still holds."""
     _opening: dict[PeerAddress, int] = field(default_factory=dict)
     _lost: dict[PeerAddress, int] = field(default_factory=dict)
@@ -121,9 +121,9 @@ class Peers:
             hear(msgspec.structs.replace(known.up, address=stream.address))
             return
         stream.peer, stream.claimed = peer, self.unfinished()
-        ticket = self._tickets.get(peer.incarnation, b"")
+        renewal = self._renewals.get(peer.incarnation, b"")
         endpoints = [way.describe(peer.incarnation) for way in self.ways]
-        hello = msgspec.structs.replace(self.hello, endpoints=endpoints, ticket=ticket, unfinished=stream.claimed)
+        hello = msgspec.structs.replace(self.hello, endpoints=endpoints, renewal=renewal, unfinished=stream.claimed)
         stream.say([hello])
 
     def records(self, stream: PeerStream, records: Sequence[Record], hear: Hear) -> None:
@@ -151,10 +151,10 @@ class Peers:
             hear(PeerDown(stream.address, None, str(error)))
             return
         peer, endpoint = hello.info.incarnation, hello.endpoints[0]
-        self._tickets.pop(peer, None)
-        self._tickets[peer] = hello.ticket
-        if len(self._tickets) > MAX_TICKETS:
-            del self._tickets[next(iter(self._tickets))]
+        self._renewals.pop(peer, None)
+        self._renewals[peer] = hello.renewal
+        if len(self._renewals) > MAX_RENEWALS:
+            del self._renewals[next(iter(self._renewals))]
         self._lost.pop(stream.address, None)
         self._streams[peer] = stream
         self.reach(Connect(peer, endpoint, agreement))

@@ -132,10 +132,10 @@ class DecodeRole:
         self._peers.redial(now)
         scheduler, metrics = self.scheduler, self._metrics
         batch, handoffs = scheduler.batch, scheduler.prefills.handoffs
-        metrics.generated(batch.generated_tokens)
+        metrics.generated(batch.generated_tokens, batch.forced_tokens)
         hit_tokens = batch.hit_tokens + batch.alike.saved_tokens
         metrics.prompt_tokens(batch.prefilled_tokens, prefix_hit=hit_tokens, recomputed=batch.recomputed_tokens)
-        batch.generated_tokens = batch.prefilled_tokens = batch.recomputed_tokens = 0
+        batch.generated_tokens = batch.forced_tokens = batch.prefilled_tokens = batch.recomputed_tokens = 0
         batch.hit_tokens = batch.alike.saved_tokens = 0
         for back in scheduler.swapping.take_resumed():
             metrics.resumed(back.way, back.lost_tokens, back.seconds)

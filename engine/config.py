@@ -62,6 +62,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     the row behind it is dropped. Every token is the same either way. `auto`: on a GPU, which would wait for its next
     step otherwise; the CPU, which plans and computes with the same cores, gains nothing by it."""
 
+    jump_forward: bool = True
+    """Tell tokens that a constraint forces (`docs/structured-output.md`) together with the token before them, without a
+    step each. Every token is the same either way."""
+
     @property
     def plans_ahead(self) -> bool:
         return self.async_scheduling == "on" or (self.async_scheduling == "auto" and self.device != "cpu")

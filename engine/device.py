@@ -116,7 +116,7 @@ def open_device(
             opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
     memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
-    opened.runner.matchers = _matchers(model_dir, shape.vocab)
+    opened.runner.matchers = _matchers(model_dir, shape.vocab, config.jump_forward)
     return EngineDevice(
         model=shape.name,
         layout=layout,
@@ -136,7 +136,7 @@ def open_device(
     )
 
 
-def _matchers(model_dir: Path, vocab: int) -> "Matchers | None":
+def _matchers(model_dir: Path, vocab: int, jumps: bool) -> "Matchers | None":
     """None where the library is not installed that compiles constraints: on a machine that measures kernels."""
     try:
         from engine.constraints.matchers import Matchers
@@ -146,7 +146,7 @@ def _matchers(model_dir: Path, vocab: int) -> "Matchers | None":
             raise
         log.warning("llguidance is not installed: requests with a constraint are refused")
         return None
-    return Matchers(partial(load_vocabulary, model_dir), vocab)
+    return Matchers(partial(load_vocabulary, model_dir), vocab, jumps=jumps)
 
 
 def _open_on_cpu(

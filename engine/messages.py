@@ -362,9 +362,9 @@ class Hello(Record, kw_only=True):
     info: WorkerInfo
     layout: dict[str, Any]
     endpoints: list[Endpoint]
-    ticket: bytes = b""
+    renewal: bytes = b""
     """Prefill worker: names the stream that it answers on. Decode worker: the last one that it was given here. A second
-    stream of a life is refused while the first one lasts, unless it brings the ticket of that."""
+    stream of a life is refused while the first one lasts, unless it brings the renewal of that."""
     unfinished: list[Handoff] = []
     """Decode worker: the handoffs that it still reads for. Whatever else is kept for it may be let go."""
     protocol: int = 1
@@ -419,6 +419,8 @@ class FirstToken(HandoffMessage, kw_only=True):
     token: int
     logprobs: TokenLogprobs | None = None
     """The token's, where they are asked for."""
+    more: list[DrawnToken] = []
+    """Tokens that could only come behind it."""
     prompt_logprobs: list[TokenLogprobs] = []
     """Those of the prompt's tokens from the second on, where they are asked for."""
     chunks: int
@@ -427,8 +429,8 @@ class FirstToken(HandoffMessage, kw_only=True):
     cached_tokens: int
 
     @property
-    def drawn(self) -> DrawnToken:
-        return self.token if self.logprobs is None else self.logprobs
+    def drawn(self) -> tuple[DrawnToken, ...]:
+        return (self.token if self.logprobs is None else self.logprobs, *self.more)
 
 
 class PrefillFailed(HandoffMessage):

@@ -120,11 +120,15 @@ class Queued(_Marked):
         logprobs: StepLogprobs | None = None,
         scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list,
         dead: Mapping[int, DeadEnd] | None = None,
+        continued: Callable[[list[Drawn]], list[Drawn]] | None = None,
     ) -> None:
-        """`dead`: draws whose token means nothing, by their place."""
+        """`dead`: draws whose token means nothing, by their place; `continued` adds to the draws what can only come
+        behind them, once they are known."""
         self.tokens = tokens
         self.places = places
         self._dead = dead or {}
+        self._continued = continued
+        self._drawn: list[Drawn] | None = None
         self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=tokens.is_cuda)
         self._host.copy_(tokens, non_blocking=True)
         self._logprobs = None if logprobs is None else logprobs.to_host()
@@ -132,10 +136,16 @@ class Queued(_Marked):
 
     def wait(self) -> Sequence[Drawn]:
         self._ended.synchronize()
-        drawn = self._host.tolist()
-        if self._logprobs is not None:
-            drawn = self._logprobs.joined(drawn)
-        return [self._dead.get(at, drawn[at]) for at in self.places]
+        if self._drawn is None:
+            drawn = self._host.tolist()
+            if self._logprobs is not None:
+                drawn = self._logprobs.joined(drawn)
+            if self._dead:
+                drawn = [self._dead.get(at, token) for at, token in enumerate(drawn)]
+            if self._continued is not None:
+                drawn = self._continued(drawn)
+            self._drawn = [drawn[at] for at in self.places]
+        return self._drawn
 
 
 class ModelRunner:
@@ -206,15 +216,17 @@ class ModelRunner:
             logits = self._model.forward(batch, self.kv, self._attention)
         # The device computes; what a penalty or a grammar needs of the step before is there, or is before that ends.
         draws = [self._latest.resolved(row) if needs_tokens(row) else row for row in rows if row.draw]
-        dead = self._mask(draws, masks)
+        dead, masked = self._mask(draws, masks)
         drawn = self._attention.sample(logits, draws)
+        continued = self._continues(draws, masked)
         launched: Queued | Done
         if isinstance(drawn, Tensor | QueuedDraws):
             tokens, logprobs = (drawn, None) if isinstance(drawn, Tensor) else drawn
             places = sorted(range(len(drawing)), key=drawing.__getitem__)
-            launched = Queued(tokens, places, began, logprobs, scores, dead)
+            launched = Queued(tokens, places, began, logprobs, scores, dead, continued)
         else:
             told = [dead.get(at, token) for at, token in enumerate(drawn)]
+            told = told if continued is None else continued(told)
             in_order = [told[at] for at in sorted(range(len(drawing)), key=drawing.__getitem__)]
             launched = Done(in_order, began, _mark(device), scores)
         self._latest = LatestDraws(plan.rows, launched)
@@ -222,16 +234,19 @@ class ModelRunner:
 
     def _begin_masks(self, draws: list[Row]) -> "Future[list[Mask]] | None":
         """Begin to compute what rows with a constraint may draw, where all their tokens are known."""
-        constrained = [row for row in draws if row.record.constraint is not None]
+        constrained = [row for row in draws if _wants_mask(row)]
         if not constrained or any(row.follows for row in constrained):
             return None
         return self._matchers.begin(constrained)
 
-    def _mask(self, draws: list[Row], begun: "Future[list[Mask]] | None") -> dict[int, DeadEnd]:
-        """Write into `draws` what those with a constraint may draw. Return those that can draw nothing, by place."""
-        places = [at for at, row in enumerate(draws) if row.record.constraint is not None]
+    def _mask(
+        self, draws: list[Row], begun: "Future[list[Mask]] | None"
+    ) -> tuple[dict[int, DeadEnd], list[int]]:
+        """Write into `draws` what those with a constraint may draw. Return those that can draw nothing, by place, and
+        the places of the others."""
+        places = [at for at, row in enumerate(draws) if _wants_mask(row)]
         if not places:
-            return {}
+            return {}, []
         masks = self._matchers.masks([draws[at] for at in places]) if begun is None else begun.result()
         dead = {}
         for at, mask in zip(places, masks, strict=True):
@@ -239,7 +254,22 @@ class ModelRunner:
                 dead[at] = mask
             else:
                 draws[at] = msgspec.structs.replace(draws[at], allowed=mask)
-        return dead
+        return dead, [at for at in places if at not in dead]
+
+    def _continues(self, draws: list[Row], places: list[int]) -> Callable[[list[Drawn]], list[Drawn]] | None:
+        """Return what adds to the draws at `places`, which have masks, the tokens that can only come behind them; None
+        where there are none."""
+        if not places:
+            return None
+        # Its scheduler's list may be longer by then.
+        rows = [msgspec.structs.replace(draws[at], tokens=list(draws[at].tokens)) for at in places]
+
+        def continued(drawn: list[Drawn]) -> list[Drawn]:
+            for at, more in zip(places, self._matchers.continued(rows, [drawn[at] for at in places]), strict=True):
+                drawn[at] = more
+            return drawn
+
+        return continued
 
     @property
     def _matchers(self) -> "Matchers":
@@ -265,6 +295,11 @@ class ModelRunner:
         """What was prepared so far, the CPU has done: a GPU that had nothing else to do has waited for it."""
         if self._model.device.type == "cuda":
             began.record()
+
+
+def _wants_mask(row: Row) -> bool:
+    """True unless all is allowed, or what follows is known already."""
+    return row.record.constraint is not None and not row.allowed
 
 
 def _in_order(scores: PromptScores, places: list[int]) -> list[list[TokenLogprobs]]:

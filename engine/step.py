@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from engine.types import BlockId, DrawnToken, RequestId, RequestRecord, id_of
+from engine.types import BlockId, DrawnToken, RequestId, RequestRecord, TokenLogprobs, id_of
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Row(msgspec.Struct, frozen=True):
     """So many of its tokens, from `start` on, have a next one in the prompt whose log probability is wanted."""
     allowed: bytes = b""
     """A bit for each token, in 32-bit words, set where the record's constraint allows it; empty: all are allowed. The
-    runner fills it in, while the device computes."""
+    runner fills it in, while the device computes. Bits beyond the end are not set."""
 
     @property
     def draw_key(self) -> tuple[int, int, int]:
@@ -43,6 +43,15 @@ class Row(msgspec.Struct, frozen=True):
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
+
+
+class DrawnRun(msgspec.Struct, frozen=True):
+    """Several tokens that follow a row, in order: the one that was drawn, and those that could only come behind it.
+    The KV of none of them is computed yet."""
+
+    tokens: tuple[DrawnToken, ...]
+
+
 class DeadEnd(msgspec.Struct, frozen=True):
     """Nothing can be drawn: what the record asks of the answer could not be compiled, or has become too costly."""
 
@@ -50,8 +59,29 @@ class DeadEnd(msgspec.Struct, frozen=True):
     code: str = "INVALID_ARGUMENT"
 
 
-Drawn = DrawnToken | Candidates | DeadEnd
+Drawn = DrawnToken | DrawnRun | Candidates | DeadEnd
 """The result of a row with `draw`."""
+
+
+def run_of(drawn: DrawnToken | DrawnRun) -> tuple[DrawnToken, ...]:
+    """Return the tokens that follow, one or more."""
+    return drawn.tokens if isinstance(drawn, DrawnRun) else (drawn,)
+
+
+def only(token: int) -> bytes:
+    """Return the mask that allows one token."""
+    return (1 << token % 32).to_bytes(4, "little").rjust(4 * (token // 32) + 4, b"\0")
+
+
+def is_single(mask: bytes) -> bool:
+    """Return True for a mask that allows one token."""
+    return int.from_bytes(mask, "little").bit_count() == 1
+
+
+def forced_token(token: int, record: RequestRecord) -> DrawnToken:
+    """Return a token in whose place the record's constraint allows no other. Where log probabilities are asked for, it
+    is certain, without alternatives, whatever the model thinks of it: nobody may have asked the model."""
+    return token if record.logprobs is None else TokenLogprobs(token, 0.0)
 
 
 class Waitable(Protocol):
@@ -71,15 +101,17 @@ class LatestDraws:
         return self._numbers[row.request]
 
     def resolved(self, row: Row) -> Row:
-        """Return the row with the token that it follows, if it does; waits for the step before."""
+        """Return the row with the token that it follows, if it does; waits for the step before. Where that one has told
+        more tokens, the row's own draw is among them: it may draw nothing else, and its scheduler drops it."""
         if not row.follows:
             return row
         assert self.step is not None
-        token = self.step.wait()[self.number(row)]
-        assert not isinstance(token, tuple), "nothing follows a search"
+        drawn = self.step.wait()[self.number(row)]
+        assert not isinstance(drawn, tuple), "nothing follows a search"
         # Behind a dead end the request has ended: what is computed is dropped.
-        follows = 0 if isinstance(token, DeadEnd) else id_of(token)
-        return msgspec.structs.replace(row, tokens=[*row.tokens, follows], follows=False)
+        run = (0,) if isinstance(drawn, DeadEnd) else run_of(drawn)
+        allowed = only(id_of(run[1])) if len(run) > 1 else row.allowed
+        return msgspec.structs.replace(row, tokens=[*row.tokens, id_of(run[0])], follows=False, allowed=allowed)
 
 
 class StepPlan(msgspec.Struct, frozen=True):

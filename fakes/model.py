@@ -7,6 +7,7 @@ read back through the block table. A block that is misplaced, stale, cut short o
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -16,7 +17,7 @@ from engine.kv.layout import KVLayout
 from engine.runner import Done, HostMark
 from engine.step import Candidates, DeadEnd, Drawn, LatestDraws, Row, StepPlan
 from engine.storage.paged import PagedKV
-from engine.types import BlockId, TokenLogprobs
+from engine.types import BlockId, DrawnToken, TokenLogprobs
 
 
 def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
@@ -137,15 +138,23 @@ class FakeRunner:
                 if row.candidates:
                     drawn.append(_candidates(there, self._vocab, row.candidates, row.banned))
                     continue
-                wanted = row.record.logprobs
-                token = self._constrained(there, row) if row.record.constraint else _hash(there, self._vocab)
-                if isinstance(token, DeadEnd):
-                    drawn.append(token)
+                if row.record.constraint is not None:
+                    drawn.append(self._constrained(there, row))
                     continue
-                drawn.append(token if wanted is None else _logprobs(there, self._vocab, token, wanted))
+                drawn.append(self._told(there, row, _hash(there, self._vocab)))
         return drawn
 
-    def _constrained(self, rows: np.ndarray, row: Row) -> int | DeadEnd:
+    def _told(self, rows: np.ndarray, row: Row, token: int) -> DrawnToken:
+        wanted = row.record.logprobs
+        return token if wanted is None else _logprobs(rows, self._vocab, token, wanted)
+
+    def _constrained(self, rows: np.ndarray, row: Row) -> Drawn:
         assert self._matchers is not None
+        if row.allowed:
+            return _of_allowed(rows, row.allowed, self._vocab)  # known, and dropped
         (mask,) = self._matchers.masks([row])
-        return mask if isinstance(mask, DeadEnd) else _of_allowed(rows, mask, self._vocab)
+        if isinstance(mask, DeadEnd):
+            return mask
+        row = msgspec.structs.replace(row, allowed=mask)
+        (drawn,) = self._matchers.continued([row], [self._told(rows, row, _of_allowed(rows, mask, self._vocab))])
+        return drawn

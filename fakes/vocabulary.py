@@ -41,6 +41,6 @@ class AtOnce(Executor):
         return done
 
 
-def byte_matchers(end: int = 256) -> Matchers:
+def byte_matchers(end: int = 256, jumps: bool = True) -> Matchers:
     """Return matchers of such a vocabulary, without threads."""
-    return Matchers(lambda: byte_vocabulary(end), end + 1, AtOnce(), AtOnce())
+    return Matchers(lambda: byte_vocabulary(end), end + 1, AtOnce(), AtOnce(), jumps)

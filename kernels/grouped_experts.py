@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.configs import KernelConfig
+from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.experts import ExpertWeights, RoutedRows, Routing
 from kernels.launch import check_interpretable
 
@@ -229,6 +229,12 @@ class ExpertConfigs(NamedTuple):
     gate_up: KernelConfig
     down: KernelConfig
     combine: KernelConfig
+
+
+def expert_configs(dtype: str, arch: int) -> ExpertConfigs:
+    """Look up how a model's mixtures are launched; `dtype` and `arch` as in `ConfigKey`."""
+    names = ("route", "float32"), ("plan", "int32"), ("gate_up", dtype), ("down", dtype), ("combine", dtype)
+    return ExpertConfigs(*(config_for(ConfigKey(f"{name}_experts", 0, 0, 0, kind, arch)) for name, kind in names))
 
 
 def route(logits: Tensor, routing: Routing, config: KernelConfig) -> RoutedRows:

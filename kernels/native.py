@@ -34,7 +34,7 @@ STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHARED_ROWS = 32
 """The fewest rows for which work on each row alone is shared: with fewer it is done sooner than another thread could
 take a part."""
-_KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3}
+_KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3, "a8": 4, "h8": 5, "x8": 6, "f8": 7}
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -84,7 +84,7 @@ class Native:
         self._norm = _typed(
             library.headrace_norm, [_POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER, _INT]
         )
-        self._gate = _typed(library.headrace_gate, [_POINTER, _SIZE, _SIZE, _POINTER, _INT])
+        self._gate = _typed(library.headrace_gate, [_POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT])
         self._rotate_and_write = _typed(
             library.headrace_rotate_and_write,
             [
@@ -125,11 +125,12 @@ class Native:
         self._norm(_at(x), _at(delta), _at(weight), eps, *x.shape, out.data_ptr(), self._for_rows(len(x)))
         return out
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """Compute `[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`."""
+    def gate(self, gate_up: Tensor, gelu: bool = False) -> Tensor:
+        """Compute `[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`; with `gelu`, GELU by its tanh
+        in place of silu."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
-        self._gate(_at(gate_up), rows, width, out.data_ptr(), self._for_rows(rows))
+        self._gate(_at(gate_up), rows, width, int(gelu), out.data_ptr(), self._for_rows(rows))
         return out
 
     def route(self, logits: Tensor, routing: Routing) -> RoutedRows:

@@ -22,11 +22,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
-def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """Specifies `kernels.silu_mul`: float64 `[rows, width]`."""
     gate, up = gate_up.double().chunk(2, -1)
-    opened = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
-    return opened * up
+    return torch.nn.functional.silu(gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Specifies the same with GELU by its tanh."""
+    gate, up = gate_up.double().chunk(2, -1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

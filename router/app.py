@@ -129,7 +129,12 @@ class RouterApp:
             ]
         options = grpc_options(config.limits, connections)
         port = await self._service.start(
-            config.host, config.grpc_port, config.max_message_bytes, options, is_shared=is_shared
+            config.host,
+            config.grpc_port,
+            config.max_message_bytes,
+            options,
+            calls_per_address=config.limits.calls_per_address,
+            is_shared=is_shared,
         )
         self._ticking = asyncio.create_task(self._tick(), name="router tick")
         http, own, *_ = [*[await one.start() for one in self._https], "", ""]
@@ -165,7 +170,7 @@ class RouterApp:
         return self.hub.roster.targets(siblings or router_address, host_port(host, port) if port else "")
 
     async def overview(self) -> Overview:
-        return overview(self.hub, self._model, time.monotonic())
+        return overview(self.hub, self._model, (self._config.slo_ttft_s, self._config.slo_itl_s), time.monotonic())
 
     async def traffic(self) -> Traffic:
         config, hub = self._config, self.hub
@@ -268,20 +273,20 @@ class _Http:
             where = host_port(config.host, port)
             raise OSError(f"cannot listen on {where} for HTTP: {error}") from error
         self._address = host_port(config.host, self._socket.getsockname()[1])
-        secure: dict[str, Any] = {}
+        context = None
         if certificates is not None:
             self._address = f"https://{self._address}"
             # A probe has no certificate: the gate refuses who shows none, but for the paths that probes ask.
-            secure["ssl_context_factory"] = lambda settings, default: certificates.context(lets_in=True)
+            context = certificates.context(lets_in=True)
         self._settings = uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
-            **secure,
         )
-        SharedFront(config.limits, connections).install(self._settings)
+        self._shared = SharedFront(config.limits, connections)
+        self._shared.install(self._settings, context)
         self._server = uvicorn.Server(self._settings)
 
     async def start(self) -> str:
@@ -296,6 +301,7 @@ class _Http:
     async def stop(self, grace_s: float) -> None:
         self._settings.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.should_exit = True
+        self._shared.close()
         if hasattr(self, "_loop"):
             await self._loop
             await self._server.shutdown(sockets=[self._socket])

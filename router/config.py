@@ -19,9 +19,12 @@ class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Open at once on each front. Where there is no room, the HTTP front gives up the connection that has waited
     longest for its client; gRPC's refuses the new one."""
     connections_per_address: int = 512
-    """As many of them may be from one address. Over HTTP only."""
+    """As many of them may be from one address. Over HTTP only: gRPC's library knows a limit for all of them."""
+    calls_per_address: int = 512
+    """Over gRPC: calls of one address that are open at once, watches of health among them. One more is refused, and may
+    come again. Since connections without a call are closed after `idle_s`, no address keeps more of them than this."""
     header_s: float = 10.0
-    """The time for the head of a request, and for gRPC's handshake."""
+    """The time for the head of a request, and for the handshake of either front."""
     body_s: float = 60.0
     """The time for a request's body, over HTTP."""
     idle_s: float = 75.0
@@ -68,6 +71,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     what is left until then; 0: none is."""
     session_s: float = 1800.0
     """The time for which a conversation that its client has named goes on where it was, from its last request on."""
+    chat_template: str = ""
+    """The file of a chat template, on the router's host, in place of the model's own; empty: the model's."""
     tool_parser: ToolParser = "auto"
     """How the model writes its calls of tools: `auto` goes by its template and tokens; `none`: tools are refused."""
     reasoning_parser: ReasoningParser = "auto"

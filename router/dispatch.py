@@ -11,7 +11,6 @@ what is sent is collected and leaves as one frame per write. A request's way goe
 
 import asyncio
 import logging
-import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -20,7 +19,8 @@ import grpc
 import msgspec
 
 from access.tenants import MAX_NAME_CHARS
-from engine.handshake import NONCE_BYTES, Dialer, HandshakeError, Party, Secrets
+from engine.dialing import prove
+from engine.handshake import HandshakeError, Party, Secrets
 from engine.messages import (
     DecodeRecord,
     LifeOfProcess,
@@ -228,7 +228,7 @@ class Links:
         writer: asyncio.Task[None] | None = None
         joined = False
         try:
-            party = await self._prove(call, ATTACH[role])
+            party = await prove(call, self._secrets, ATTACH[role], self._me)
             if (party.role, party.name) != (role, peer.name):
                 raise HandshakeError(f"{party.role} {party.name!r} answers at its address")
             info, rest = self._introduction(await _read(call), party)
@@ -253,17 +253,6 @@ class Links:
                 self._hub.lost(peer.name)
             if writer is not None:
                 await _end(writer)
-
-    async def _prove(self, call: grpc.aio.StreamStreamCall, path: str) -> Party:
-        """Return who has answered, once both ends have proven who they are. Raises HandshakeError."""
-        dialer = Dialer(self._secrets, path, self._me, os.urandom(NONCE_BYTES))
-        async with asyncio.timeout(FIRST_FRAME_S):
-            with suppress(asyncio.InvalidStateError):  # it has ended, and the read says why
-                await call.write(dialer.greet())
-            party, proof = dialer.answer(await _read(call))
-            with suppress(asyncio.InvalidStateError):
-                await call.write(proof)
-        return party
 
     async def _hear(self, worker: str, records: Sequence[DecodeRecord]) -> None:
         """Tell the hub, so many records at a time that clients do not wait for a worker that says too much."""

@@ -30,7 +30,10 @@ class WorkerMetrics(ProcessMetrics):
             "Prompt tokens, by where their KV came from.",
             source=TOKEN_SOURCES,
         )
-        self._generated = families.counter("generated_tokens_total", "Tokens sampled.")[()]
+        self._generated = families.counter("generated_tokens_total", "Output tokens.")[()]
+        self._forced = families.counter(
+            "forced_tokens_total", "Output tokens that a constraint forced, and that took no step of their own."
+        )[()]
         self._blocks = families.snapshot(
             "kv_blocks", "KV blocks by state; the states add up to the pool.", "state", BLOCK_STATES
         )
@@ -167,8 +170,10 @@ class WorkerMetrics(ProcessMetrics):
         self._prompt["prefix_hit"].inc(prefix_hit)
         self._prompt["recomputed_after_failure"].inc(recomputed)
 
-    def generated(self, tokens: int) -> None:
+    def generated(self, tokens: int, forced: int) -> None:
+        """Count output tokens; `forced` of them took no step."""
         self._generated.inc(tokens)
+        self._forced.inc(forced)
 
     def migration(self, outcome: str, transport: str, seconds: float, nbytes: int) -> None:
         """Count an attempt that ended after `nbytes` had landed. Its time counts if all did."""

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import grpc
 import msgspec
 
+from engine.dialing import prove
 from engine.handshake import (
     HANDSHAKE_S,
     NONCE_BYTES,
-    Dialer,
     HandshakeError,
     Listener,
     Party,
@@ -259,24 +259,6 @@ async def _abort(context: Any, code: grpc.StatusCode, why: str) -> None:
         await asyncio.wait_for(context.abort(code, why), ABORT_S)
 
 
-async def prove(stream: grpc.aio.StreamStreamCall, dialer: Dialer) -> Party:
-    """Say who we are at the beginning of a stream that we have opened; return who the other end has proven to be.
-    Raises HandshakeError, and grpc's AioRpcError where nobody is there."""
-    try:
-        async with asyncio.timeout(HANDSHAKE_S):
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # why, the read says
-                await stream.write(dialer.greet())
-            told = await stream.read()
-            if told is grpc.aio.EOF:
-                raise HandshakeError("it closed the stream")
-            peer, proof = dialer.answer(told)
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await stream.write(proof)
-    except TimeoutError as error:
-        raise HandshakeError("it has not answered in time") from error
-    return peer
-
-
 class RpcLoop:
     """A thread with an asyncio loop, a gRPC server on it, and any number of client streams."""
 
@@ -395,14 +377,15 @@ class RpcLoop:
         # Given the outbox itself, gRPC would feed from it in a task that outlives a stream which the other end broke.
         feeder: asyncio.Task[None] | None = None
         try:
-            dialer = Dialer(self._secrets, method, self._me, os.urandom(NONCE_BYTES))
-            session.proven(await prove(stream, dialer))
+            session.proven(await prove(stream, self._secrets, method, self._me))
             feeder = self._loop.create_task(_feed(stream, outbox))
             while (data := await stream.read()) is not grpc.aio.EOF:
                 session.frame(data)
                 await _drained(session)
         except HandshakeError as error:
             why = str(error)
+        except TimeoutError:
+            why = "it has not answered in time"
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
         except asyncio.CancelledError:

@@ -48,7 +48,7 @@ ATTACH = {"prefill": "/headrace.v1.PrefillWorker/Attach", "decode": "/headrace.v
 """The service that routers dial, named by role: one that dials the address of an earlier worker finds nobody."""
 
 
-TICKET_BYTES = 16
+RENEWAL_BYTES = 16
 MAX_LISTED = 65_536
 LISTED_S = 2.0
 """How long a reader that is not listed may wait for it: its router knows it already, and tells everybody at once."""
@@ -67,9 +67,9 @@ class RouterStream(InboxStream):
 
 
 class ReaderStream(InboxStream):
-    """One stream. Its hello was answered if it has a ticket, which names it among those of the same life."""
+    """One stream. Its hello was answered if it has a renewal, which names it among those of the same life."""
 
-    ticket = b""
+    renewal = b""
     refused = False
 
     def __init__(self, reader: Party, send: Send, put: Put) -> None:
@@ -152,7 +152,7 @@ class Readers:
                     self._unlisted[stream] = (record, now)
                 else:
                     self._welcome(stream, record, hear)
-            elif isinstance(record, StartPrefill | Landed | Stop) and stream.ticket and self._is_own(record, peer):
+            elif isinstance(record, StartPrefill | Landed | Stop) and stream.renewal and self._is_own(record, peer):
                 hear(FromReader(peer, record))
             else:
                 self._refuse(stream, f"it says what it may not, a {type(record).__name__}", hear)
@@ -160,13 +160,13 @@ class Readers:
     def _has_ended(self, stream: ReaderStream) -> bool:
         """Say whether a stream was refused, or another has taken its place: what it says is dropped."""
         held = self._streams.get(stream.reader.incarnation)
-        return stream.refused or (bool(stream.ticket) and held is not stream)
+        return stream.refused or (bool(stream.renewal) and held is not stream)
 
     def _is_first(self, stream: ReaderStream, hello: Hello) -> bool:
         """Say whether this is a stream's one hello, in the name of the one that has opened it."""
         info = hello.info
         is_its = stream.reader.is_called(info.role, info.name, info.incarnation)
-        return is_its and not stream.ticket and stream not in self._unlisted
+        return is_its and not stream.renewal and stream not in self._unlisted
 
     def _is_own(self, record: StartPrefill | Landed | Stop, peer: Incarnation) -> bool:
         """Say whether a record is about a handoff of that reader's own, and asks this life for blocks, no other. A
@@ -188,7 +188,7 @@ class Readers:
         assert process is not None
         # 1. Another stream has this life. The life's own next one brings what only that stream was told; if that was
         #    lost on its way, the life comes again until the end of the old stream has been noticed.
-        if known is not None and not hmac.compare_digest(known.ticket, hello.ticket):
+        if known is not None and not hmac.compare_digest(known.renewal, hello.renewal):
             return self._refuse(stream, "its life has a stream already", hear, logging.WARNING)
         # 2. It is not the process that it says it is: neither its death nor its memory would be found there.
         if (hello.info.pid, hello.info.host) != (process.pid, process.host):
@@ -196,8 +196,8 @@ class Readers:
         # 3. It cannot read our blocks. It hears why, and leaves.
         name = choose(self.transports, host, process.host)
         transport = self.transports[name]
-        ticket = os.urandom(TICKET_BYTES)
-        answer = msgspec.structs.replace(self.hello, endpoints=[transport.describe(peer)], ticket=ticket)
+        renewal = os.urandom(RENEWAL_BYTES)
+        answer = msgspec.structs.replace(self.hello, endpoints=[transport.describe(peer)], renewal=renewal)
         try:
             agreement = negotiate(answer, hello)
         except NegotiationError as error:
@@ -215,7 +215,7 @@ class Readers:
             # The end of the older stream has not been heard of yet. What was said on it may be lost.
             known.send(None)
             hear(ReaderLost(peer))
-        stream.ticket = ticket
+        stream.renewal = renewal
         self._streams[peer] = stream
         for endpoint in hello.endpoints:
             if endpoint.transport == name:

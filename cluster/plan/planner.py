@@ -11,14 +11,14 @@ The byte order inside a block is `engine.kv.layout`'s, and so are the sizes, whi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import msgspec
 
 from engine.kv.layout import DTYPE_BYTES, KV_DTYPES
 from engine.model.config import ModelConfig
-from engine.model.families import FAMILIES
+from engine.model.families import FAMILIES, Weight
 
 
 class KVFormat(msgspec.Struct, frozen=True):
@@ -129,16 +129,36 @@ def rank_shape(model: ModelConfig, ranks: int) -> ModelConfig:
         heads=-(-heads // kv_heads) * kv_heads,
         kv_heads=kv_heads,
         intermediate=-(-model.intermediate // ranks),
+        experts=model.experts and msgspec.structs.replace(model.experts, width=-(-model.experts.width // ranks)),
         vocab=-(-model.vocab // ranks),
     )
 
 
 def parameters(model: ModelConfig) -> int:
     """Count the weights of a model of this shape, by its family's table."""
+    return sum(math.prod(weight.shape(model)) for weight in _weights(model))
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Count the weights that one token is multiplied with: of a mixture's experts, those that it goes to."""
+    if model.experts is None:
+        return parameters(model)
+    count, chosen = model.experts.count, model.experts.chosen
+    return sum(
+        math.prod(weight.shape(model)) // count * chosen if weight.each_expert else math.prod(weight.shape(model))
+        for weight in _weights(model)
+    )
+
+
+def _weights(model: ModelConfig) -> Iterator[Weight]:
     family = FAMILIES[model.family]
-    once = sum(math.prod(w.shape(model)) for w in family.weights if w.present(model))
-    layer = sum(math.prod(w.shape(model)) for w in family.layer_weights if w.present(model))
-    return once + model.layers * layer
+    for weight in family.weights:
+        if weight.present(model):
+            yield weight
+    for layer in range(model.layers):
+        for weight in family.layer_weights:
+            if weight.present(model, layer):
+                yield weight
 
 
 def weights_bytes(model: ModelConfig, dtype: str, ranks: int = 1) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from cluster.plan.check import TOLERANCE, Compared
 from cluster.plan.plan import Plan
-from cluster.plan.planner import Pool, Waste
+from cluster.plan.planner import Pool, Waste, active_parameters, parameters
 from cluster.sizes import format_size
 
 Row = tuple[str, ...]
@@ -52,6 +52,10 @@ def _sizes(plan: Plan) -> Iterable[Row]:
     )
     if plan.weights_bytes is not None:
         yield "weights", plan.dtype
+    if (whole := model.model) is not None and whole.experts is not None:
+        every, active = parameters(whole) / 1e9, active_parameters(whole) / 1e9
+        chosen = f"{whole.experts.chosen} of {whole.experts.count} experts"
+        yield "parameters", f"{every:.2f} billion; a token is multiplied with {active:.2f}, by {chosen}"
     yield "KV", f"{plan.kv_dtype}, blocks of {sizes.block_size} tokens"
     if plan.ranks > 1:
         held = sizes.kv_heads_per_rank

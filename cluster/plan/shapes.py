@@ -7,15 +7,14 @@ import msgspec
 
 from cluster.config import ConfigError
 from cluster.plan.planner import Shape
-from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
-from engine.model.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from engine.model.config import CONFIG_FILE, ExpertOptions, ModelConfig, ModelError
+from engine.model.families import FAMILIES, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
 from engine.model.prepared.cache import stored_dtype
 
 _SIZELESS = (
     *("rope_scaling", "rope_parameters", "hidden_act", "hidden_activation"),
     *("use_sliding_window", "sliding_window", "layer_types"),
 )
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _published(
@@ -30,6 +29,7 @@ def _published(
     head_dim: int = 128,
     tied: bool = False,
     family: Family = LLAMA,
+    experts: ExpertOptions | None = None,
 ) -> ModelConfig:
     return ModelConfig(
         family=family.name,
@@ -47,6 +47,7 @@ def _published(
         norm_eps=1e-5,
         tied=tied,
         qkv_bias=family.qkv_bias,
+        experts=experts,
     )
 
 
@@ -54,6 +55,10 @@ _LLAMA_8B = _published(32, 4096, 32, 8, 14336, 128256, 131072)
 _LLAMA_70B = _published(80, 8192, 64, 8, 28672, 128256, 131072)
 _QWEN25_7B = _published(28, 3584, 28, 4, 18944, 152064, 32768, family=QWEN2)
 _QWEN25_32B = _published(64, 5120, 40, 8, 27648, 152064, 32768, family=QWEN2)
+
+_OF_8 = ExpertOptions(count=8, chosen=2, width=14336, normalise=True)
+_30B_A3B = ExpertOptions(count=128, chosen=8, width=768, normalise=True)
+_235B_A22B = msgspec.structs.replace(_30B_A3B, width=1536)
 
 PUBLISHED: dict[str, ModelConfig] = {
     "llama-2-7b": _published(32, 4096, 32, 32, 11008, 32000, 4096),
@@ -78,6 +83,9 @@ PUBLISHED: dict[str, ModelConfig] = {
     "qwen2.5-72b": _published(80, 8192, 64, 8, 29568, 152064, 32768, family=QWEN2),
     "qwen3-8b": _published(36, 4096, 32, 8, 12288, 151936, 40960, family=QWEN3),
     "qwen3-32b": _published(64, 5120, 64, 8, 25600, 151936, 40960, family=QWEN3),
+    "mixtral-8x7b": _published(32, 4096, 32, 8, 14336, 32000, 32768, family=MIXTRAL, experts=_OF_8),
+    "qwen3-30b-a3b": _published(48, 2048, 32, 4, 6144, 151936, 40960, family=QWEN3_MOE, experts=_30B_A3B),
+    "qwen3-235b-a22b": _published(94, 4096, 64, 4, 12288, 151936, 40960, family=QWEN3_MOE, experts=_235B_A22B),
     "deepseek-r1-distill-qwen-7b": msgspec.structs.replace(_QWEN25_7B, context_tokens=131072),
     "deepseek-r1-distill-qwen-32b": msgspec.structs.replace(_QWEN25_32B, context_tokens=131072),
     "deepseek-r1-distill-llama-8b": _LLAMA_8B,
@@ -161,10 +169,8 @@ def _hugging_face(file: Path, raw: dict[str, object]) -> tuple[ModelConfig, str]
     from engine.model.files.checkpoint import find_family
     from engine.model.files.hf_model import model_config
 
-    for key in ("kv_lora_rank", *_EXPERTS):
-        if raw.get(key):
-            why = "latent attention" if key == "kv_lora_rank" else "a mixture of experts"
-            raise ModelError(file, f"{key}: {why} is not planned for; give the sizes by flags")
+    if raw.get("kv_lora_rank"):
+        raise ModelError(file, "kv_lora_rank: latent attention is not planned for; give the sizes by flags")
     kind, name = raw.get("model_type"), file.resolve().parent.name
     try:
         return model_config(file, find_family(file, "hugging_face", "model_type", kind), raw, name), ""

@@ -4,6 +4,9 @@ A request that is ready runs when the batch has room; prompts are computed besid
 the step short enough for those (`decode_worker.scheduler.pace`). One without a
 block for its next token has no row in the step; it has one again when somebody has made room.
 
+Several tokens can come at once, where a constraint allows but one to follow another: their KV is computed by one row,
+as a prompt's is, or by several where a step has no room for so many beside the others.
+
 A step may be planned while the one before it is under way (`is_under_way`): each row goes on behind that one's, also
 behind a token that is still to be drawn. A request that ends meanwhile has one row too many; what it draws is dropped,
 and its blocks are held until that step has ended (`KVCacheManager.launched`). Nothing is planned behind a step where
@@ -22,7 +25,7 @@ from decode_worker.scheduler.samples.beams import Beams
 from engine.kv.manager import KVCacheManager, Lease
 from engine.plan import CompiledConstraint, finish_reason, is_compiled, row_of, share_budget
 from engine.step import Candidates, Drawn, Row, StepPlan
-from engine.types import Beam, FinishReason, TokenLogprobs
+from engine.types import Beam, DrawnToken, FinishReason, TokenLogprobs, id_of
 from worker.config import DecodeConfig
 
 
@@ -40,6 +43,7 @@ class _Planned:
     """All that it reads or writes blocks of."""
     running_rows: int = 0
     prompt_tokens: int = 0
+    """Counts those of prompts, and those of runs but for the first of each."""
     number: int = 0
 
 
@@ -62,6 +66,8 @@ class Batch:
         self.local: list[Request] = []
         self.stop_ids = stop_ids
         self.generated_tokens = 0
+        self.forced_tokens = 0
+        """Those of them that came with the one before, without a step."""
         self.prefilled_tokens = 0
         """Prompt tokens computed here."""
         self.hit_tokens = 0
@@ -91,15 +97,18 @@ class Batch:
         row = self._row_before(request)
         return request.known if row is None else row.end
 
-    def _length(self, request: Request) -> int:
-        """Return how many tokens it has when the step under way has ended."""
+    def _draws(self, request: Request) -> bool:
+        """Return True if the step under way draws a token of it that is not known yet."""
         row = self._row_before(request)
-        return len(request.tokens) + (row is not None and row.draw)
+        return row is not None and row.draw and row.end >= len(request.tokens)
+
+    def _length(self, request: Request) -> int:
+        """Return how many tokens it has when the step under way has ended, but for what can only come behind them."""
+        return len(request.tokens) + self._draws(request)
 
     def _ends(self, request: Request) -> bool:
         """Return True if the token that the step under way draws is its last by number."""
-        row, record = self._row_before(request), request.record
-        return row is not None and row.draw and request.output_tokens + 1 >= record.max_tokens
+        return self._draws(request) and request.output_tokens + 1 >= request.record.max_tokens
 
     def add_ready(self, request: Request) -> None:
         """Let a request wait for a row: all of its KV but the newest token's is here."""
@@ -169,6 +178,8 @@ class Batch:
         # In the first step after a fork, before its parent writes on in the block that they share.
         step.copying += [r.lease for r in self.local if r.lease.copies and r.lease not in copying_now]
         copies = [pair for lease in step.copying for pair in lease.copies]
+        # Beside one token each, a step has room for so many: of runs, then of prompts.
+        spare = self.pace.most_tokens
         for request in (*self.running, *departing):
             if self._ends(request) or any(short for _, short in self.wants(request)):
                 continue
@@ -180,8 +191,12 @@ class Batch:
                 step.leases += self.beams.leases(request)
                 rows += more
             else:
-                self._kv.extend(request.lease, self._length(request))
-                rows.append(self._row(step, request, self._length(request)))
+                length, known = self._length(request), self._known(request)
+                self._kv.extend(request.lease, length)
+                end = min(length, known + 1 + spare)
+                spare -= end - known - 1
+                step.prompt_tokens += end - known - 1
+                rows.append(self._row(step, request, end))
         step.running_rows = len(rows)
         if self.local:
             # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
@@ -189,7 +204,7 @@ class Batch:
             incomplete = (r for r in able if self._known(r) < len(r.tokens))
             local = [*islice(incomplete, max(1, self._max_rows - len(rows)))]
             missing = [len(request.tokens) - self._known(request) for request in local]
-            shares = share_budget(missing, self.pace.tokens(len(rows)))
+            shares = share_budget(missing, min(spare, self.pace.tokens(len(rows))))
             for request, share in zip(local, shares, strict=True):
                 if share:
                     if request.prefill.local_since is None:
@@ -239,7 +254,7 @@ class Batch:
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[tuple[Request, Drawn]]:
         """Count what the oldest step under way has computed. Return what follows each row that draws, with its request,
-        but for those that have ended meanwhile."""
+        but for those that have ended meanwhile, or had that token already."""
         step = self._under_way.popleft()
         assert step.number == plan.number, "steps end in their order"
         self.running_rows, self._prompt_tokens = step.running_rows, step.prompt_tokens
@@ -252,6 +267,8 @@ class Batch:
             token = next(tokens) if row.draw else None
             if request.state is RequestState.ENDING:
                 continue
+            if row.draw and row.end < len(request.tokens):
+                token = None  # it came with the one before
             if not row.candidates:
                 request.known = row.end
             if request.state is RequestState.LOCAL and request.is_recovering:
@@ -262,11 +279,24 @@ class Batch:
                 followed.append((request, token))
         return followed
 
-    def append(self, request: Request, token: int) -> FinishReason | None:
-        """Add the request's next token. Return why it is the last one, if it is."""
-        request.tokens.append(token)
-        self.generated_tokens += 1
-        return finish_reason(request.record, request.output_tokens, token, self.stop_ids)
+    def append(
+        self, request: Request, drawn: Sequence[DrawnToken]
+    ) -> tuple[Sequence[DrawnToken], FinishReason | None]:
+        """Add the request's next tokens up to one that is the last. Return those that were added, and why it is over,
+        if it is. One whose blocks are still to come gets no more than there is room for, and at least one: what could
+        only come there is found again."""
+        if not request.arrived:
+            drawn = drawn[: max(1, self._kv.room_tokens(request.lease) - len(request.tokens))]
+        before, reason = len(request.tokens), None
+        for token in map(id_of, drawn):
+            request.tokens.append(token)
+            reason = finish_reason(request.record, request.output_tokens, token, self.stop_ids)
+            if reason is not None:
+                break
+        added = len(request.tokens) - before
+        self.generated_tokens += added
+        self.forced_tokens += added - 1
+        return drawn[:added], reason
 
     def search(self, request: Request, candidates: Candidates) -> list[Beam] | None:
         """Go on with what may follow one hypothesis. Return the answers, where that ends the search."""

@@ -54,18 +54,18 @@ class Endings:
                     commands.append(result)
         return commands
 
-    def follow(self, request: Request, token: DrawnToken, now: float) -> list[Command]:
-        """Send on the token that follows those of `request`, and end it where that is the last. Else a prompt that is
-        all here is ready. A search says nothing before it is over."""
+    def follow(self, request: Request, drawn: Sequence[DrawnToken], now: float) -> list[Command]:
+        """Send on the tokens that follow those of `request`, at least one, and end it where one of them is the last.
+        Else a prompt that is all here is ready. A search says nothing before it is over."""
         commands: list[Command] = []
         if request.record.beams is None:
             name, index = request.record.request, request.output_tokens
-            if isinstance(token, int):
-                reason, told = self.batch.append(request, token), Tokens(name, request.placement, index, [token])
-            else:
-                reason = self.batch.append(request, token.token)
-                told = Tokens(name, request.placement, index, [token.token], [token])
-                request.keep(token)
+            taken, reason = self.batch.append(request, drawn)
+            told = Tokens(name, request.placement, index, request.tokens[-len(taken) :])
+            if request.record.logprobs is not None:
+                logprobs = [token for token in taken if not isinstance(token, int)]
+                told = msgspec.structs.replace(told, logprobs=logprobs)
+                request.keep(logprobs)
             if request.record.prompt_logprobs is not None:
                 told = msgspec.structs.replace(told, prompt_logprobs=request.take_scores())
             commands.append(Tell(request.link, told))
@@ -223,7 +223,7 @@ class Endings:
         self.orphans.leave(request, now)
         request.clock.resume("decode_queue", now)
         self.batch.add_ready(request)
-        return [] if departure.token is None else self.follow(request, departure.token, now)
+        return self.follow(request, departure.drawn, now) if departure.drawn else []
 
     def _hand_over(self, link: int, now: float) -> list[Command]:
         """Give the router on `link` what belonged to routers of its name that are gone."""

@@ -101,7 +101,7 @@ class Handoffs:
         record = request.record
         handoff = Handoff(record.request, request.placement, prefill.attempt, self.incarnation, peer.peer)
         request.move(RequestState.HANDOFF)
-        prefill.handoff, prefill.first = handoff, None
+        prefill.handoff, prefill.first, prefill.handoff_tokens = handoff, None, len(request.tokens)
         prefill.sender_block_size = peer.block_size
         request.origin.transport, request.origin.block_bytes = peer.transport, peer.block_bytes
         self._open[handoff] = request
@@ -235,7 +235,7 @@ class Handoffs:
         request.origin.migrated_blocks += blocks
         self.note("ok", request, request.origin.migration_s, blocks)
         request.arrived = True
-        request.known = len(request.tokens) - (request.prefill.first is not None)
+        request.known = request.prefill.handoff_tokens
         self.kv.landed(request.lease)
         return [Freed(request) if request.state is RequestState.ENDING else KVReceived(request)]
 
@@ -257,7 +257,7 @@ class Handoffs:
             return [Freed(request)]
         size, before, sender_size = self.kv.block_size, request.have_blocks, prefill.sender_block_size
         # The token after the last has to be computed from the last: its row is never taken as known.
-        limit = len(request.tokens) - 1
+        limit = min(len(request.tokens) - 1, prefill.handoff_tokens)
         request.have_blocks = landed_tokens(frozenset(landed), before * size, sender_size, limit) // size
         landed_blocks = request.have_blocks - before
         request.origin.migrated_blocks += landed_blocks

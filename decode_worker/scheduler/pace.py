@@ -15,7 +15,7 @@ class Pace:
 
     def __init__(self, most_tokens: int, least_tokens: int, bound_s: float) -> None:
         """A step takes from `least_tokens` to `most_tokens` prompt tokens, if there are so many."""
-        self._most_tokens = most_tokens
+        self.most_tokens = most_tokens
         self._least_tokens = min(least_tokens, most_tokens)
         self._bound_s = bound_s
         self._rows_s = 0.0
@@ -38,8 +38,8 @@ class Pace:
     def tokens(self, rows: int) -> int:
         """Return how many prompt tokens the next step may take beside `rows` of running requests."""
         each_s, left_s = self._added.s_per_token, self._bound_s - self._rows_s
-        if not rows or not each_s or left_s >= self._most_tokens * each_s:
-            return self._most_tokens
+        if not rows or not each_s or left_s >= self.most_tokens * each_s:
+            return self.most_tokens
         return max(int(left_s / each_s), self._least_tokens)
 
     def s_per_token(self, rows: int) -> float:

@@ -117,8 +117,8 @@ class Prefills:
     def ready(self, request: Request, now: float) -> None:
         """Let a request decode whose blocks and first token are both here; others may share its prompt's blocks."""
         self.handoffs.done(request)
-        # Computed next: the row of the newest token, which for a search is the prompt's last one.
-        request.known = len(request.tokens) - 1
+        # Computed next: the rows of the newest tokens, which for a search is the prompt's last one.
+        request.known = min(request.known, len(request.tokens) - 1)
         if request.record.beams is not None:
             self.batch.beams.begin(request)
         self.kv.commit(request.lease, request.tokens[: request.known])

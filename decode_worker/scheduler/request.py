@@ -1,5 +1,6 @@
 """One request as its decode worker knows it: what it is, where it stands, and what it has cost so far."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -99,6 +100,8 @@ class PrefillProgress:
     asked_tokens: int = 0
     """Tokens missing at that time."""
     handoff: Handoff | None = None
+    handoff_tokens: int = 0
+    """Tokens that the request had when it began: those whose KV comes by it."""
     sender_block_size: int = 0
     """Tokens in a block of the prefill worker that serves `handoff`."""
     first: FirstToken | None = None
@@ -201,10 +204,10 @@ class Request:
     def __post_init__(self) -> None:
         self.logprobs += self.record.emitted_logprobs
 
-    def keep(self, token: TokenLogprobs) -> None:
-        """Keep the log probabilities of the newest token for a router that may come."""
+    def keep(self, tokens: Sequence[TokenLogprobs]) -> None:
+        """Keep the log probabilities of the newest tokens for a router that may come."""
         if self.record.context:
-            self.logprobs.append(token)
+            self.logprobs += tokens
 
     def __repr__(self) -> str:
         """Leave the tokens out: logs show this."""

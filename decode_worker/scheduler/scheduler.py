@@ -52,7 +52,7 @@ from engine.messages import (
     Yield,
 )
 from engine.plan import CompiledConstraint
-from engine.step import DeadEnd, Drawn, StepPlan
+from engine.step import DeadEnd, Drawn, StepPlan, run_of
 from engine.types import FinishReason, Incarnation, TokenLogprobs
 from transfer.handoff.commands import FromReader, Leave, Posted, ReaderDead, ReaderLost, ReaderUp, Received, Sent
 from transfer.handoff.receiver import KVReceiver
@@ -224,9 +224,9 @@ class DecodeScheduler:
                     kept, reason = sum(len(beam.ids) for beam in answers), answers[0].reason
                     commands += self.endings.end(request, reason, now, kept=kept, beams=answers)
             elif request.state is RequestState.DEPARTED:
-                commands += self.departures.complete(request, token, now)
+                commands += self.departures.complete(request, run_of(token), now)
             else:
-                commands += self.endings.follow(request, token, now)
+                commands += self.endings.follow(request, run_of(token), now)
         return commands
 
     def check(self) -> None:

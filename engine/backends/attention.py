@@ -1,4 +1,4 @@
-"""The seam between a model and the kernels that its step runs on: five calls, everything passed in."""
+"""The seam between a model and the kernels that its step runs on: six calls, everything passed in."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,7 +14,9 @@ from engine.model.config import Activation
 from engine.sampling import sample
 from engine.step import Drawn, Row
 from engine.storage.paged import KVTensors
+from kernels.experts import ExpertWeights, Routing, mix, route
 from kernels.kv_write import plan_kv_write, write_kv
+from kernels.linear import Weight, linear
 from kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
 
 
@@ -69,8 +71,21 @@ class LayerInput(NamedTuple):
     options: AttentionOptions = AttentionOptions()
 
 
+class Mixture(NamedTuple):
+    """The experts of a layer, and its router `[experts, hidden]`, in 32 bits, with its bias."""
+
+    router: Weight
+    router_bias: Tensor | None
+    routing: Routing
+    experts: ExpertWeights
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the router's product `[rows, experts]`, float32."""
+        return linear(x.float(), self.router, self.router_bias)
+
+
 class AttentionBackend(Protocol):
-    """The computations of a step beside products of matrices. One step at a time."""
+    """The computations of a step beside products of one matrix. One step at a time."""
 
     row_multiple: int
     """Rows of a step, and rows of logits, are padded to a multiple of it."""
@@ -88,6 +103,9 @@ class AttentionBackend(Protocol):
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         """`[rows, 2 * width]`, the gate first -> activation(gate) * up, `[rows, width]`. May write to its argument."""
+
+    def mix(self, x: Tensor, mixture: Mixture) -> Tensor:
+        """Send every row of `x` `[rows, hidden]` through the experts that the layer's router chooses for it."""
 
     def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]:
         """A token, or candidates, for each draw, row i of `logits` for draw i: when all work of the step has ended, or
@@ -150,6 +168,10 @@ class TorchAttention:
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
+
+    def mix(self, x: Tensor, mixture: Mixture) -> Tensor:
+        routed = route(mixture.logits(x), mixture.routing)
+        return mix(x, routed, mixture.experts, self.row_multiple)
 
     def sample(self, logits: Tensor, draws: list[Row]) -> Sequence[Drawn]:
         return sample(logits, draws)

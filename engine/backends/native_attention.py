@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from engine.backends.attention import LayerInput, TorchAttention
-from engine.batch import ForwardBatch
+from engine.backends.attention import LayerInput, Mixture, TorchAttention
+from engine.batch import ROW_MULTIPLE, ForwardBatch
 from engine.model.config import Activation
 from engine.storage.paged import KVTensors
+from kernels.experts import mix
 from kernels.native import STORAGE, Native, PoolShape, Sequences
+from kernels.panels import PanelStack
 
 _LANES = 16
 
@@ -58,8 +60,14 @@ class NativeAttention(TorchAttention):
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return self._kernels.norm(x, delta, weight, eps)
 
+    def mix(self, x: Tensor, mixture: Mixture) -> Tensor:
+        routed = self._kernels.route(mixture.logits(x), mixture.routing)
+        if isinstance(mixture.experts.gate_up, PanelStack):
+            return self._kernels.mix(x, routed, mixture.experts)
+        return mix(x, routed, mixture.experts, ROW_MULTIPLE)
+
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        return self._kernels.gate(gate_up) if activation == "silu" else super().gate(gate_up, activation)
+        return self._kernels.gate(gate_up, activation == "gelu_tanh")
 
 
 def attends(kv: KVTensors) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.backends.attention import LayerInput, TorchAttention
+from engine.backends.attention import LayerInput, Mixture, TorchAttention
 from engine.batch import ForwardBatch
 from engine.config import StepLimits
 from engine.model.config import ModelConfig
@@ -33,6 +33,9 @@ from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
 from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV, PoolFile
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
+from kernels.experts import combine
+from kernels.linear import linear
+from kernels.panels import PanelStack
 
 LAYERS = 2
 """The second finds what the first has left behind."""
@@ -131,7 +134,7 @@ def estimate_workspace(
     shape = _shallow(shape)
     layout = shape.kv_layout(block_size, kv_dtype or dtype)
     kind, counter = TORCH_DTYPES[dtype], LiveBytes()
-    backend = (_InPlace if in_place else TorchAttention)(shape.heads, dtype=kind)
+    backend = (_InPlace if in_place else _Unfilled)(shape.heads, dtype=kind)
     with FakeTensorMode(), torch.inference_mode():
         memory = torch.empty(1, layout.block_bytes, dtype=torch.uint8)
         kv = KVTensors(layout, memory, PoolFile("headrace-estimate", 1))
@@ -148,7 +151,21 @@ def estimate_workspace(
     return max(counter.peak, drawing) - before
 
 
-class _InPlace(TorchAttention):
+class _Unfilled(TorchAttention):
+    """The CPU's kernels for tensors without content, of which nobody can say which experts they choose."""
+
+    def mix(self, x: Tensor, mixture: Mixture) -> Tensor:
+        weights, chosen = mixture.experts, mixture.routing.chosen
+        if isinstance(weights.gate_up, PanelStack) or isinstance(weights.down, PanelStack):
+            raise TypeError("weights without content are in no panels")
+        logits = mixture.logits(x)
+        # At most all rows go to one expert; their answers are kept for all.
+        answers = x.new_empty(len(x), chosen, x.shape[1])
+        answers[:, 0] = linear(self.gate(linear(x, weights.gate_up[0])), weights.down[0])
+        return combine(answers, logits[:, :chosen])
+
+
+class _InPlace(_Unfilled):
     """Attention for tensors without content: allocates rotated queries and the answer alone."""
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
@@ -169,10 +186,11 @@ def _shallow(shape: ModelConfig) -> ModelConfig:
 
 def _weights(shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     family = FAMILIES[shape.family]
-    named = [(weight.name, weight) for weight in family.weights]
+    named = [(weight.name, weight) for weight in family.weights if weight.present(shape)]
     for layer in range(shape.layers):
-        named += [(layer_key(layer, weight.name), weight) for weight in family.layer_weights]
-    return {name: torch.empty(weight.shape(shape), dtype=dtype) for name, weight in named if weight.present(shape)}
+        wanted = (weight for weight in family.layer_weights if weight.present(shape, layer))
+        named += [(layer_key(layer, weight.name), weight) for weight in wanted]
+    return {name: torch.empty(weight.shape(shape), dtype=dtype) for name, weight in named}
 
 
 def _largest(limits: StepLimits, shape: ModelConfig, block_size: int) -> list[Row]:

@@ -5,7 +5,11 @@ and is made anew, by replaying all of them, where it is not: after a preemption,
 another process has computed. So what is allowed is a function of the record and the tokens, and of nothing else.
 
 Where the grammar leaves but one way to go on, the only token allowed is the one in which the tokenizer would have
-written it, though pieces of it would do as well: so no answer depends on how often a worker looked.
+written it, though pieces of it would do as well: so no answer depends on how often a worker looked. The library says
+which bytes must come, writes them with the tokenizer, and leaves out the tokens at the end that bytes after them could
+change. Such tokens need no step of the model: `continued` tells them together with the token behind which they come,
+one after the other, each as it would be the only one allowed there. So an answer is the same with them and without,
+and wherever a run of them is cut.
 
 Constraints are compiled in threads of their own, and masks computed in another while the device runs the step.
 """
@@ -22,8 +26,8 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from engine.constraints.grammar import compile_constraint, shown
 from engine.model.config import ModelError
-from engine.step import DeadEnd, Row
-from engine.types import Constraint, FieldError, RequestId
+from engine.step import DeadEnd, Drawn, DrawnRun, Row, forced_token, is_single, only
+from engine.types import Constraint, FieldError, RequestId, id_of
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +37,9 @@ MAX_GRAMMAR_BYTES = 1024 * 1024
 """The text of them, which what they are compiled to grows with."""
 SPARE_MATCHERS = 32
 """Matchers that are kept beside those of the latest step."""
+
+MAX_RUN_TOKENS = 64
+"""Tokens that come at once; where more are forced, the others come with the next one."""
 
 MAX_MASK_THREADS = 8
 """A quarter of the host's cores, but no more: the rest compute, or belong to other workers."""
@@ -44,17 +51,41 @@ Mask = bytes | DeadEnd
 class _Standing:
     """A matcher, and the output tokens behind which it stands."""
 
-    __slots__ = ("constraint", "matcher", "tokens")
+    __slots__ = ("_ends", "constraint", "matcher", "tokens")
 
-    def __init__(self, constraint: Constraint, matcher: LLMatcher) -> None:
+    def __init__(self, constraint: Constraint, matcher: LLMatcher, ends: Sequence[int]) -> None:
+        """`ends`: the tokens that may end an answer."""
         self.constraint = constraint
         self.matcher = matcher
         self.tokens: list[int] = []
+        self._ends = ends
+
+    def forced(self) -> int | None:
+        """Return the token that must come next, if it is known to be the only one without a mask."""
+        matcher = self.matcher
+        if matcher.is_stopped():
+            return self._ends[0] if len(self._ends) == 1 and not matcher.is_error() else None
+        tokens = matcher.compute_ff_tokens()
+        return tokens[0] if tokens and not matcher.is_error() else None
+
+    def go_on(self, most: int) -> list[int]:
+        """Stand behind up to `most` tokens more, each of which must come; return them. One that ends the answer is the
+        last."""
+        run: list[int] = []
+        while len(run) < most and (token := self.forced()) is not None:
+            # An end is not the grammar's, and what has become too costly is found by whoever asks for the mask.
+            if token not in self._ends and not self.matcher.consume_token(token):
+                break
+            run.append(token)
+            if token in self._ends:
+                break
+            self.tokens.append(token)
+        return run
 
 
 class Matchers:
-    """One for each worker. `is_compiled` belongs to the engine thread, `masks` to the thread for masks; the compiled
-    constraints, which both use, are under a lock."""
+    """One for each worker. `is_compiled`, `begin` and `continued` belong to the engine thread. Matchers belong to the
+    thread for masks while it computes any, else to the engine thread. The compiled constraints are under a lock."""
 
     # Mutable state: the vocabulary, once it is loaded; compiled constraints, and those under way; matchers by request.
 
@@ -64,13 +95,15 @@ class Matchers:
         vocab: int,
         compiling: Executor | None = None,
         masking: Executor | None = None,
+        jumps: bool = True,
     ) -> None:
         """`load` makes the vocabulary, when the first constraint comes; `compiling` and `masking` run one thing at a
-        time, in threads unless given."""
+        time, in threads unless given; `jumps`: tokens that must come are told without a step."""
         self.wake: Callable[[], None] = lambda: None
         """Called, perhaps from another thread, when a constraint has been compiled."""
         self._load = load
         self._vocab = vocab
+        self._jumps = jumps
         self._compiling = compiling or ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = masking or ThreadPoolExecutor(1, thread_name_prefix="masks")
         threads = min(MAX_MASK_THREADS, (os.cpu_count() or 1) // 4)
@@ -100,6 +133,27 @@ class Matchers:
         """The same, waited for."""
         return self.begin(rows).result()
 
+    def continued(self, rows: Sequence[Row], drawn: Sequence[Drawn]) -> list[Drawn]:
+        """Return what was drawn for `rows`, with the tokens that can only come behind it. To be called when their masks
+        are known, and before any others begin to be computed."""
+        return [self._continued(row, one) for row, one in zip(rows, drawn, strict=True)]
+
+    def _continued(self, row: Row, drawn: Drawn) -> Drawn:
+        if not row.allowed or isinstance(drawn, DeadEnd | DrawnRun | tuple):
+            return drawn
+        record, token = row.record, id_of(drawn)
+        first = forced_token(token, record) if is_single(row.allowed) else drawn
+        output = [*row.tokens[record.prompt_tokens :], token]
+        # What comes behind its last token is nobody's.
+        most = min(MAX_RUN_TOKENS, record.max_tokens - len(output)) if self._jumps else 0
+        if most <= 0 or self._vocabulary is None or token in self._vocabulary.eos_tokens:
+            return first
+        try:
+            run = self._stand(row, output).go_on(most)
+        except FieldError:
+            return first  # the next mask says why
+        return DrawnRun((first, *[forced_token(one, record) for one in run])) if run else first
+
     def _masks(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]]) -> list[Mask]:
         made = [self._forced(row, output) for row, output in zip(rows, outputs, strict=True)]
         hard = [at for at, one in enumerate(made) if isinstance(one, LLMatcher)]
@@ -118,11 +172,8 @@ class Matchers:
             return DeadEnd(str(error))
         except ModelError as error:
             return DeadEnd(str(error), "INTERNAL")
-        matcher, words = standing.matcher, (self._vocab + 31) // 32
-        forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
-        if forced and not matcher.is_error():
-            return (1 << forced[0]).to_bytes(4 * words, "little")
-        return matcher
+        forced = standing.forced()
+        return standing.matcher if forced is None else only(forced)
 
     def _computed(self, matchers: list[LLMatcher]) -> list[Mask]:
         """Return what each allows, computed side by side where this host has cores to spare."""
@@ -146,7 +197,7 @@ class Matchers:
             if standing.constraint != constraint or standing.tokens != list(output[:kept]):
                 standing = None
         if standing is None:
-            standing = _Standing(constraint, self._grammar(constraint).result().deep_copy())
+            standing = self._new(constraint)
             self._standing[name] = standing
         self._standing.move_to_end(name)
         new = list(output[len(standing.tokens) :])
@@ -155,6 +206,11 @@ class Matchers:
             raise FieldError("constraint", f"the answer so far does not keep it: {shown(standing.matcher.get_error())}")
         standing.tokens += new
         return standing
+
+    def _new(self, constraint: Constraint) -> _Standing:
+        matcher = self._grammar(constraint).result().deep_copy()
+        assert self._vocabulary is not None
+        return _Standing(constraint, matcher, self._vocabulary.eos_tokens)
 
     def _grammar(self, constraint: Constraint) -> "Future[LLMatcher]":
         with self._lock:

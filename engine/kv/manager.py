@@ -182,6 +182,10 @@ class KVCacheManager:
         state = BlockState.RESERVED if migrating else BlockState.ACTIVE
         lease.blocks += self._allocate(lease.namespace, missing, state)
 
+    def room_tokens(self, lease: Lease) -> int:
+        """Return the tokens that the lease has blocks for, or is promised."""
+        return (len(lease.blocks) + lease.promised) * self.block_size
+
     def shortage(self, lease: Lease, tokens: int) -> int:
         """Blocks that the lease neither has nor is promised, of those that `tokens` tokens need."""
         return max(0, self.blocks_for(tokens) - len(lease.blocks) - lease.promised)

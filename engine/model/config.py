@@ -115,6 +115,25 @@ class LayerOptions(msgspec.Struct, frozen=True, kw_only=True):
 PLAIN_LAYER = LayerOptions()
 
 
+class ExpertOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts for a feed-forward layer (`kernels.experts`): each row goes to `chosen` of `count` networks
+    of `width`. Its weights are a softmax over all logits, or `over_chosen` over those chosen; with `normalise` they
+    are divided by their sum."""
+
+    count: int
+    chosen: int
+    width: int
+    over_chosen: bool = False
+    normalise: bool = False
+    biases: bool = False
+    """The router and the experts have some."""
+    alpha: float = 0.0
+    limit: float = 0.0
+    """gpt-oss's gate, clamped at `limit`; 0: the model's activation."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a plain feed-forward network after all."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything but the weights. `name` and `fingerprint` (weights and dtype) are set when a model is prepared."""
 
@@ -152,6 +171,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     logit_scale: float = 1.0
     final_softcap: float = 0.0
     """As `attention_softcap`, of logits."""
+    experts: ExpertOptions | None = None
     drawable: int = 0
     """Ids from here on are of no token, since matrices have more rows than the tokenizer: they are never drawn. 0: all
     may be."""
@@ -174,6 +194,22 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def gate_up_rows(self) -> int:
         return 2 * self.intermediate
+
+    @property
+    def expert_count(self) -> int:
+        return self.experts.count if self.experts else 0
+
+    @property
+    def expert_width(self) -> int:
+        return self.experts.width if self.experts else 0
+
+    @property
+    def expert_biases(self) -> bool:
+        return self.experts is not None and self.experts.biases
+
+    def is_mixture(self, layer: int) -> bool:
+        """Say whether a layer has experts in the place of one feed-forward network."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def layer(self, number: int) -> LayerOptions:
         return self.layer_options[number] if self.layer_options else PLAIN_LAYER
@@ -215,9 +251,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         for options in self.layer_options:
             if options.window < 0 or (options.rope is not None and not 0 <= options.rope < len(self.ropes)):
                 raise ModelError(path, f"a layer has window {options.window} and rotary table {options.rope}")
+        if self.experts is not None:
+            self._check_experts(path, self.experts)
         if not 0 <= self.drawable <= self.vocab:
             raise ModelError(path, f"{self.drawable} of {self.vocab} ids can be drawn")
         return self
+
+    def _check_experts(self, path: Path, experts: ExpertOptions) -> None:
+        if experts.width < 1 or not 1 <= experts.chosen <= experts.count:
+            raise ModelError(path, f"{experts.chosen} of {experts.count} experts of width {experts.width}")
+        if self.activation != "silu":
+            raise ModelError(path, f"experts with activation {self.activation} are not supported")
 
     def _check_rope(self, path: Path, table: RopeTable) -> None:
         dims = self.rotary_dims(table)

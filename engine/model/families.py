@@ -1,8 +1,10 @@
 """The families this engine runs, as a table: where each prepared weight comes from. Another family is an addition.
 
 A prepared weight is one or more source tensors stacked by rows (q, k and v become one product). `{layer}` is filled in
-with the layer's number; a size is the name of a `ModelConfig` attribute.
+with the layer's number, `{expert}` with the expert's; a size is the name of a `ModelConfig` attribute.
 """
+
+from typing import Literal
 
 import msgspec
 
@@ -22,21 +24,32 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Weight(msgspec.Struct, frozen=True):
-    """A prepared weight `[rows of all sources, columns]`, or `[rows]` without columns; there if `option` is on."""
+    """A prepared weight `[rows of all sources, columns]`, or `[rows]` without columns; there if `option` is on. With
+    `each_expert` there is one for each, `[experts, rows, columns]`. `layers`: those that have it, all unless it says
+    that they are those with experts or without."""
 
     name: str
     sources: tuple[Source, ...]
     columns: str = ""
     option: str = ""
     unless: str = ""
+    each_expert: bool = False
+    layers: Literal["", "mixture", "dense"] = ""
 
-    def present(self, config: ModelConfig) -> bool:
+    def present(self, config: ModelConfig, layer: int = 0) -> bool:
         wanted = not self.option or bool(getattr(config, self.option))
+        if self.layers and config.is_mixture(layer) != (self.layers == "mixture"):
+            return False
         return wanted and not (self.unless and bool(getattr(config, self.unless)))
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
         rows = sum(int(getattr(config, source.rows)) for source in self.sources)
-        return (rows, int(getattr(config, self.columns))) if self.columns else (rows,)
+        whole = (rows, *self.columns_of(config))
+        return (config.expert_count, *whole) if self.each_expert else whole
+
+    def columns_of(self, config: ModelConfig) -> tuple[int, ...]:
+        """Return the shape of one row."""
+        return (int(getattr(config, self.columns)),) if self.columns else ()
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -153,6 +166,10 @@ _OF_HEADS = _qk_norms("head_dim", "head_dim")
 _OF_ALL_HEADS = _qk_norms("q_rows", "kv_rows")
 
 
+def _dense(weight: Weight) -> Weight:
+    return msgspec.structs.replace(weight, layers="dense")
+
+
 def _layer(
     qkv: Weight, *more: Weight, norms: tuple[Weight, ...] = _PRE, gate_up: Weight = _GATE_UP
 ) -> tuple[Weight, ...]:
@@ -163,10 +180,40 @@ def _layer(
         *more,
         _OUTPUT,
         _bias(_OUTPUT, "output_bias"),
-        gate_up,
-        _bias(gate_up, "mlp_bias"),
-        _DOWN,
-        _bias(_DOWN, "mlp_bias"),
+        _dense(gate_up),
+        _dense(_bias(gate_up, "mlp_bias")),
+        _dense(_DOWN),
+        _dense(_bias(_DOWN, "mlp_bias")),
+    )
+
+
+def _experts(router: str, experts: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+    """A router and its experts, whose matrices Hugging Face has one by one, and GGUF in one tensor for all."""
+
+    def source(name: str, gguf: str, rows: str) -> Source:
+        return Source(f"{_HF}{experts}.{{expert}}.{name}.weight", f"{_GGUF}ffn_{gguf}_exps.weight", rows)
+
+    return (
+        Weight(
+            "router",
+            (Source(f"{_HF}{router}.weight", f"{_GGUF}ffn_gate_inp.weight", "expert_count"),),
+            columns="hidden",
+            layers="mixture",
+        ),
+        Weight(
+            "experts_gate_up",
+            (source(gate, "gate", "expert_width"), source(up, "up", "expert_width")),
+            columns="hidden",
+            each_expert=True,
+            layers="mixture",
+        ),
+        Weight(
+            "experts_down",
+            (source(down, "down", "hidden"),),
+            columns="expert_width",
+            each_expert=True,
+            layers="mixture",
+        ),
     )
 
 
@@ -253,10 +300,31 @@ OLMO2 = Family(
 OLMO3 = msgspec.structs.replace(OLMO2, name="olmo3", hugging_face="olmo3", gguf="")
 """OLMo 3: OLMo 2's, three of four layers local. Its GGUF files say that they are OLMo 2's."""
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (LLAMA, MISTRAL, GRANITE, SMOLLM3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, OLMO2, OLMO3)
-}
+MIXTRAL = Family(
+    name="mixtral",
+    hugging_face="mixtral",
+    gguf="",
+    weights=_ONCE,
+    layer_weights=_layer(
+        _QKV, *_experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+    ),
+)
+"""Mixtral (arXiv 2401.04088): Mistral's, with experts in all layers. Its GGUF files say that they are Llama's."""
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    hugging_face="qwen3_moe",
+    gguf="qwen3moe",
+    weights=_ONCE,
+    layer_weights=_layer(
+        _QKV_IN_HALVES, *_OF_HEADS, *_experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+    ),
+    qk_norm="head",
+)
+"""Qwen3's mixtures of experts, such as 30B-A3B: the dense ones', with experts in all layers or most."""
+
+_ALL = (LLAMA, MISTRAL, GRANITE, SMOLLM3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, OLMO2, OLMO3, MIXTRAL, QWEN3_MOE)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 _LATENT = "keys and values are kept as one latent row (MLA), for which there are no kernels"
 _HYBRID = "some layers keep a recurrent state instead of keys and values, which cannot be paged or migrated"

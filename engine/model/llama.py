@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from engine.backends.attention import AttentionBackend, AttentionOptions, HeadNorms, LayerInput, Rotation
+from engine.backends.attention import AttentionBackend, AttentionOptions, HeadNorms, LayerInput, Mixture, Rotation
 from engine.batch import ForwardBatch
 from engine.model.config import ModelConfig, ModelError, Progress
 from engine.model.families import FAMILIES, layer_key
@@ -25,11 +25,12 @@ from engine.model.prepared.panels import panel_weights
 from engine.model.prepared.shards import fingerprint_of
 from engine.model.rope import rope_table
 from engine.storage.paged import KVTensors
+from kernels.experts import ClampedGate, ExpertWeights, Routing
 from kernels.linear import Weight, linear
 from kernels.native import native
-from kernels.panels import Panels
+from kernels.panels import Panels, PanelStack
 
-Weights = Mapping[str, Weight]
+Weights = Mapping[str, Weight | PanelStack]
 """Weights by name; norms, biases and the embedding are plain."""
 
 
@@ -43,7 +44,7 @@ class _Layer:
             return _plain(weights[key]) if key in weights else None
 
         def matrix(name: str) -> Weight:
-            return weights[layer_key(layer, name)]
+            return _matrix(weights[layer_key(layer, name)])
 
         def norm(name: str) -> Tensor | None:
             return None if (weight := maybe(name)) is None else _norm_weight(weight, config)
@@ -56,8 +57,10 @@ class _Layer:
         self.whole_norms = norms if config.qk_norm == "whole" else None
         self.output, self.output_bias = matrix("output"), maybe("output_bias")
         self.mlp_norm, self.mlp_post_norm = norm("mlp_norm"), norm("mlp_post_norm")
-        self.gate_up, self.gate_up_bias = matrix("gate_up"), maybe("gate_up_bias")
-        self.down, self.down_bias = matrix("down"), maybe("down_bias")
+        self.mixture = _mixture(config, weights, layer) if config.is_mixture(layer) else None
+        if self.mixture is None:
+            self.gate_up, self.gate_up_bias = matrix("gate_up"), maybe("gate_up_bias")
+            self.down, self.down_bias = matrix("down"), maybe("down_bias")
         self.rope = config.layer(layer).rope
         self.options = AttentionOptions(
             window=config.layer(layer).window,
@@ -74,7 +77,7 @@ class Llama:
         self.config = config
         self._embedding = _plain(weights["embedding"])
         self._norm = _norm_weight(_plain(weights["norm"]), config)
-        self._head = weights.get("head", self._embedding)
+        self._head = _matrix(weights.get("head", self._embedding))
         self._layers = [_Layer(config, weights, layer) for layer in range(config.layers)]
         self._tables = [
             tuple(part.to(self._embedding.device) for part in rope_table(config, table, self._embedding.dtype))
@@ -140,8 +143,11 @@ class Llama:
             delta = linear(attention.attend(given), layer.output, layer.output_bias)
             delta = self._branch(delta, layer.attention_post_norm, attention)
             normed = self._normed(x, delta, layer.mlp_norm, attention)
-            gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
-            delta = linear(attention.gate(gate_up, self.config.activation), layer.down, layer.down_bias)
+            if layer.mixture is not None:
+                delta = attention.mix(normed, layer.mixture)
+            else:
+                gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
+                delta = linear(attention.gate(gate_up, self.config.activation), layer.down, layer.down_bias)
             delta = self._branch(delta, layer.mlp_post_norm, attention)
         return x if delta is None else x.add_(delta)
 
@@ -168,14 +174,15 @@ class Llama:
         return qkv.view(len(normed), -1, self.config.head_dim)
 
     def layer_of_each_kind(self) -> "Llama":
-        """Return a model of this one's first layer with each of its options, and its output matrix: its shapes, at a
-        fraction of the work."""
-        first = {self.config.layer(number): number for number in reversed(range(self.config.layers))}
-        numbers = sorted(first.values())
-        options = tuple(self.config.layer(number) for number in numbers)
+        """Return a model of this one's first layer of each kind, by its options and whether it has experts, and its
+        output matrix: its shapes, at a fraction of the work."""
+        numbers = range(self.config.layers)
+        kinds = {(self.config.layer(at), self._layers[at].mixture is None): at for at in reversed(numbers)}
+        chosen = sorted(kinds.values())
+        options = tuple(self.config.layer(at) for at in chosen)
         short = copy(self)
-        short.config = msgspec.structs.replace(self.config, layers=len(numbers), layer_options=options)
-        short._layers = [self._layers[number] for number in numbers]
+        short.config = msgspec.structs.replace(self.config, layers=len(chosen), layer_options=options)
+        short._layers = [self._layers[at] for at in chosen]
         return short
 
 
@@ -209,8 +216,38 @@ def load_model(
     return Llama(config, weights)
 
 
-def _plain(weight: Weight) -> Tensor:
-    if isinstance(weight, Panels):
+def _mixture(config: ModelConfig, weights: Weights, layer: int) -> Mixture | None:
+    options = config.experts
+    if options is None:
+        return None
+
+    def find(name: str) -> Weight | PanelStack:
+        return weights[layer_key(layer, name)]
+
+    def bias(name: str) -> Tensor | None:
+        return _plain(find(name)) if options.biases else None
+
+    router, router_bias = _matrix(find("router")), bias("router_bias")
+    gate_up, down = find("experts_gate_up"), find("experts_down")
+    if isinstance(gate_up, Panels) or isinstance(down, Panels):
+        raise TypeError("the experts of a layer are in one stack of panels")
+    clamp = ClampedGate(options.alpha, options.limit) if options.limit else None
+    return Mixture(
+        router if isinstance(router, Panels) else router.float(),
+        None if router_bias is None else router_bias.float(),
+        Routing(options.chosen, options.over_chosen, options.normalise),
+        ExpertWeights(gate_up, down, bias("experts_gate_up_bias"), bias("experts_down_bias"), clamp),
+    )
+
+
+def _matrix(weight: Weight | PanelStack) -> Weight:
+    if isinstance(weight, PanelStack):
+        raise TypeError("one matrix is not in panels of several")
+    return weight
+
+
+def _plain(weight: Weight | PanelStack) -> Tensor:
+    if isinstance(weight, Panels | PanelStack):
         raise TypeError("only matrices that are multiplied with can be in panels")
     return weight
 

@@ -8,6 +8,7 @@ writer has no template but this. Either can be asked for otherwise (`engine/text
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from tokenizers import Tokenizer
 
 from engine.model.config import ModelConfig, ModelError
@@ -46,9 +47,15 @@ class TextModel:
         self.dialect = dialect_of(files.template, self._detokenizers.added)
 
     @staticmethod
-    def load(model_dir: Path) -> "TextModel":
-        """Read a prepared model directory (`engine.model.prepared.cache.prepare`). Raises ModelError."""
+    def load(model_dir: Path, template_file: Path | None = None) -> "TextModel":
+        """Read a prepared model directory (`engine.model.prepared.cache.prepare`), and the chat template that stands in
+        for its own, if there is one. Raises ModelError."""
         files = TextFiles.load(model_dir)
+        if template_file is not None:
+            try:
+                files = msgspec.structs.replace(files, template=template_file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ModelError(template_file, f"not a chat template (router.chat_template): {error}") from error
         try:
             tokenizer = Tokenizer.from_str(files.tokenizer)
             # A tokenizer.json may carry the settings it was trained with; a server must never cut a prompt short.
@@ -118,7 +125,8 @@ class TextModel:
         they lie in a Hugging Face directory. Raises ModelError where the files are gone."""
         if self.model_dir is None:
             raise ModelError(Path(TOKENIZER_FILE), "was not read from a folder")
-        return TextFiles.load(self.model_dir).as_hugging_face()
+        files = msgspec.structs.replace(TextFiles.load(self.model_dir), template=self._template.source)
+        return files.as_hugging_face()
 
     def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
         """Return a detokenizer for one answer. Control tokens are skipped, but for those whose names are in `shown`."""

@@ -25,6 +25,11 @@ _NONE_AWARE = re.compile(r"content['\"\]]*\s+is\s+(not\s+)?none", re.IGNORECASE)
 _END = "\ue002" + "".join(chr(0xE100 + digit) for digit in secrets.token_bytes(16)) + "\ue003"
 """Marks the end of the message that the answer goes on with. Nobody else can write it."""
 
+_THINKS = re.compile(r"</?think>|<\|channel\|>")
+"""What shows in the template of a model that thinks before it answers."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates let a model think, or keep it from it."""
+
 _FAILURES = (
     TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError
 )
@@ -37,6 +42,24 @@ Hide = Callable[[str], str]
 
 class _Refused(Exception):
     """The template itself said no (`raise_exception`)."""
+
+
+class _NamedTurn(dict[str, Any]):
+    """A message with a name, which notes whether the template has looked at it."""
+
+    is_name_read = False
+
+    def __getitem__(self, key: str) -> Any:
+        self.is_name_read = self.is_name_read or key == "name"
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.is_name_read = self.is_name_read or key == "name"
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        self.is_name_read = True
+        return super().items()
 
 
 class _Generation(Extension):
@@ -58,6 +81,7 @@ class ChatTemplate:
         self.words: frozenset[str] = frozenset()
         self._named_tokens = named_tokens
         self._problem = "" if source else "this model has no chat template"
+        self._thinks = _THINKS.search(source) is not None
         # Some templates ask whether the content of a turn that only called tools is none, most would print it.
         self._without_content = None if _NONE_AWARE.search(source) else ""
         environment = ImmutableSandboxedEnvironment(
@@ -101,6 +125,9 @@ class ChatTemplate:
             raise FieldError("messages", str(error)) from error
         except _FAILURES as error:
             raise FieldError("messages", f"the chat template failed: {error}") from error
+        for at, turn in enumerate(messages):
+            if isinstance(turn, _NamedTurn) and not turn.is_name_read:
+                raise FieldError(f"messages[{at}].name", "this model's chat template does not show names; leave it out")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -110,23 +137,38 @@ class ChatTemplate:
     def _check(self, chat: ChatPrompt) -> None:
         if chat.tools and "tools" not in self.words:
             raise FieldError("tools", "this model's chat template does not know tools")
-        if "tool_calls" not in self.words:
-            for at, message in enumerate(chat.messages):
-                if message.tool_calls:
-                    raise FieldError(f"messages[{at}].tool_calls", "this model's chat template does not know them")
-        if chat.template_kwargs:
-            for name in json.loads(chat.template_kwargs):
-                if name in self._reserved or not name.isidentifier() or name.startswith("_"):
-                    # A field's name travels as metadata, which is printable ASCII.
-                    shown = f".{name[:64]}" if name.isascii() and name.isprintable() else ""
-                    raise FieldError(f"chat_template_kwargs{shown}", "cannot be set by this field")
+        for at, message in enumerate(chat.messages):
+            if message.tool_calls and "tool_calls" not in self.words:
+                raise FieldError(f"messages[{at}].tool_calls", "this model's chat template does not know them")
+            # Where a model thinks, its template may drop earlier thoughts: so it was trained.
+            if message.reasoning and not (self._thinks or self.words & {"reasoning_content", "thinking"}):
+                raise FieldError(f"messages[{at}].reasoning_content", "this model's chat template does not show it")
+        for name, value in json.loads(chat.template_kwargs or "{}").items():
+            # A field's name travels as metadata, which is printable ASCII.
+            shown = f".{name[:64]}" if name.isascii() and name.isprintable() else ""
+            if name in self._reserved or not name.isidentifier() or name.startswith("_"):
+                raise FieldError(f"chat_template_kwargs{shown}", "cannot be set by this field")
+            if name not in self.words and not self._asks_for_nothing(name, value):
+                what = f"this model's chat template has no variable {name[:64]}" if shown else "is no variable"
+                raise FieldError(f"chat_template_kwargs{shown}", what)
+
+    def _asks_for_nothing(self, name: str, value: Any) -> bool:
+        """Return whether a variable that the template does not have changes nothing by its absence."""
+        if value is None:
+            return True
+        return value is self._thinks if name in _SWITCHES else value is False
 
     def _message(self, message: ChatMessage, hide: Hide, names: dict[str, str]) -> dict[str, Any]:
         """One message in the form that templates were written for; a key stands in it only if it has a value."""
         content = self._without_content if message.content is None else hide(message.content)
-        made: dict[str, Any] = {"role": message.role, "content": content}
+        # A tool's turn is known by its call; that its name is not shown, too, loses nothing.
+        is_named = bool(message.name) and message.role != "tool"
+        made: dict[str, Any] = (_NamedTurn if is_named else dict)(role=message.role, content=content)
         if message.reasoning:
             made["reasoning_content"] = hide(message.reasoning)
+            # gpt-oss's name for it; of a turn that calls, its template takes this or the content.
+            if "thinking" in self.words and not (message.tool_calls and message.content):
+                made["thinking"] = made["reasoning_content"]
         if message.tool_calls:
             made["tool_calls"] = [_call(call, hide) for call in message.tool_calls]
         if message.tool_call_id:

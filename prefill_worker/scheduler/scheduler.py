@@ -21,7 +21,7 @@ from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored, TierEven
 from engine.kv.tiers.fetches import Fetches
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
 from engine.plan import CompiledConstraint, refusal, row_of
-from engine.step import DeadEnd, Drawn, StepPlan
+from engine.step import DeadEnd, Drawn, StepPlan, run_of
 from engine.types import DrawnToken, Incarnation, TokenLogprobs
 from prefill_worker.scheduler.line import Line
 from prefill_worker.scheduler.order import Job, JobState
@@ -228,14 +228,14 @@ class PrefillScheduler:
                 commands += self.source.fail(job.handoff, token.code, token.message)
             elif row.draw:
                 assert token is not None and not isinstance(token, tuple)
-                commands += self._finish(job, token, now)
+                commands += self._finish(job, run_of(token), now)
         return commands
 
     def _offer(self, job: Job, known_tokens: int) -> list[Command]:
         assert job.lease is not None
         return self.source.offer(job.handoff, job.lease, known_tokens)
 
-    def _finish(self, job: Job, token: DrawnToken, now: float) -> list[Command]:
+    def _finish(self, job: Job, drawn: Sequence[DrawnToken], now: float) -> list[Command]:
         self.line.retire(job)
         started = job.started
         assert started is not None
@@ -243,7 +243,7 @@ class PrefillScheduler:
         self.hit_tokens += cached_tokens
         queue_s, run_s = started - job.arrived, now - started
         return self.source.finish(
-            job.handoff, token, queue_s=queue_s, run_s=run_s, cached_tokens=cached_tokens, scores=job.scores
+            job.handoff, drawn, queue_s=queue_s, run_s=run_s, cached_tokens=cached_tokens, scores=job.scores
         )
 
     def check(self) -> None:

@@ -35,6 +35,10 @@ class GeneratedText:
     """Those of its tokens, where `logprobs` was asked for."""
     finished: pb.Finished = field(repr=False)
     """All that the server says at the end."""
+    token_logprobs: tuple[pb.TokenLogprobs, ...] = field(default=(), repr=False)
+    """The same with the alternatives: each has `token`, `logprob` and `top`."""
+    prompt_logprobs: tuple[pb.TokenLogprobs, ...] = field(default=(), repr=False)
+    """Those of the prompt's tokens from the second on, where `prompt_logprobs` was asked for."""
 
 
 def chat_messages(prompt: Sequence[Mapping[str, Any]]) -> pb.ChatMessages:
@@ -80,7 +84,8 @@ class GatheredAnswer:
         self._request_id = ""
         self._texts: dict[int, list[str]] = {}
         self._ids: dict[int, list[int]] = {}
-        self._logprobs: dict[int, list[float]] = {}
+        self._logprobs: dict[int, list[pb.TokenLogprobs]] = {}
+        self._prompt: list[pb.TokenLogprobs] = []
         self._ends: dict[int, pb.Finished] = {}
 
     def take(self, event: pb.GenerateResponse) -> None:
@@ -90,7 +95,8 @@ class GatheredAnswer:
         elif kind == "delta":
             self._texts.setdefault(event.delta.sample, []).append(event.delta.text)
             self._ids.setdefault(event.delta.sample, []).extend(event.delta.token_ids)
-            self._logprobs.setdefault(event.delta.sample, []).extend(one.logprob for one in event.delta.logprobs)
+            self._logprobs.setdefault(event.delta.sample, []).extend(event.delta.logprobs)
+            self._prompt.extend(event.delta.prompt_logprobs)
         elif kind == "finished":
             self._ends[event.finished.sample] = event.finished
 
@@ -98,6 +104,7 @@ class GatheredAnswer:
         return [self._sample(index, self._ends[index]) for index in sorted(self._ends)]
 
     def _sample(self, index: int, end: pb.Finished) -> GeneratedText:
+        told = tuple(self._logprobs.get(index, ()))
         return GeneratedText(
             text="".join(self._texts.get(index, ())),
             token_ids=tuple(self._ids.get(index, ())),
@@ -111,6 +118,8 @@ class GatheredAnswer:
             ttft_s=end.timings.ttft_s,
             e2e_s=end.timings.e2e_s,
             stages_s=dict(end.timings.stages_s),
-            logprobs=tuple(self._logprobs.get(index, ())),
+            logprobs=tuple([one.logprob for one in told]),
             finished=end,
+            token_logprobs=told,
+            prompt_logprobs=tuple(self._prompt),
         )

@@ -42,13 +42,15 @@ _MOVES: dict[State, frozenset[State]] = {
 
 
 class Death(msgspec.Struct, frozen=True):
-    """A worker that was lost while it held a request. `held_requests`: how many it held, this one included;
-    `emitted_tokens`: what this one's client had by then."""
+    """A worker that was lost while it held a request. `held_requests`: how many it held or was offered, this one
+    included; `emitted_tokens`: what this one's client had by then."""
 
     at_s: float
     why: str
     held_requests: int
     emitted_tokens: int
+    was_accepted: bool = True
+    """False where the worker was lost before it had said anything to the offer."""
 
 
 @dataclass(slots=True)
@@ -92,6 +94,10 @@ class Call:
     """Placements whose worker was lost before it said anything to them."""
     victims: dict[Life, Death] = field(default_factory=dict)
     """Workers that were lost while they held this request; one that turns out to live is taken out again."""
+    missing: dict[Life, Death] = field(default_factory=dict)
+    """Workers that were lost before they had accepted this request, and may live: it was the stream that broke."""
+    held_back_until_s: float | None = None
+    """While the fate of those decides whether it is offered once more: the time until which it waits for the news."""
     failed_prefills: set[Life] = field(default_factory=set)
     """Prefill workers that this request's decode workers could not go on with; not chosen again for it."""
     cached_tokens_bound: int | None = None

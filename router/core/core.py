@@ -151,12 +151,14 @@ class Router:
             case WorkersNamed(decode, lives):
                 self._adoptions.named(decode)
                 self.registry.named(lives)
+                self._losses.named(lives, out)
             case Connected():
                 self._connected(event, now, out)
             case Lost(name, for_good):
                 self._adoptions.lost(name)
                 self._losses.lost(name, now, out)
                 if for_good:
+                    self._losses.removed(name, out)
                     self.registry.forget(name)
                     self._detector.forget(name)
                     self.index.forget(name)
@@ -174,8 +176,7 @@ class Router:
         self._adoptions.lost(name)
         # Its last stream is broken, whether that was told or not; and it was no victim of any request: it lives.
         self._losses.lost(name, now, out, back=life)
-        for call in self._calls.values():
-            call.victims.pop(life, None)
+        self._losses.back(life, out)
         if self.registry.join(event.peer, info, now):
             self.index.add(name, info.blocks, info.host_blocks, info.disk_blocks)
         self._queue.advance(now, out)

@@ -1,24 +1,39 @@
 """Handles the loss of a worker for every request that it held.
 
-A request is not blamed for a worker that had not accepted it. `router.core.recovery` decides what becomes of a request,
-`router.core.escalation` who is given up. Pure: time is an argument.
+A request is blamed for a worker that had accepted it, and for one that had not as soon as that is known to be dead.
+`router.core.recovery` decides what becomes of a request, `router.core.escalation` who is given up. Pure: time is an
+argument.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine.types import FinishReason
+from engine.types import FinishReason, Incarnation
 from router.config import RouterConfig
 from router.core.call import Call, Death, State
 from router.core.call_table import CallTable
 from router.core.endings import complete, unreported
 from router.core.escalation import Verdict
 from router.core.events import Command, Condemn, DecodeLost, Fail, Poisonous
-from router.core.recovery import AlreadyComplete, GivenUp, PlaceAgain, RetryBudget, judge, obituary, poisoned
+from router.core.recovery import (
+    NEWS_S,
+    AlreadyComplete,
+    GivenUp,
+    PlaceAgain,
+    RetryBudget,
+    is_in_doubt,
+    judge,
+    obituary,
+    poisoned,
+)
 from router.core.registry import Life, Registry
 from router.core.waiting_queue import WaitingQueue
 
 KEPT = 256
 """Lost lives whose end is remembered for those that learn of it later."""
+
+NOBODY = Incarnation(-1)
+"""No life's: incarnations are not negative."""
 
 
 class Loss(NamedTuple):
@@ -54,9 +69,13 @@ class Losses:
         for call in list(self._table.calls.values()):
             if call.source == life:
                 call.source = None
-            took = call.decode == name and call.state is not State.OFFERED
-            if (took or life in call.failed_prefills) and life != back and not announced:
-                self.blame(call, life, now)
+            is_offered = call.decode == name and call.state is State.OFFERED
+            took = call.decode == name and not is_offered
+            if life != back and not announced:
+                if is_offered:
+                    call.missing[life] = self._death(call, life, now, was_accepted=False)
+                elif took or life in call.failed_prefills:
+                    self.blame(call, life, now)
             if call.decode == name:
                 self._recover(call, announced, now, out)
 
@@ -64,12 +83,55 @@ class Losses:
         """Treat each condemned life as lost at once, whatever becomes of its stream."""
         for verdict in verdicts:
             self.lost(verdict.name, now, out, why=f"given up: {verdict.why}")
+            self.died((verdict.name, verdict.incarnation), out)
             out.append(Condemn(verdict))
 
     def blame(self, call: Call, life: Life, now: float) -> None:
         """Note that a life was lost while it held `call`."""
+        call.victims[life] = self._death(call, life, now)
+
+    def back(self, life: Life, out: list[Command]) -> None:
+        """A life is connected: it was no victim of any request, and every other life of its name is dead."""
+        for call in self._table.calls.values():
+            call.victims.pop(life, None)
+            call.missing.pop(life, None)
+            self._look_again(call)
+        self.named([life], out)
+
+    def named(self, lives: Iterable[Life], out: list[Command]) -> None:
+        """Take in which life each of these names has: every other one of that name is dead."""
+        alive = dict(lives)
+        missing = {life for call in self._table.calls.values() for life in call.missing}
+        for life in sorted(missing):
+            if alive.get(life[0], life[1]) != life[1]:
+                self.died(life, out)
+
+    def removed(self, name: str, out: list[Command]) -> None:
+        """A worker was taken away by whoever has started it."""
+        self.named([(name, NOBODY)], out)
+
+    def died(self, life: Life, out: list[Command]) -> None:
+        """A life is dead for certain: it is a victim of those that were offered to it. One of them that waits may be
+        refused by that."""
+        for call in list(self._table.calls.values()):
+            death = call.missing.pop(life, None)
+            if death is None:
+                continue
+            call.victims[life] = death
+            self._look_again(call)
+            fault = poisoned(call) if call.state is State.WAITING else None
+            if fault is not None:
+                out.append(poisonous(call))
+                self._table.forget(call, out, Fail(call.record.request, fault, FinishReason.ERROR))
+
+    def _look_again(self, call: Call) -> None:
+        """Hold a call back no more where what is missing does not matter any longer."""
+        if not is_in_doubt(call):
+            call.held_back_until_s = None
+
+    def _death(self, call: Call, life: Life, now: float, was_accepted: bool = True) -> Death:
         loss = self._latest.get(life, Loss(now, "it cannot be reached", 1))
-        call.victims[life] = Death(loss.at_s, loss.why, max(1, loss.held_requests), len(call.emitted))
+        return Death(loss.at_s, loss.why, max(1, loss.held_requests), len(call.emitted), was_accepted)
 
     def _note(self, life: Life, loss: Loss) -> None:
         self._latest[life] = loss
@@ -97,6 +159,7 @@ class Losses:
                 if state is State.RUNNING:
                     call.rewrite()
                     out.append(DecodeLost(request, call.decode, len(call.emitted)))
+                call.held_back_until_s = now + NEWS_S if is_in_doubt(call) else None
                 self._queue.rejoin(call)
             case AlreadyComplete(reason):
                 self._table.forget(call, out, complete(call, reason, unreported(call)))
@@ -107,8 +170,9 @@ class Losses:
 
 
 def _holds(call: Call, life: Life) -> bool:
-    """Return whether a life decodes the call, or prefills it: one that has a token needs its prefill worker no more."""
-    took = call.decode_life == life and call.state not in (State.WAITING, State.OFFERED)
+    """Return whether a life decodes the call, or was offered it, or prefills it: one that has a token needs its prefill
+    worker no more."""
+    took = call.decode_life == life and call.state is not State.WAITING
     return took or (call.prefill_life == life and call.state is State.RUNNING and not call.emitted)
 
 

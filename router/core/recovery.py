@@ -1,16 +1,22 @@
 """Decides what becomes of a request whose worker was lost: it goes on elsewhere, is complete already, or is given up.
 
 Bounded three ways, beside the deadline. A request may lose `max_placements` placements that were accepted; offers
-that were lost unheard are no sign against it, since a router that was itself frozen hears of all its broken streams
-one by one and makes the same offer on each, so they have a wider bound. One that was in the hands of workers that were
-lost may be what kills them, and is refused as poisonous. And all requests together may be placed again only so often: a
+that were lost unheard have a wider bound. One that was in the hands of workers that were lost, or was on its way there,
+may be what kills them, and is refused as poisonous. And all requests together may be placed again only so often: a
 budget that grows with the requests that arrive keeps a failing cluster from drowning in its own retries.
+
+A worker that was lost before it had accepted a request counts as soon as it is known to be dead: another life has its
+name, whoever started it has taken it away, or it was given up. Until then it is *missing*, which is no sign against a
+request, since a router that was itself frozen hears of all its broken streams one by one and makes the same offer on
+each. But where the request would be refused if those that are missing were dead, it is held back until their fate is
+known, for `NEWS_S` at most: what kills every worker that it is offered to is not sent on to the next one meanwhile.
 
 After one lost worker nobody is suspected; after three, everybody who was on all of them. After two it is a request's
 own record that decides. It is spared, for one more placement, in either of two cases:
 
-1. Both workers held other requests too, and were lost within a second of each other: a host, a network or an operator
-   took them. A request that kills takes its next worker with it as well, and is refused then.
+1. They were lost within a second of each other, and both held other requests too: a host, a network or an operator
+   took them. Or the second had not accepted it: it may have been gone with the first when it was offered the request. A
+   request that kills takes its next worker with it as well, and is refused then.
 2. It got further: its client was given tokens between the two losses. What kills a worker is met again at the same
    token, since a request goes on exactly where it was.
 
@@ -37,6 +43,9 @@ TOGETHER_S = 1.0
 """Losses this close to each other have a cause in common, if others were on both workers."""
 MAX_UNHEARD = 16
 """Offers of one request that may be lost with their workers before these said anything."""
+NEWS_S = 5.0
+"""How long a request is held back for news of workers that are missing. A death is told, or the same life dials again,
+within two seconds; past it, none of those that know has seen either."""
 REFILL_S = 60.0
 """The time in which the budget's reserve fills up by itself, whatever arrives."""
 
@@ -107,11 +116,17 @@ def is_suspect(deaths: Collection[Death]) -> bool:
         return True
     first, second = sorted(deaths, key=lambda death: death.at_s)
     others = min(first.held_requests, second.held_requests) > 1
+    was_offered_behind = first.was_accepted and not second.was_accepted
     # 1. Something took them together.
-    if others and second.at_s - first.at_s <= TOGETHER_S:
+    if (others or was_offered_behind) and second.at_s - first.at_s <= TOGETHER_S:
         return False
     # 2. It got further.
     return second.emitted_tokens <= first.emitted_tokens
+
+
+def is_in_doubt(call: Call) -> bool:
+    """Return whether the call would be refused as poisonous if the workers that are missing were dead."""
+    return bool(call.missing) and is_suspect([*call.victims.values(), *call.missing.values()])
 
 
 def obituary(call: Call) -> str:
@@ -122,7 +137,8 @@ def obituary(call: Call) -> str:
         later = "" if before_s is None else f"{death.at_s - before_s:.1f} s later "
         others = death.held_requests - 1
         company = f"with {others} other{'s' * (others != 1)}" if others else "alone"
-        told.append(f"{later}{name} ({death.why}; after {death.emitted_tokens} tokens, {company})")
+        when = f"after {death.emitted_tokens} tokens" + ("" if death.was_accepted else ", not accepted")
+        told.append(f"{later}{name} ({death.why}; {when}, {company})")
         before_s = death.at_s
     return ", ".join(told)
 

@@ -30,7 +30,8 @@ FEWEST_DEPARTURES = 8
 
 
 class WaitingQueue:
-    """The router core owns it. A request of an earlier router whose place is not known yet is put aside meanwhile."""
+    """The router core owns it. A request of an earlier router whose place is not known yet is put aside meanwhile, and
+    one that is held back for news of the workers that it was offered to (`router.core.recovery`)."""
 
     # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
     # skipped. When requests left the line since it was last empty. Those that are new are in the table's `share`.
@@ -66,15 +67,16 @@ class WaitingQueue:
 
     def advance(self, now: float, out: list[Command]) -> None:
         """Offer requests from the head of the queue while some worker may have room."""
-        if self._aside and self._adoptions.is_settled(now):
-            for entry in self._aside:
+        if self._aside:
+            waiting = [entry for entry in self._aside if self._is_aside(entry[1], now)]
+            for entry in set(self._aside).difference(waiting):
                 heapq.heappush(self._back, entry)
-            self._aside.clear()
+            self._aside = waiting
         if not self._is_empty() and self._placer.have_all_refused(now):
             return  # before anybody asks whose turn it is
         while (call := self._head()) is not None:
             request = call.record.request
-            if self._adoptions.is_unsure(request, now):
+            if self._is_aside(request, now):
                 self._aside.append(heapq.heappop(self._back))
                 continue
             choice = self._offer(call, now, out)
@@ -116,6 +118,12 @@ class WaitingQueue:
                 if request in self._share:
                     lined.append(request)
         self._share.check(lined)
+
+    def _is_aside(self, request: RequestId, now: float) -> bool:
+        """Return whether a request that waits is not to be offered yet."""
+        call = self._table.calls.get(request)
+        until_s = None if call is None else call.held_back_until_s
+        return (until_s is not None and now < until_s) or self._adoptions.is_unsure(request, now)
 
     def _is_empty(self) -> bool:
         return not (self._back or self._aside or len(self._share))

@@ -41,6 +41,8 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     """Log probabilities of the prompt's tokens are written."""
     is_prompt_only: bool = False
     """No output is written: the one token of it that was drawn was not asked for."""
+    is_counting: bool = False
+    """Each chunk of a stream says how many tokens its sample has so far."""
     best: int = 0
     """So many samples of each prompt are written, those with the greatest mean log probability; 0: all."""
 
@@ -126,6 +128,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """The chat's text ends with what the template writes before an answer."""
     continue_final_message: bool = False
     """The chat's last message is the beginning of the answer."""
+    reasoning_budget: int | None = None
+    """The most tokens of a think block, which is then closed; None: only `max_tokens` bounds it."""
     traceparent: str = ""
     """The caller's W3C trace context; it travels as a header or as metadata."""
     session: str = ""

@@ -23,7 +23,7 @@ from router.front.grammars import GrammarTrials
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
 from router.front.parsers.choose import Parsing, opens_thinking
-from router.front.parsers.forced import forced_calls
+from router.front.parsers.forced import budgeted, forced_calls
 from router.front.resume import Context, pack, resume_key
 from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize, tokenize_end
 from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, check_ids, prompt_field
@@ -76,6 +76,12 @@ class Intake:
             form = self._form(call, chat, prompt)
             if call.tool_choice.mode == "required" and form is not None and form.parsing is not None:
                 call = await self._forced(call, form.parsing)
+            elif (budget := call.reasoning_budget) is not None:
+                if call.constraint is not None:
+                    raise FieldError("reasoning_budget", f"is not allowed with {call.constraint_field}")
+                tokens = min(budget, self._model.context_tokens)
+                bound = budgeted((form and form.parsing) or Parsing(), self._model.added_ids, tokens)
+                call = await self._held(call, bound, "reasoning_budget")
             kept = kept_tokens(call, self._model, self._config)
             if kept is not None and len(prompt.ids) > kept:
                 # Its text is no longer that of its ids, so no later turn can begin with them.
@@ -165,8 +171,12 @@ class Intake:
         """Return the call held to calling a tool. Raises as `_constrained` does."""
         name = call.tool_choice.name
         tools = [tool for tool in call.tools if name in ("", tool.name)]
-        constraint = forced_calls(parsing, tools, self._model.added_ids)
-        call = msgspec.structs.replace(call, constraint=constraint, constraint_field="tool_choice")
+        constraint = forced_calls(parsing, tools, self._model.added_ids, call.reasoning_budget)
+        return await self._held(call, constraint, "tool_choice")
+
+    async def _held(self, call: GenerateCall, constraint: Constraint, field: str) -> GenerateCall:
+        """Return the call with a constraint of ours, which `field` asks for. Raises as `_constrained` does."""
+        call = msgspec.structs.replace(call, constraint=constraint, constraint_field=field)
         check_call(call, self._model, self._config)
         return await self._constrained(call, constraint)
 

@@ -22,10 +22,12 @@ from access.tenants import Caller
 from access.tls import PemFiles, ServerCertificates, names_of_peer
 from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
+from router.config import FrontLimits
 from router.front.access import OPEN, as_tenant, let_in, tenant_for, tenant_of
 from router.front.api import SESSION_HEADER, ApiError, GenerateCall, GenerateEvent, Started, invalid
 from router.front.frontend import Frontend
 from router.front.validate import served
+from router.grpc.calls import CallLimit
 from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto, sampling_to_proto, tokenize_call
 from router.grpc.statuses import LABEL_KEY, trailing_metadata, usable_label
 from telemetry.tracing import HEADER, sound
@@ -71,6 +73,7 @@ class Service:
         max_message_bytes: int,
         limits: Sequence[tuple[str, int]] = (),
         *,
+        calls_per_address: int = FrontLimits().calls_per_address,
         is_shared: bool = False,
     ) -> int:
         """Serve our own service, health and reflection; returns the port. `limits` are options of gRPC's server.
@@ -79,13 +82,14 @@ class Service:
         Raises OSError if the address cannot be bound.
         """
         server = grpc.aio.server(
+            interceptors=[CallLimit(calls_per_address)],
             options=[
                 *limits,
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.so_reuseport", int(is_shared)),
                 # Clients of resumable streams ask every few seconds whether we are there.
                 ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-            ]
+            ],
         )
         self._register(server)
         try:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from router.front.api import ApiError, Delta, Finished, GenerateEvent, HttpForm, Started
 from router.front.outlet import Outlet
 from router.front.resume import unknown_token
-from router.http.formats import EventWriter, body_of, envelope_of, failure_of, writer_of
+from router.http.formats import EventWriter, body_of, envelope_of, failure_of, in_words_of, writer_of
 from router.http.logprobs import TokenBytes
 from router.http.openai_reply import error_reply
 from router.http.openai_stream import (
@@ -89,7 +89,7 @@ class WholeAnswer:
                 headers = {"content-type": "application/json", "x-request-id": label}
                 response = Response(body, headers=headers)
         except ApiError as error:
-            response = error_response(error, label, self._form.api)
+            response = error_response(in_words_of(self._form.api, error), label, self._form.api)
         await response(scope, receive, send)
 
 
@@ -131,9 +131,10 @@ class StreamedAnswer:
                 await Response(status_code=204)(scope, receive, send)
             else:
                 await out.end()
-        except ApiError as error:
+        except ApiError as failure:
+            api = "" if self._form is None else self._form.api
+            error = in_words_of(api, failure)
             if await out.withdraw():
-                api = "" if self._form is None else self._form.api
                 await error_response(error, out.label, api)(scope, receive, send)
             else:
                 await out.write(failure_of(error, writer))

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.http.answers import json_response
-from router.http.openai_reply import envelope
+from router.http.formats import early_envelope
 
 BODY_LIMIT_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_S = 1
@@ -20,14 +20,14 @@ class BodyRefusal(Exception):
     def __init__(self, status: int, message: str, kind: str, code: str) -> None:
         super().__init__(message)
         self._status = status
-        self._envelope = envelope(message, kind, None, code)
+        self._said = (status, message, kind, code)
 
-    def response(self, label: str) -> Response:
-        """Return the answer; `label` is the caller's own name for the request."""
+    def response(self, path: str, label: str = "") -> Response:
+        """Return the answer of the route at `path`; `label` is the caller's own name for the request."""
         headers = {"connection": "close"} | ({"x-request-id": label} if label else {})
         if self._status == 503:
             headers["retry-after"] = str(RETRY_AFTER_S)
-        return json_response(self._envelope, self._status, headers)
+        return json_response(early_envelope(path, *self._said, label), self._status, headers)
 
 
 class Bodies:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.answers import json_response
-from router.http.openai_reply import envelope
+from router.http.formats import early_envelope
 
 JSON_KIND = "application/json"
 HTTP_PORT = 80
@@ -43,7 +43,7 @@ class BrowserGuard:
             await self._app(scope, receive, send)
             return
         # The body is not read, so the connection cannot carry another request.
-        body = envelope(message, "invalid_request_error", None, code)
+        body = early_envelope(scope["path"], status, message, "invalid_request_error", code)
         await json_response(body, status, {"connection": "close"})(scope, receive, send)
 
 

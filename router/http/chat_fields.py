@@ -96,6 +96,8 @@ def chat_message(message: Message, path: str) -> ChatMessage:
         raise invalid(f"{path}.content", "is required")
     if calls and role != "assistant":
         raise invalid(f"{path}.tool_calls", "are an assistant's")
+    if message.tool_call_id and role != "tool":
+        raise invalid(f"{path}.tool_call_id", "is a tool's")
     reasoning = message.reasoning_content or message.reasoning or ""
     if reasoning and role != "assistant":
         raise invalid(f"{path}.reasoning_content", "is an assistant's")

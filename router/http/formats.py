@@ -6,11 +6,22 @@ from typing import Protocol
 import msgspec
 
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
-from router.http.adapters.messages_reply import MessageWriter, anthropic_error, whole_message
+from router.http.adapters.messages_reply import MessageWriter, anthropic_envelope, anthropic_error, whole_message
 from router.http.adapters.responses_reply import ResponseWriter, whole_response
 from router.http.logprobs import TokenBytes
-from router.http.openai_reply import error_reply, whole
+from router.http.openai_reply import envelope, error_reply, whole
 from router.http.openai_stream import EventPosition, StreamWriter, event
+
+MESSAGES_PATH = "/v1/messages"
+_NAMES = {
+    "messages": {"stop": "stop_sequences", "reasoning_budget": "thinking.budget_tokens"},
+    "responses": {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
+}
+"""What fields of a call are called in a shape's requests."""
+_VARIABLES = {
+    "messages": {"chat_template_kwargs.enable_thinking": "thinking.type"},
+    "responses": {"chat_template_kwargs.reasoning_effort": "reasoning.effort"},
+}
 
 
 class EventWriter(Protocol):
@@ -49,6 +60,23 @@ def body_of(
             return whole(started, form, answers, ends, token_bytes)
 
 
+def shape_of(path: str) -> str:
+    """Return the shape of a route's errors, as `HttpForm.api` names it."""
+    return "messages" if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/") else ""
+
+
+def in_words_of(api: str, error: ApiError) -> ApiError:
+    """Return an error of the frontend with the field as the caller of this shape knows it. The turns that the shape's
+    reader has made are counted otherwise than the caller's, so they are named without their numbers."""
+    names, field = _NAMES.get(api), error.field
+    if names is None or not field:
+        return error
+    name = field.partition("[")[0]
+    shown = _VARIABLES[api].get(field) or names.get(name, name) + ("" if name == "messages" else field[len(name) :])
+    message = error.message.removeprefix(f"{field}: ")
+    return ApiError(error.code, f"{shown}: {message}", shown, retry_after_s=error.retry_after_s)
+
+
 def failure_of(error: ApiError, writer: EventWriter | None) -> bytes:
     """An error as the last event of a stream."""
     if isinstance(writer, MessageWriter | ResponseWriter):
@@ -59,3 +87,10 @@ def failure_of(error: ApiError, writer: EventWriter | None) -> bytes:
 def envelope_of(error: ApiError, api: str, label: str) -> object:
     """The body of an error that is the whole answer."""
     return anthropic_error(error, label) if api == "messages" else error_reply(error).envelope
+
+
+def early_envelope(path: str, status: int, message: str, kind: str, code: str, label: str = "") -> object:
+    """The body of a refusal that needs no call: for this status, and in the shape of the route at `path`."""
+    if shape_of(path) == "messages":
+        return anthropic_envelope(status, message, label)
+    return envelope(message, kind, None, code)

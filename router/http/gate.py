@@ -19,11 +19,11 @@ from access.tls import names_in
 from router.front.access import check_monitor, let_in
 from router.front.api import ApiError
 from router.http.answers import RESUME_TOKEN_HEADER, error_response
+from router.http.formats import shape_of
 from router.http.page import PAGE_PATH
 
 OPEN_PATHS = frozenset({"/health", "/ready", PAGE_PATH})
 MONITORED_PATHS = frozenset({"/metrics", "/sd"})
-MESSAGES_PATH = "/v1/messages"
 _NAMES = "certificate_names"
 _CALLER = "caller"
 
@@ -84,7 +84,7 @@ def _authorization(headers: Iterable[tuple[bytes, bytes]], path: str) -> str:
     Anthropic's clients show a key in a header of their own."""
     shown = list(headers)
     found = [value for name, value in shown if name == b"authorization"]
-    if path.startswith(MESSAGES_PATH):
+    if shape_of(path) == "messages":
         found += [b"Bearer " + value for name, value in shown if name == b"x-api-key"]
     if not found:
         return ""
@@ -92,7 +92,7 @@ def _authorization(headers: Iterable[tuple[bytes, bytes]], path: str) -> str:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    response = error_response(error, api="messages" if scope["path"].startswith(MESSAGES_PATH) else "")
+    response = error_response(error, api=shape_of(scope["path"]))
     if error.code == "UNAUTHENTICATED":
         response.headers["www-authenticate"] = "Bearer"
     # The body is not read, so the connection cannot carry another request.

@@ -24,7 +24,7 @@ from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverri
 from router.front.validate import MAX_COUNT
 from router.http.chat_fields import ChoiceField, Message, ToolField, chat_choice, chat_message, chat_tools, raw_text
 from router.http.constraint_fields import ConstraintFields, requested_constraint
-from router.http.fields import FieldsReader, refuse_unsupported
+from router.http.fields import FieldsReader
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -67,14 +67,12 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("grammar", "regex", "ebnf"), ()),
 }
 """Fields, with the values beside null with which they ask for nothing."""
-OF_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"continuous_usage_stats": (False,)}
-
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: object = None
     """Let pass: it pads chunks against those who watch the line."""
-    continuous_usage_stats: object = None
+    continuous_usage_stats: bool | None = None
 
 
 class OpenAIRequest(ConstraintFields, kw_only=True):
@@ -235,7 +233,8 @@ def _parsed(
     if request.stream_options is not None:
         if not stream:
             raise invalid("stream_options", "is allowed only with stream: true")
-        refuse_unsupported(request.stream_options, OF_STREAM_OPTIONS, "stream_options")
+        if request.stream_options.continuous_usage_stats and not request.stream_options.include_usage:
+            raise invalid("stream_options.continuous_usage_stats", "is allowed only with include_usage")
     if request.prompt_logprobs is not None and stream:
         raise invalid("prompt_logprobs", "is allowed only without stream")
     if request.resumable and not stream:
@@ -249,6 +248,7 @@ def _parsed(
     form = HttpForm(
         chat=isinstance(request, ChatRequest),
         include_usage=bool(options.include_usage),
+        is_counting=bool(options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         created=created,
         label=label,

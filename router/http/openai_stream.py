@@ -1,6 +1,7 @@
 """A streamed answer of the two OpenAI routes, event by event, from its beginning or from where a client left. Pure.
 
-`usage` comes only when `stream_options.include_usage` asks for it, in a chunk of its own with no choices. The
+`usage` comes only when `stream_options.include_usage` asks for it, in a chunk of its own with no choices; with
+`continuous_usage_stats` each chunk before it has that of its sample so far. The
 `headrace` object (stages, migration, workers) is always there, in the last chunk; of several samples each has its own,
 beside its finish reason.
 
@@ -112,8 +113,8 @@ class StreamWriter:
             return self._with_logprobs(item, is_first=is_first)
         if not text and not (self._form.return_token_ids and ids):
             return b""
-        if is_first:
-            return self._event(self._output(sample, text, ids, is_first=True))
+        if is_first or self._form.is_counting:
+            return self._event(self._output(sample, text, ids, is_first=is_first))
         around = self._around.get(sample)
         if around is None:
             around = self._around[sample] = self._split(sample)
@@ -235,7 +236,14 @@ class StreamWriter:
         self, choices: list[ReplyChoice], end: Finished | None = None, use: dict[str, Any] | None = None
     ) -> bytes:
         shown = use if self._form.include_usage else msgspec.UNSET
+        if choices and self._form.is_counting:
+            at = choices[0].index
+            shown = self._so_far(self._at[at].next_index if at not in self._ends else self._ends[at].output_tokens)
         return encoded(self._started, self._form, "chat.completion.chunk", choices, shown, end)
+
+    def _so_far(self, tokens: int) -> dict[str, Any]:
+        prompt = self._started.prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
     def _event(self, data: bytes) -> bytes:
         token = self._started.resume_token

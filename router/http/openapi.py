@@ -65,7 +65,6 @@ LIMITS: dict[str, Schema] = {
 }
 """What the checks behind the frontend say of a field's values."""
 NEUTRAL = {
-    "StreamOptions": openai.OF_STREAM_OPTIONS,
     "Message": chat_fields.OF_MESSAGES,
     "ContentPart": chat_fields.OF_PARTS,
 }

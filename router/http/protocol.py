@@ -1,8 +1,8 @@
 """One HTTP connection of the front: uvicorn's, with limits that its client cannot stretch.
 
-A client has `header_s` for the head of a request, from its first byte or from the connection on, `body_s` for its body,
-and `idle_s` between requests. Whoever sends slowly gets 408; a new connection that finds no room (`ConnectionTable`)
-gets 503 and time to read it.
+A client has `header_s` for the handshake of https, as long for the head of a request, from its first byte or from the
+connection on, `body_s` for its body, and `idle_s` between requests. Whoever sends slowly gets 408; a new connection
+that finds no room (`ConnectionTable`) gets 503 and time to read it.
 
 A client that has shut its sending side down is answered. To the server it looks like one that has closed the whole
 connection, until something is sent that its host refuses. So the answer's first bytes, which are the same whatever the
@@ -11,7 +11,10 @@ answer is, are sent ahead of it, one at a time, and a refused one ends the reque
 
 import asyncio
 import socket
+import ssl
+from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
@@ -20,8 +23,9 @@ from uvicorn.config import Config
 from router.config import FrontLimits
 from router.http.answers import CONNECTION
 from router.http.connections import ConnectionTable
+from router.http.formats import early_envelope
 from router.http.gate import CertificateProtocol
-from router.http.openai_reply import envelope
+from router.http.handshake import CountedProtocol, HandshakeProtocol
 
 BEGINNING = b"HTTP/1.1 "
 WATCH_S = 0.1
@@ -36,43 +40,72 @@ TCP_CLOSED = 7
 
 
 class SharedFront:
-    """The part that all connections of one server share: who is there, the limits, and how many are being sent away."""
+    """The part that all connections of one server share: who is there, the limits, how many are being sent away, and
+    the handshakes under way."""
 
     def __init__(self, limits: FrontLimits, connections: int) -> None:
         self.limits = limits
         self.table: ConnectionTable[FrontProtocol] = ConnectionTable(connections, limits.connections_per_address)
         self.farewells = 0
+        self.handshakes: set[asyncio.Task[None]] = set()
 
-    def install(self, config: Config) -> None:
-        """Let a server that is not loaded yet make its connections so."""
-        config.http = cast(Any, partial(FrontProtocol, self))
+    def install(self, config: Config, context: ssl.SSLContext | None = None) -> None:
+        """Let a server that is not loaded yet make its connections so, with TLS where there is a context."""
+        make: Callable[..., asyncio.Protocol] = partial(FrontProtocol, self)
+        if context is not None:
+            make = partial(self._secured, context)
+        config.http = cast(Any, make)
         config.ws = "none"
         config.timeout_keep_alive = cast(Any, self.limits.idle_s)
         config.backlog = ACCEPT_AT_ONCE
 
+    def _secured(self, context: ssl.SSLContext, **more: Any) -> HandshakeProtocol:
+        return HandshakeProtocol(FrontProtocol(self, **more), context, self.handshakes)
 
-class FrontProtocol(CertificateProtocol):
-    # Mutable state: what the client owes (`_owes` is "head", "body" or nothing) and the timer for that; whether it
-    # was refused, or has shut its side down, and how often it was looked at since.
+    def close(self) -> None:
+        """End the handshakes under way."""
+        for task in list(self.handshakes):
+            task.cancel()
+
+
+class FrontProtocol(CertificateProtocol, CountedProtocol):
+    # Mutable state: whether it counts already; what the client owes (`_owes` is "head", "body" or nothing) and the
+    # timer for that; whether it was refused, or has shut its side down, and how often it was looked at since.
 
     def __init__(self, shared: SharedFront, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._shared = shared
+        self._is_counted = False
         self._is_refused = False
         self._owes = ""
         self._timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
         self._looks = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        taken, victim = self._shared.table.admit(self, self.client[0] if self.client else "")
+    def accepted(self, transport: asyncio.Transport) -> float | None:
+        self.transport, self._is_counted = transport, True
+        peer = transport.get_extra_info("peername")
+        taken, victim = self._shared.table.admit(self, str(peer[0]) if peer else "")
         if victim is not None:
             victim.transport.abort()
         if taken:
-            self._owe("head", self._shared.limits.header_s)
-        else:
+            return self._shared.limits.header_s
+        self._is_refused = True
+        self._shared.farewells += 1
+        return FAREWELL_S if self._shared.farewells <= MAX_FAREWELLS else None
+
+    def gone(self) -> None:
+        self._shared.table.remove(self)
+        self._shared.farewells -= self._is_refused
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if not self._is_counted:
+            self.accepted(transport)
+        super().connection_made(transport)
+        if self._is_refused:
             self._refuse()
+        else:
+            self._owe("head", self._shared.limits.header_s)
         self.app_state = {**self.app_state, CONNECTION: self}
 
     def is_writable(self) -> bool:
@@ -92,8 +125,7 @@ class FrontProtocol(CertificateProtocol):
         self.cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._shared.table.remove(self)
-        self._shared.farewells -= self._is_refused
+        self.gone()
         self._owe("", 0.0)
         super().connection_lost(exc)
 
@@ -157,14 +189,13 @@ class FrontProtocol(CertificateProtocol):
         is_unanswered = self.cycle is None or self.cycle.response_complete or not self.cycle.response_started
         if has_begun and is_unanswered:
             part = "headers" if self._owes == "head" else "body"
-            self.transport.write(_notice(b"408 Request Timeout", f"the request's {part} took too long", "timeout"))
+            path = self.cycle.scope["path"] if self._owes == "body" else ""
+            self.transport.write(_notice(408, f"the request's {part} took too long", "timeout", path))
         self.transport.close()
 
     def _refuse(self) -> None:
         """Say that there is no room; the client may read it for a while, as long as not too many do."""
-        self._is_refused = True
-        self._shared.farewells += 1
-        self.transport.write(_notice(b"503 Service Unavailable", "too many connections", "unavailable"))
+        self.transport.write(_notice(503, "too many connections", "unavailable", ""))
         if self._shared.farewells > MAX_FAREWELLS:
             self.transport.abort()
             return
@@ -216,8 +247,11 @@ def _is_reset(connection: socket.socket) -> bool:
     return state == TCP_CLOSED
 
 
-def _notice(status: bytes, message: str, code: str) -> bytes:
-    """A whole answer to a client whose request was not read."""
-    body = msgspec.json.encode(envelope(message, "server_error", None, code))
-    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (status, len(body))
+def _notice(status: int, message: str, code: str, path: str) -> bytes:
+    """A whole answer to a client whose request was not read. While its route is not known either, the body can be read
+    as an error of any shape."""
+    said = early_envelope(path, status, message, "server_error", code)
+    body = msgspec.json.encode(said if path else {"type": "error", **cast(dict[str, object], said)})
+    line = f"{status} {HTTPStatus(status).phrase}".encode()
+    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (line, len(body))
     return head + b"retry-after: 1\r\nconnection: close\r\n\r\n" + body

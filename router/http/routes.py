@@ -30,9 +30,9 @@ from router.http.adapters.messages_request import parse_messages
 from router.http.adapters.responses_request import parse_response
 from router.http.answers import StreamedAnswer, WholeAnswer, error_response, json_response
 from router.http.bodies import Bodies, BodyRefusal
+from router.http.formats import early_envelope
 from router.http.gate import caller_of
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
-from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
 from router.http.page import PAGE_PATH, ChatPage
 from router.http.several import generate_all
@@ -129,7 +129,7 @@ def build_app(
             Route("/sd", discovery),
             Route("/version", show_version),
         ],
-        exception_handlers={HTTPException: _on_http_exception},
+        exception_handlers={HTTPException: _on_http_exception, Exception: _on_fault},
     )
 
 
@@ -155,7 +155,7 @@ class _Generate:
         except ClientDisconnect:
             return
         except BodyRefusal as refusal:
-            await refusal.response(label)(scope, receive, send)
+            await refusal.response(scope["path"], label)(scope, receive, send)
             return
         try:
             header = request.headers.get("x-request-timeout-s")
@@ -259,8 +259,14 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such route, wrong method) in the same envelope."""
     assert isinstance(error, HTTPException)
     code = error.detail.lower().replace(" ", "_")
-    body = envelope(error.detail, "invalid_request_error", None, code)
+    body = early_envelope(request.url.path, error.status_code, error.detail, "invalid_request_error", code)
     return json_response(body, error.status_code, dict(error.headers or {}))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """Our own fault, before there was an answer; the server logs it."""
+    body = early_envelope(request.url.path, 500, "the server failed on this request", "server_error", "internal")
+    return json_response(body, 500, {"connection": "close"})
 
 
 def _version() -> str:

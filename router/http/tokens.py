@@ -93,7 +93,7 @@ class TokenRoutes:
         try:
             return json_response(await reply(request, await self._bodies.read(request)))
         except BodyRefusal as refusal:
-            return refusal.response("")
+            return refusal.response(request.url.path)
         except ClientDisconnect:
             return Response(status_code=499)
         except ApiError as error:

@@ -102,6 +102,7 @@ NEXT = {
         "Tokens in the latest step": "pools: Running, by worker",
         "Prompt tokens computed, by worker": "router: Placements by reason",
         "Tokens generated, by worker": "pools: Busy, by worker",
+        "Tokens without a step, by worker": "pools: Tokens generated, by worker",
     },
     "memory": {
         "Blocks by state": "memory: Time to full",

@@ -21,6 +21,9 @@ NEEDS = {
     "schemathesis": ("schemathesis==4.32.5",),
     "openai": ("openai==3.54.0",),
     "llm": ("llm==0.36",),
+    "anthropic": ("anthropic==2.12.0",),
+    "aiperf": ("aiperf==0.13.0",),
+    "lm_eval": ("lm_eval[api]==0.4.13",),
 }
 INSTALL_LIMIT_S = 420
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.clients
 
 @pytest.fixture(scope="module")
 def address(demo_model: Path) -> Iterator[str]:
-    with serving_page(demo_model) as one:
+    with serving_page(demo_model, str(PROGRAMS / "tools.jinja")) as one:
         yield one
 
 
@@ -38,6 +38,47 @@ def test_openai(address: str, tmp_path: Path) -> None:
         [400, "max_tokenz", "invalid_argument"],
         [400, "store", "invalid_argument"],
         [404, "model", "model_not_found"],
+    ]
+
+
+def test_openai_tools(address: str, tmp_path: Path) -> None:
+    """Calls of tools that a real model makes: demanded, by itself, streamed, with a second turn, in both shapes."""
+    python = environment("openai") / "python"
+    saw: dict[str, Any] = json.loads(run([str(python), str(PROGRAMS / "openai_tools.py"), address], tmp_path))
+    assert saw["required"] == ["tool_calls", None, 1] and saw["required_typed"] in ("Weather", "Sky")
+    name, arguments, kind = saw["named"]
+    assert (name, kind, set(arguments)) == ("Weather", "function", {"city", "unit"})
+    assert saw["streamed"] and saw["pieces"][0] > 3 and saw["pieces"][1]
+    assert {"chunk", "tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= set(saw["kinds"])
+    assert saw["streamed_end"] == ["tool_calls", True]
+    assert saw["counts"][0] > 3 and saw["counts"][1:] == [True, True]
+    assert saw["second"] == ["assistant", True]
+    assert saw["auto"] == ["tool_calls", "Weather", None] and 3 <= len(saw["auto_city"]) <= 8
+    assert saw["none"] == ["length", None]
+    kind, name, written, status = saw["item"]
+    assert (kind, name, status, written) == ("function_call", "Weather", "completed", arguments)
+    assert saw["item_streamed"] and saw["item_kinds"] == ["response.created", "response.completed", 1]
+    assert saw["answered"][1:] == [True, True] and saw["typed"] == ["color", "is_high"]
+    assert saw["refused"] == ["store", "invalid_argument"] and saw["effort"] == "reasoning.effort"
+
+
+def test_anthropic(address: str, tmp_path: Path) -> None:
+    """Messages, whole and as typed events, tools and their results, counting, and errors by their class."""
+    python = environment("anthropic") / "python"
+    program = [str(python), str(PROGRAMS / "anthropic_sdk.py"), address, "SmolLM2-135M-Instruct"]
+    saw: dict[str, Any] = json.loads(run(program, tmp_path))
+    assert saw["whole"] == ["assistant", "max_tokens", 12, ["text"]]
+    assert saw["streamed"] and saw["usage"] == [12, True] and saw["input"] == saw["counted"]
+    assert saw["stopped"] == ["stop_sequence", "."]
+    assert saw["call"] == ["tool_use", "weather", ["city", "unit"], "tool_use"] and saw["any"] == "tool_use"
+    assert saw["call_streamed"]
+    assert {"message_start", "content_block_delta", "input_json", "message_delta", "message_stop"} <= set(saw["kinds"])
+    assert saw["second"][0] == "text" and saw["parsed"] == ["color", "is_high"]
+    assert saw["errors"] == [
+        [400, "error", "invalid_request_error"],
+        [404, "error", "not_found_error"],
+        [413, "error", "request_too_large"],
+        [400, "error", "invalid_request_error"],
     ]
 
 

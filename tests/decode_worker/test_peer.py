@@ -204,16 +204,16 @@ def test_a_peer_speaks_of_its_own_handoffs_alone() -> None:
     assert told == [FromPeer(Incarnation(1), own)]
 
 
-def test_the_next_stream_to_a_life_brings_the_ticket_of_the_last() -> None:
+def test_the_next_stream_to_a_life_brings_the_renewal_of_the_last() -> None:
     """Guards a worker that comes back before its cut was noticed at the other end: it would be refused."""
     peers, rpc = _peers()
     peers.connect(ADDRESS)
-    _welcome(peers, rpc.links[0], _hello("prefill", 1, ticket=b"first"))
+    _welcome(peers, rpc.links[0], _hello("prefill", 1, renewal=b"first"))
     _ended(peers, rpc.links[0], "cut")
     peers.connect(ADDRESS)
     _prove(peers, rpc.links[1], 1)
     (hello,) = decode_to_prefill_frame(rpc.sent[1][0] or b"")
-    assert isinstance(hello, Hello) and hello.ticket == b"first"
+    assert isinstance(hello, Hello) and hello.renewal == b"first"
 
 
 def test_a_lost_peer_is_dialled_again_and_told_what_is_still_read() -> None:

@@ -12,7 +12,9 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.docs.handoff_tables import BLOCK, table
 
@@ -92,14 +94,53 @@ def read(page: str, root: Path = ROOT) -> House:
     return House(stages, wings, added, lines)
 
 
+class Uses(NamedTuple):
+    """What a file uses, by name: its `from` imports, what may hold an instance and the names said of it, and how often
+    each plain name and each attribute stands there."""
+
+    imports: list[ast.ImportFrom]
+    holders: list[tuple[str, set[str]]]
+    names: Counter[str]
+    attributes: Counter[str]
+
+
+@cache
+def uses_of(reader: ast.Module) -> Uses:
+    """One walk over a file; every wing asks for the same."""
+    found = Uses([], [], Counter(), Counter())
+    for node in ast.walk(reader):
+        match node:
+            case ast.ImportFrom():
+                found.imports.append(node)
+            case ast.Name():
+                found.names[node.id] += 1
+            case ast.Attribute():
+                found.attributes[node.attr] += 1
+        match node:
+            case ast.arg(arg=holder, annotation=ast.expr() as said):
+                found.holders.append((holder, _mentioned(said)))
+            case ast.AnnAssign(target=ast.Name(id=holder) | ast.Attribute(attr=holder), annotation=said):
+                found.holders.append((holder, _mentioned(said)))
+            case ast.Assign(targets=[ast.Name(id=holder) | ast.Attribute(attr=holder)], value=ast.Call(func=made)):
+                found.holders.append((holder, _mentioned(made)))
+    return found
+
+
+def _mentioned(node: ast.expr) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+@cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def names_of(wing: Sequence[str], reader: ast.Module) -> tuple[set[str], int]:
     """The names that a file imports from a wing, and by how many statements."""
     modules = {path.removesuffix(".py").replace("/", ".") for path in wing}
     names: set[str] = set()
     statements = 0
-    for node in ast.walk(reader):
-        if not isinstance(node, ast.ImportFrom) or node.module is None:
-            continue
+    for node in uses_of(reader).imports:
         taken = {
             alias.asname or alias.name
             for alias in node.names
@@ -112,37 +153,19 @@ def names_of(wing: Sequence[str], reader: ast.Module) -> tuple[set[str], int]:
 
 def holders(names: set[str], reader: ast.Module) -> set[str]:
     """The variables and attributes that hold something of these names: annotated as such, or made by calling one."""
-    found = set()
-    for node in ast.walk(reader):
-        match node:
-            case ast.arg(arg=holder, annotation=ast.expr() as said) if _mentions(said, names):
-                found.add(holder)
-            case ast.AnnAssign(target=ast.Name(id=holder) | ast.Attribute(attr=holder), annotation=said):
-                if _mentions(said, names):
-                    found.add(holder)
-            case ast.Assign(targets=[ast.Name(id=holder) | ast.Attribute(attr=holder)], value=ast.Call(func=made)):
-                if _mentions(made, names):
-                    found.add(holder)
-    return found
-
-
-def _mentions(node: ast.expr, names: set[str]) -> bool:
-    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
+    return {holder for holder, said in uses_of(reader).holders if said & names}
 
 
 def places(house: House, wing: Sequence[str], root: Path = ROOT) -> int:
     """How often the spine names a wing: imports from it, uses of what they import, and of what holds an instance."""
-    trees = [ast.parse((root / path).read_text(encoding="utf-8")) for path in house.spine]
+    trees = [_parsed((root / path).read_text(encoding="utf-8")) for path in house.spine]
     imported = [names_of(wing, tree) for tree in trees]
     held = {holder for tree, (names, _) in zip(trees, imported, strict=True) for holder in holders(names, tree)}
     # A plain name says nothing in another file; an attribute is the same there.
     count = 0
     for tree, (names, statements) in zip(trees, imported, strict=True):
-        mine = names | holders(names, tree)
-        count += statements + sum(
-            (isinstance(node, ast.Name) and node.id in mine) or (isinstance(node, ast.Attribute) and node.attr in held)
-            for node in ast.walk(tree)
-        )
+        uses, mine = uses_of(tree), names | holders(names, tree)
+        count += statements + sum(uses.names[name] for name in mine) + sum(uses.attributes[name] for name in held)
     return count
 
 

@@ -21,9 +21,10 @@ MOST_BYTES = 150_000
 
 
 @contextmanager
-def serving_page(model_dir: Path) -> Iterator[str]:
+def serving_page(model_dir: Path, chat_template: str = "") -> Iterator[str]:
     """The address of a small cluster's HTTP front."""
-    config = ClusterConfig(launcher="process", log_level="error", router=RouterConfig(grpc_port=0, http_port=0))
+    router = RouterConfig(grpc_port=0, http_port=0, chat_template=chat_template)
+    config = ClusterConfig(launcher="process", log_level="error", router=router)
     cluster = Cluster(config, make_launcher("process"), model_dir=str(model_dir))
     try:
         yield f"http://{cluster.start().http}/"

@@ -20,12 +20,15 @@ PATIENCE_TURNS = 200
 LAYOUT = KVLayout(kv_heads=1, layers=1, block_size=SIZE, head_dim=4)
 
 
-def small_cluster(blocks: int, host_blocks: int = 0, ahead: bool = False, **decode: object) -> Colocated:
-    """A decode pool of so many blocks, over so many in host memory. `ahead`: steps are planned while others run."""
-    device = fake_device(LAYOUT, blocks, ahead)
+def small_cluster(
+    blocks: int, host_blocks: int = 0, ahead: bool = False, jumps: bool = True, **decode: object
+) -> Colocated:
+    """A decode pool of so many blocks, over so many in host memory. `ahead`: steps are planned while others run.
+    `jumps`: tokens that a constraint forces take no step."""
+    device = fake_device(LAYOUT, blocks, ahead, jumps)
     tiers = TierConfig(host_bytes=host_blocks * LAYOUT.block_bytes)
     return Colocated(
-        fake_device(LAYOUT, 48, ahead),
+        fake_device(LAYOUT, 48, ahead, jumps),
         device,
         decode_tiering=tiering(tiers, device, "decode-0") if host_blocks else None,
         prefill_config=PrefillConfig(chunk_tokens=8),

@@ -11,8 +11,8 @@ VOCAB = 257
 STOP_ID = 256
 
 
-def fake_device(layout: KVLayout, blocks: int, ahead: bool = False) -> EngineDevice:
-    kv, matchers = PagedKV(layout, blocks), byte_matchers(STOP_ID)
+def fake_device(layout: KVLayout, blocks: int, ahead: bool = False, jumps: bool = True) -> EngineDevice:
+    kv, matchers = PagedKV(layout, blocks), byte_matchers(STOP_ID, jumps)
     return EngineDevice(
         model="fake",
         layout=layout,

@@ -9,8 +9,9 @@ A test writes an order into the file `FOLDER/NAME.ORDER` and waits until it is g
     slow      every step takes as many seconds longer                                 while it is there
     forget    drops what is cached, and tells nobody                                  while it is there
 
-A request whose prompt holds the token POISON kills, by a signal, every decode worker that has taken it. Incoming blocks
-are spoiled as `tests.chaos.hosts` says.
+A request whose prompt holds the token POISON kills, by a signal, every decode worker that has taken it; one with
+POISON_AT_ONCE every one that it is offered to, before that can say a word. Incoming blocks are spoiled as
+`tests.chaos.hosts` says.
 """
 
 import os
@@ -28,6 +29,7 @@ from worker.worker import Worker
 FOLDER = hosts.FOLDER
 POISON = 40_123
 """A token of the demo model's vocabulary that no other prompt of a test holds."""
+POISON_AT_ONCE = 40_321
 HEARD_S = 0.2
 """How long after its acceptance a poisonous request kills: its router has heard of that by then."""
 
@@ -62,6 +64,10 @@ class Saboteur:
         self._worker: Any = worker
         self._step: Callable[[], bool] = worker.step
         self._folder = Path(os.environ[FOLDER])
+        admission = getattr(self._worker.scheduler, "admission", None)
+        if admission is not None:
+            self._place = admission.place
+            admission.place = self._offered
         self._orders: dict[str, Callable[[], bool]] = {"leak": self._leak, "share": self._share, "books": self._books}
 
     def step(self) -> bool:
@@ -102,6 +108,11 @@ class Saboteur:
             node = kv.cache.evict(kv.cache.shares.loser(b""))
             kv._identities.discard(node.identity)
             kv._free(node.block)
+
+    def _offered(self, link: int, message: Any, *rest: Any) -> Any:
+        if POISON_AT_ONCE in message.record.tokens:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._place(link, message, *rest)
 
     def _poison(self) -> None:
         admission = getattr(self._worker.scheduler, "admission", None)

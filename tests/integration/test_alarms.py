@@ -32,7 +32,7 @@ from telemetry.dashboards.alerts import ALERTS
 from tests.chaos.faults import frozen, kill, stutter
 from tests.integration import sabotage
 from tests.integration.prometheus import BINARY, PROMTOOL, Prometheus
-from tests.integration.sabotage import POISON, given, lasting
+from tests.integration.sabotage import given, lasting
 from tests.integration.scene import BLOCK_BYTES, config
 from tests.integration.traffic import Calls, prompt
 from transfer.config import TransferConfig
@@ -206,8 +206,10 @@ def test_workers_that_die(stage: Stage) -> None:
         stage.whole()
         _break_books(stage, prometheus)
         stage.whole()
-        _poison(stage)
+        _poison(stage, sabotage.POISON)
         fires(prometheus, "HeadracePoisonousRequest")
+        stage.whole()
+        _poison(stage, sabotage.POISON_AT_ONCE)
         fires(prometheus, "HeadraceWorkerRestarts", peer="decode-0")
 
 
@@ -225,10 +227,10 @@ def _break_books(stage: Stage, prometheus: Prometheus) -> None:
         fires(prometheus, ledger, role="decode")
 
 
-def _poison(stage: Stage) -> None:
+def _poison(stage: Stage, token: int) -> None:
     """Ask what kills its workers: it is refused with their names and ends, and takes three at most."""
     before = sum(slot.deaths for slot in stage.cluster.slots())
-    call = GenerateCall(prompt=[*prompt(30, 2), POISON], sampling=GREEDY, max_tokens=200, ignore_eos=True)
+    call = GenerateCall(prompt=[*prompt(30, 2), token], sampling=GREEDY, max_tokens=200, ignore_eos=True)
     client = Client(stage.grpc)
     try:
         with pytest.raises(ApiError, match=r"refused as poisonous: \d workers .*decode-\d \(.*decode-\d \("):

@@ -95,8 +95,9 @@ def measure(
     fingerprint = ModelConfig.load(model_dir).fingerprint
     workers = context.Process(target=_serve_workers, args=(fingerprint, theirs), daemon=True)
     workers.start()
-    # A resumable stream waits for its client: how many do at once soon stays the same.
-    settings = msgspec.to_builtins(RouterConfig(grpc_port=0, http_port=0, resume_window_s=5.0))
+    # A resumable stream waits for its client, for less than a rest: how many do then shall not depend on how fast this
+    # machine happens to be at the moment.
+    settings = msgspec.to_builtins(RouterConfig(grpc_port=0, http_port=0, resume_window_s=REST_S / 2))
     router = ProcessChild(
         ChildSpec(kind="router", name="router", factory=factory, config=settings, model_dir=str(model_dir),
                   secrets=Sealed.of(SECRETS.valid()))

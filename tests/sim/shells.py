@@ -81,7 +81,7 @@ class SimThread:
         self._idle_s = idle_s
         self._linger_s = linger_s
         self._linger_until: float | None = None
-        self._ticket = 0
+        self._turns = 0
         self._due = float("inf")
         self._busy = False
         self._ended = False
@@ -105,11 +105,11 @@ class SimThread:
         due = clock.now + seconds
         if due < self._due:
             self._due = due
-            self._ticket += 1
-            clock.at(seconds, partial(self._turn, self._ticket), self.process)
+            self._turns += 1
+            clock.at(seconds, partial(self._turn, self._turns), self.process)
 
-    def _turn(self, ticket: int) -> None:
-        if ticket != self._ticket:
+    def _turn(self, number: int) -> None:
+        if number != self._turns:
             return
         self._due, self._busy = float("inf"), False
         items = self._inbox.take()

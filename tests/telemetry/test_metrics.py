@@ -59,7 +59,7 @@ def test_worker_figures() -> None:
     metrics.blocks({"free": 3, "cached": 0, "active": 2, "reserved": 0, "quarantined": 0})
     metrics.blocks({"free": 5, "cached": 0, "active": 0, "reserved": 0, "quarantined": 0})
     metrics.prompt_tokens(computed=10, prefix_hit=7)
-    metrics.generated(4)
+    metrics.generated(4, forced=1)
     metrics.migration("ok", "shm", 0.02, 4096)
     metrics.step(8, 0.05, None)
     metrics.step(8, 0.05, 0.25)
@@ -175,7 +175,7 @@ def test_a_worker_that_is_gone_leaves_no_gauge_behind() -> None:
 def test_two_in_one_process_do_not_share_a_registry() -> None:
     """Guards against the process-wide default registry, where a second worker is a name clash."""
     first, second = WorkerMetrics("m", "a", "prefill"), WorkerMetrics("m", "b", "decode")
-    first.generated(1)
+    first.generated(1, forced=0)
     assert samples(second.render())["headrace_generated_tokens_total", ()] == 0
 
 

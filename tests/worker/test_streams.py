@@ -213,10 +213,10 @@ def test_what_a_router_that_was_frozen_says_takes_nobody_off_the_list() -> None:
     bench.readers.listed(2, [old], bench.hear)
     (stream, sent), (again, to_again) = bench.stream(), bench.stream()
     bench.say(stream, hello())
-    ticket = answer_of(sent).ticket
+    renewal = answer_of(sent).renewal
     bench.readers.router_lost(1)
     bench.readers.listed(3, [], bench.hear)
-    bench.say(again, hello(ticket=ticket))
+    bench.say(again, hello(renewal=renewal))
     assert answer_of(to_again)
 
 
@@ -248,15 +248,15 @@ def test_a_life_has_one_stream_and_only_itself_may_replace_it() -> None:
     bench = Bench()
     (old, to_old), (new, to_new), (other, to_other) = bench.stream(), bench.stream(), bench.stream()
     bench.say(old, hello())
-    ticket = answer_of(to_old).ticket
-    for wrong in (b"", bytes(len(ticket))):
-        assert bench.say(other, hello(ticket=wrong)) == [] and to_other.pop() is None
+    renewal = answer_of(to_old).renewal
+    for wrong in (b"", bytes(len(renewal))):
+        assert bench.say(other, hello(renewal=wrong)) == [] and to_other.pop() is None
         other, to_other = bench.stream()
-    lost, connect, up = bench.say(new, hello(ticket=ticket))
+    lost, connect, up = bench.say(new, hello(renewal=renewal))
     assert isinstance(connect, Connect) and isinstance(up, ReaderUp)
     assert lost == ReaderLost(READER) and to_old[-1] is None
     assert bench.say(old, Stop(HANDOFF)) == [] and bench.end(old) == []
-    assert bench.say(other, hello(ticket=ticket)) == [] and to_other == [None], "a ticket is of one stream"
+    assert bench.say(other, hello(renewal=renewal)) == [] and to_other == [None], "a renewal is of one stream"
     bench.readers.send(READER, [Stop(HANDOFF)])
     assert to_new[-1] == encode([Stop(HANDOFF)]) and to_old[-1] is None
     assert bench.end(new) == [ReaderLost(READER)]

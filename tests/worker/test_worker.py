@@ -244,9 +244,9 @@ class Reading:
         router = RouterStream(1, ROUTER, lambda data: None, lambda item: None)
         self.source.hear([router, FrameIn(router, encode([listed]))])
 
-    def hello(self, ticket: bytes = b"") -> Hello:
+    def hello(self, renewal: bytes = b"") -> Hello:
         ways = [way.describe(self.source.parts.info.incarnation) for way in self.reader.parts.transports.values()]
-        return msgspec.structs.replace(self.reader.parts.hello, endpoints=ways, ticket=ticket)
+        return msgspec.structs.replace(self.reader.parts.hello, endpoints=ways, renewal=renewal)
 
     def stream(self) -> ReaderStream:
         return ReaderStream(self._party, self.sent.append, lambda item: None)
@@ -290,8 +290,8 @@ def test_the_way_to_a_reader_is_closed_before_its_newer_one_is_made(reading: Rea
     """Guards every send to a reader whose stream broke unheard: what belongs to its older stream would take the newer
     one's way with it, were the scheduler told of the loss only after the whole frame."""
     reading.source.hear([FrameIn(reading.stream(), encode([reading.hello()]))])
-    ticket = reading.answer().ticket
-    reading.source.hear([FrameIn(reading.stream(), encode([reading.hello(ticket)]))])
+    renewal = reading.answer().renewal
+    reading.source.hear([FrameIn(reading.stream(), encode([reading.hello(renewal)]))])
     assert [type(command) for command in reading.commands] == [Connect, Disconnect, Connect]
 
 

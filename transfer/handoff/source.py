@@ -147,19 +147,21 @@ class HandoffSource(Generic[T]):
     def finish(
         self,
         handoff: Handoff,
-        token: DrawnToken,
+        drawn: Sequence[DrawnToken],
         *,
         queue_s: float,
         run_s: float,
         cached_tokens: int,
         scores: Sequence[TokenLogprobs] = (),
     ) -> list[Command]:
-        """Name the token that follows, when all is offered; `scores` are of the prompt's tokens."""
+        """Name the tokens that follow, at least one, when all is offered; `scores` are of the prompt's tokens."""
+        token, *more = drawn
         chunks = self._served[handoff].chunks
         first = FirstToken(
             handoff=handoff,
             token=id_of(token),
             logprobs=None if isinstance(token, int) else token,
+            more=more,
             prompt_logprobs=list(scores),
             chunks=chunks,
             queue_s=queue_s,

@@ -27,12 +27,12 @@ from transfer.handoff.source import HandoffSource
 
 @dataclass(slots=True, eq=False)
 class Departure:
-    """Mutable; owned by `Departures`. `token` follows the request's tokens, once it is drawn."""
+    """Mutable; owned by `Departures`. `drawn` follow the request's tokens, once they are known."""
 
     request: Request
-    token: DrawnToken | None = None
+    drawn: tuple[DrawnToken, ...] = ()
     asked: bool = False
-    """Another worker has asked for it: that one knows of the request, and perhaps the token."""
+    """Another worker has asked for it: that one knows of the request, and perhaps of these tokens."""
     released: bool = False
     shelved: float | None = None
     """The time since which only lost readers keep it: quarantined, never written again."""
@@ -58,16 +58,16 @@ class Departures:
 
     @property
     def incomplete(self) -> list[Request]:
-        """Requests whose last row is to be computed by the next step."""
-        return [d.request for d in self._departures.values() if d.token is None and d.shelved is None]
+        """Requests whose last row is to be computed by the next step, or a part of it."""
+        return [d.request for d in self._departures.values() if not d.drawn and d.shelved is None]
 
-    def complete(self, request: Request, token: DrawnToken, now: float) -> list[Command]:
-        """Serve the rest of `request`, if anybody still wants it: the step has computed its last row, and `token`
-        follows."""
+    def complete(self, request: Request, drawn: tuple[DrawnToken, ...], now: float) -> list[Command]:
+        """Serve the rest of `request`, if anybody still wants it: the step has computed its last row, and `drawn`
+        follow."""
         departure = self._departures.get(request.record.request)
         if departure is None or departure.request is not request:
             return []
-        departure.token = token
+        departure.drawn = drawn
         return [c for handoff in departure.serving for c in self._serve(departure, handoff, now)]
 
     def give_up(self, request: Request, why: DeadEnd, now: float) -> list[Command]:
@@ -119,12 +119,12 @@ class Departures:
             return []
         request = departure.request
         commands = self.source.offer(handoff, request.lease, request.known)
-        if departure.token is None:
+        if not departure.drawn:
             return commands
         cached_tokens = request.record.prompt_tokens
         run_s = now - departure.serving[handoff]
         return commands + self.source.finish(
-            handoff, departure.token, queue_s=0.0, run_s=run_s, cached_tokens=cached_tokens
+            handoff, departure.drawn, queue_s=0.0, run_s=run_s, cached_tokens=cached_tokens
         )
 
     def unwanted(self, departure: Departure) -> None:
@@ -163,7 +163,8 @@ class Departures:
         for departure in self._departures.values():
             request = departure.request
             assert not request.lease.released and departure.serving.keys() <= set(self.sender.unsettled)
-            assert request.known == len(request.tokens) - (departure.token is None)
+            assert request.known <= len(request.tokens)
+            assert (request.known == len(request.tokens)) == bool(departure.drawn)
             assert departure.serving or not departure.released, "kept for nobody"
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.backends.attention import LayerInput
+from engine.backends.attention import LayerInput, Mixture
 from engine.backends.gpu.sampling import draw_tokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch, upload
 from engine.kv.layout import KVLayout
@@ -27,6 +27,7 @@ from kernels.configs import ConfigKey, KernelConfig, config_for, table_arch
 from kernels.decode_attention import decode_attention, decode_residency
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import DecodePlan, SharedPrefix, geometry_for, plan_decode
+from kernels.grouped_experts import expert_configs, mix, route
 from kernels.launch import interpreted
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
 from kernels.residency import UNKNOWN
@@ -117,6 +118,7 @@ class TritonAttention:
             for name in (PLAIN, SHARED, "prefill", "rope_kv_write")
         } | {name: config_for(ConfigKey(name, 0, 0, 0, shape.dtype, arch)) for name in ("rms_norm", "silu_mul")}
         self._configs["sample"] = config_for(ConfigKey("sample", 0, 0, 0, "float32", arch))
+        self._experts = expert_configs(shape.dtype, arch)
         self._rows_per_tile = rows_per_tile(self._configs["prefill"], group)
         # Mutable: buffers by kind, window and size, the step under way, its decoding rows, and the plans for their
         # successors by window.
@@ -232,7 +234,11 @@ class TritonAttention:
         return rms_norm(delta, weight, eps, config, residual=x)
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        return silu_mul(gate_up, self._configs["silu_mul"], gelu=activation == "gelu_tanh")
+        return silu_mul(gate_up, self._configs["silu_mul"], activation == "gelu_tanh")
+
+    def mix(self, x: Tensor, mixture: Mixture) -> Tensor:
+        routed = route(mixture.logits(x), mixture.routing, self._experts.route)
+        return mix(x, routed, mixture.experts, self._experts)
 
     def sample(self, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]:
         if any(draw.candidates for draw in draws):

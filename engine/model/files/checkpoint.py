@@ -29,7 +29,7 @@ class Checkpoint(Protocol):
     folds_norms: bool
     """True where weights of norms hold the config's `norm_offset` already, see `Source.is_norm`."""
 
-    def tensor_name(self, source: Source, layer: int) -> str:
+    def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
         """Return what this file calls a tensor."""
 
     def read(self, name: str) -> FloatArray:
@@ -37,6 +37,12 @@ class Checkpoint(Protocol):
 
     def codes(self, name: str) -> Codes | None:
         """Return the codes that `read` widens, or None where the file has no such thing. Raises ModelError."""
+
+    def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
+        """Read one expert's part of a weight, as `read` does, also where a tensor holds those of all."""
+
+    def expert_codes(self, source: Source, layer: int, expert: int) -> Codes | None:
+        """Return the codes that `read_expert` widens, as `codes` does."""
 
     def text(self) -> TextFiles:
         """Return tokenizer, chat template and special ids."""

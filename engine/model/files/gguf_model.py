@@ -7,7 +7,8 @@ import msgspec
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelConfig, ModelError
-from engine.model.families import Source
+from engine.model.families import LLAMA, MIXTRAL, Source
+from engine.model.files import experts
 from engine.model.files.checkpoint import find_family
 from engine.model.files.gguf_options import HeaderSizes, family_options
 from engine.model.files.gguf_reader import GGUFFile
@@ -29,9 +30,11 @@ class GGUFModel:
         self._file = GGUFFile(path)
         architecture = self._file.need("general.architecture")
         self.family = find_family(path, "gguf", "architecture", architecture)
+        if self.family is LLAMA and self._file.get(f"{architecture}.expert_count", 0):
+            self.family = MIXTRAL
         self.config = self._config(architecture)
 
-    def tensor_name(self, source: Source, layer: int) -> str:
+    def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
         return source.gguf.format(layer=layer)
 
     def read(self, name: str) -> FloatArray:
@@ -39,6 +42,12 @@ class GGUFModel:
 
     def codes(self, name: str) -> Codes | None:
         return self._file.codes(name)
+
+    def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
+        return self._file.read(self.tensor_name(source, layer), expert)
+
+    def expert_codes(self, source: Source, layer: int, expert: int) -> Codes | None:
+        return self._file.codes(self.tensor_name(source, layer), expert)
 
     def text(self) -> TextFiles:
         files = text_files(Vocabulary.read(self.path, self._file.get))
@@ -54,8 +63,6 @@ class GGUFModel:
                 raise ModelError(path, f"metadata {architecture}.{key} is {value!r}, not a number")
             return value
 
-        if file.get(f"{architecture}.expert_count", 0):
-            raise ModelError(path, "mixtures of experts are not supported")
         hidden, heads = need("embedding_length"), need("attention.head_count")
         if heads < 1:
             raise ModelError(path, f"metadata {architecture}.attention.head_count is {heads}")
@@ -82,5 +89,6 @@ class GGUFModel:
             qk_norm=self.family.qk_norm,
             norm_offset=self.family.norm_offset,
             activation=self.family.activation,
+            experts=experts.from_metadata(file, architecture, self.family.name),
             **family_options(file, architecture, HeaderSizes(layers, hidden, heads, head_dim, vocab)),
         ).check(path)

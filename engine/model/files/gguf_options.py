@@ -202,6 +202,7 @@ _READERS: dict[str, Callable[[_Metadata, HeaderSizes, RopeTable], Options]] = {
     "llama": _llama,
     "qwen2": _plain,
     "qwen3": _plain,
+    "qwen3moe": _plain,
     "granite": _granite,
     "smollm3": _smollm3,
     "phi3": _phi3,

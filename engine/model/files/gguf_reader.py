@@ -14,6 +14,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField, ReaderTensor
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelError
@@ -103,21 +104,35 @@ class GGUFFile:
         """Return the type of most of the weights, see `most_of`."""
         return most_of((tensor.tensor_type.name, int(tensor.n_bytes)) for tensor in self._tensors.values())
 
-    def read(self, name: str) -> FloatArray:
-        """Read a tensor, dequantized to 32 bits."""
-        if (codes := self.codes(name)) is not None:
+    def read(self, name: str, part: int | None = None) -> FloatArray:
+        """Read a tensor, dequantized to 32 bits; or of one of three dimensions the matrix `part`."""
+        if (codes := self.codes(name, part)) is not None:
             return codes.widen()
-        found = self._find(name)
+        found, shape = self._find(name), self.shape(name)
         try:
-            values = dequantize(found.data, found.tensor_type)
+            values = dequantize(self._data(name, part), found.tensor_type)
         except (NotImplementedError, *_BROKEN) as error:
             raise ModelError(self.path, f"tensor {name} ({found.tensor_type.name}): {error}") from error
-        return np.ascontiguousarray(values, dtype=np.float32).reshape(self.shape(name))
+        return np.ascontiguousarray(values, dtype=np.float32).reshape(shape if part is None else shape[1:])
 
-    def codes(self, name: str) -> Codes | None:
+    def codes(self, name: str, part: int | None = None) -> Codes | None:
         """Read a quantized matrix as it is stored; None where `codes_of` does not know the format."""
+        with np.errstate(invalid="ignore"):  # a scale that is no number is told of below
+            codes = codes_of(self._data(name, part), self._find(name).tensor_type)
+        if codes is not None:
+            for what in (codes.scales, codes.offsets):
+                if what is not None and not np.isfinite(what).all():
+                    raise ModelError(self.path, f"tensor {name}: a scale is not a finite number")
+        return codes
+
+    def _data(self, name: str, part: int | None) -> NDArray[Any]:
         found = self._find(name)
-        return codes_of(found.data, found.tensor_type)
+        if part is None:
+            return found.data
+        if len(found.shape) != 3 or part >= self.shape(name)[0]:
+            raise ModelError(self.path, f"tensor {name} has shape {self.shape(name)}, and no matrix {part}")
+        matrix: NDArray[Any] = found.data[part]
+        return matrix
 
     def _find(self, name: str) -> ReaderTensor:
         if name not in self._tensors:

@@ -6,8 +6,10 @@ from typing import Any
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import PICKLES, Activation, ModelConfig, ModelError
 from engine.model.families import Family, Source
+from engine.model.files import experts
 from engine.model.files.checkpoint import find_family, most_of, read_json
 from engine.model.files.hf_options import DEFAULTS, family_options
+from engine.model.files.hf_quantization import Matrix, Quantization
 from engine.model.files.hf_text import text_files
 from engine.model.files.safetensors_reader import SafetensorsFile, StoredTensor
 from engine.text.files import TextFiles
@@ -29,16 +31,19 @@ class HFModel:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        raw = text_side(read_json(path / "config.json"))
+        whole = read_json(path / "config.json")
+        raw = text_side(whole)
         self.family = family_of(path)
         self.config = model_config(path / "config.json", self.family, raw, folder_name(path))
         self._raw = raw
         self.shards = [SafetensorsFile(shard) for shard in shards(path)]
         self._where = {name: shard for shard in self.shards for name in shard.tensors}
         self._wrapping = self._wrapped()
+        said = raw.get("quantization_config") or whole.get("quantization_config")
+        self._quantization = None if not said else Quantization(path / "config.json", said, self._where)
 
-    def tensor_name(self, source: Source, layer: int) -> str:
-        name = source.hugging_face.format(layer=layer)
+    def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
+        name = source.hugging_face.format(layer=layer, expert=expert)
         inner, outer = self._wrapping
         return outer + name.removeprefix(inner) if name.startswith(inner) else name
 
@@ -46,8 +51,16 @@ class HFModel:
         """Return how names begin, and how they begin in these files."""
         return next((pair for name, pair in _WRAPPINGS.items() if name in self._where), ("", ""))
 
+    @property
+    def is_quantized(self) -> bool:
+        """True where config.json says that weights are codes."""
+        return self._quantization is not None
+
     def read(self, name: str) -> FloatArray:
-        return self._holder(name).read(name)
+        found = self._quantized(name)
+        if found is None:
+            return self._holder(name).read(name)
+        return found.widen() if isinstance(found, Codes) else found.rows(0, len(found.codes))
 
     def stored(self, name: str) -> StoredTensor:
         """Return where the tensor lies. Raises ModelError where it is missing."""
@@ -59,7 +72,17 @@ class HFModel:
         return self._where[name]
 
     def codes(self, name: str) -> Codes | None:
-        return None
+        found = self._quantized(name)
+        return found if found is None or isinstance(found, Codes) else found.as_codes()
+
+    def _quantized(self, name: str) -> Matrix | None:
+        return None if self._quantization is None else self._quantization.find(name)
+
+    def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
+        return self.read(self.tensor_name(source, layer, expert))
+
+    def expert_codes(self, source: Source, layer: int, expert: int) -> Codes | None:
+        return self.codes(self.tensor_name(source, layer, expert))
 
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)
@@ -160,6 +183,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             qk_norm=family.qk_norm,
             norm_offset=family.norm_offset,
             activation=_activation(path, family, raw),
+            experts=experts.from_config(path, family.name, raw),
             **family_options(path, family.name, raw),
         ).check(path)
     except KeyError as error:

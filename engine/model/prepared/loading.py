@@ -50,8 +50,9 @@ def map_weights(model_dir: Path) -> dict[str, Tensor]:
 
 
 def matrices(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a prepared model that steps multiply with; the output matrix is always `head`."""
-    found = {name: weight for name, weight in weights.items() if weight.dim() == 2}
+    """Return the weights of a prepared model that steps multiply with: matrices, and those of experts in one tensor for
+    all of a layer. The output matrix is always `head`."""
+    found = {name: weight for name, weight in weights.items() if weight.dim() > 1 and not name.endswith("_bias")}
     embedding = found.pop("embedding")
     return {"head": embedding, **found}
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def packed_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return every matrix of a prepared model that steps multiply with, packed, by name; the output matrix is always
     `head`. Empty where this machine cannot pack them."""
-    plain = matrices(weights)
+    plain = _packable(weights)
     try:
         pack(plain["layers.0.output"])
     except PackError as error:
@@ -35,13 +35,20 @@ def packed_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Ten
     path = model_dir / f"packed-{_key()}.bin"
     try:
         # Made from a mapping of its own: its pages go when it does.
-        make_once(path, lambda: _made(matrices(map_weights(model_dir))))
+        make_once(path, lambda: _made(_packable(map_weights(model_dir))))
         packed = _map(path, plain["head"].dtype)
         _compare(packed, weights)
     except (OSError, ModelError, PackError) as error:
         log.warning("every worker packs weights of its own: %s", error)
         return {name: pack(weight) for name, weight in plain.items()}
     return packed
+
+
+def _packable(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return all matrices but those of a mixture of experts: rows come to them few at a time, in any number; and a
+    router's are multiplied in 32 bits."""
+    found = matrices(weights).items()
+    return {name: weight for name, weight in found if weight.dim() == 2 and not name.endswith(".router")}
 
 
 def _key() -> str:

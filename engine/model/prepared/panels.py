@@ -20,12 +20,12 @@ from engine.model.prepared.checked import make_once
 from engine.model.prepared.codes_file import CodesFile
 from engine.model.prepared.loading import map_weights, matrices
 from engine.model.prepared.pieces import Made, map_pieces
-from kernels.panels import VERSION, Kind, Panels, pack_codes, pack_plain
+from kernels.panels import VERSION, Kind, Panels, PanelStack, pack_codes, pack_plain, pack_stack, stacked
 
 log = logging.getLogger(__name__)
 
 
-def panel_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Panels]:
+def panel_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Panels | PanelStack]:
     """Return every matrix of a prepared model that steps multiply with, by name; the output matrix is always `head`.
     `weights` are 32-bit, and each matrix in panels stands for the bits of its plain one. Raises ModelError where the
     folder is not whole."""
@@ -41,38 +41,49 @@ def panel_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Pane
     return panels
 
 
-def _panels(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, Panels]]:
+def _panels(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, Panels | PanelStack]]:
     stored = CodesFile(model_dir)
     for name, weight in matrices(weights).items():
         codes = stored.get(name if name in weights else "embedding")  # tied: the head's codes too
-        yield name, pack_plain(weight) if codes is None else _packed(codes)
+        if weight.dim() == 3:
+            yield name, pack_stack(weight) if codes is None else stacked(_split(codes, len(weight)))
+        else:
+            yield name, pack_plain(weight) if codes is None else _packed(codes)
+
+
+def _split(codes: Codes, count: int) -> Iterator[Panels]:
+    """Pack the codes of `count` matrices, whose rows lie under each other, one after the other."""
+    rows = len(codes.codes) // count
+    for first in range(0, len(codes.codes), rows):
+        yield _packed(codes.rows(first, first + rows))
 
 
 def _packed(codes: Codes) -> Panels:
     offsets = None if codes.offsets is None else torch.from_numpy(codes.offsets)
     scales = torch.from_numpy(codes.scales)
-    return pack_codes(torch.from_numpy(codes.codes), scales, offsets, codes.bits)
+    return pack_codes(torch.from_numpy(codes.codes), scales, offsets, codes.form)
 
 
 def _made(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[Made]:
     for name, panels in _panels(model_dir, weights):
-        yield Made(name, (panels.rows, panels.columns), panels.kind.encode(), [panels.raw.numpy().data])
+        yield Made(name, panels.shape, panels.kind.encode(), [panels.raw.numpy().data])
 
 
-def _map(path: Path) -> dict[str, Panels]:
-    found = {}
+def _map(path: Path) -> dict[str, Panels | PanelStack]:
+    found: dict[str, Panels | PanelStack] = {}
     for name, piece in map_pieces(path).items():
-        rows, columns = piece.shape
-        kind = cast(Kind, piece.form.decode())
+        *counts, rows, columns = piece.shape
+        kind, raw = cast(Kind, piece.form.decode()), torch.frombuffer(piece.raw, dtype=torch.uint8)
         try:
-            found[name] = Panels(rows, columns, kind, torch.frombuffer(piece.raw, dtype=torch.uint8))
+            one = Panels(rows, columns, kind, raw) if not counts else None
+            found[name] = one or PanelStack(counts[0], rows, columns, kind, raw)
         except ValueError as error:
             raise ModelError(path, f"{name}: {error}") from error
     return found
 
 
-def _compare(panels: dict[str, Panels], weights: dict[str, Tensor]) -> None:
+def _compare(panels: dict[str, Panels | PanelStack], weights: dict[str, Tensor]) -> None:
     """Raise ModelError for panels of other matrices than these."""
     wanted = {name: tuple(weight.shape) for name, weight in matrices(weights).items()}
-    if wanted != {name: (item.rows, item.columns) for name, item in panels.items()}:
+    if wanted != {name: item.shape for name, item in panels.items()}:
         raise ModelError("panels", "they are of another model's matrices")

@@ -1,4 +1,5 @@
-"""The grammar of an answer that must call a tool (`tool_choice` required, or a named function), in a model's dialect.
+"""The grammar of an answer that must call a tool (`tool_choice` required, or a named function), in a model's dialect,
+and of one whose reasoning has a budget of tokens.
 
 Each tool has a rule with its own schema, so that references inside of a schema still point where they did. Arguments
 are laid out as the model's template lays them out, without free white space. Tokens that were added to the vocabulary,
@@ -9,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from engine.text.messages import Tool
-from engine.types import Constraint, ConstraintKind
+from engine.types import Constraint, ConstraintKind, FieldError
 from router.front.parsers.choose import Parsing
 from router.front.parsers.thinking import CLOSE, OPEN
 
@@ -17,10 +18,23 @@ _LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible":
 _ANY = "(?s:.*)"
 
 
-def forced_calls(parsing: Parsing, tools: Sequence[Tool], ids: Mapping[str, int]) -> Constraint:
+def budgeted(parsing: Parsing, ids: Mapping[str, int], budget: int) -> Constraint:
+    """Return the constraint to at most `budget` tokens of reasoning: then its block is closed, and anything may follow.
+    Raises FieldError for a model whose reasoning has no tokens of its own around it."""
+    rules = _bounded(parsing, ids, budget)
+    opened = ids[OPEN]
+    start = "thought <[*]>*" if parsing.is_open else f"<[^{opened}]>* (<[{opened}]> thought <[*]>*)?"
+    return Constraint(ConstraintKind.LARK, "\n".join([f"start: {start}", *rules]))
+
+
+def forced_calls(
+    parsing: Parsing, tools: Sequence[Tool], ids: Mapping[str, int], budget: int | None = None
+) -> Constraint:
     """Return the constraint to calls of `tools`, to one where the parsing is of a single call. `ids` has the tokens
-    that were added to the vocabulary, by name."""
+    that were added to the vocabulary, by name; `budget` is that of `budgeted`, and raises as it does."""
     thought, rules = _thinking(parsing, ids)
+    if budget is not None:
+        rules = _bounded(parsing, ids, budget)
     rules += [f"args_{at}: %json {_schema(tool)}" for at, tool in enumerate(tools)]
     numbered = list(enumerate(tools))
     is_single = parsing.single
@@ -69,6 +83,16 @@ def _thinking(parsing: Parsing, ids: Mapping[str, int]) -> tuple[str, list[str]]
     else:
         rules = [f'inside[suffix="{CLOSE}"]: /{_ANY}/', "thought: inside /\\n{0,2}/"]
     return "thought" if parsing.is_open else f"({_mark(OPEN, ids)} thought)?", rules
+
+
+def _bounded(parsing: Parsing, ids: Mapping[str, int], budget: int) -> list[str]:
+    """Return the rules of a think block that is open, in tokens: no text in it is closer to its end than another."""
+    if parsing.reasoning != "think" or not (OPEN in ids and CLOSE in ids):
+        why = "this model does not think" if not parsing.reasoning else "this model's reasoning cannot be bounded"
+        raise FieldError("reasoning_budget", why)
+    # None of the tokens that mark something, and none that ends the answer.
+    marks = ",".join(str(one) for one in sorted(set(ids.values())))
+    return [f"thought: <[^{marks}]>{{0,{budget}}} <[{ids[CLOSE]}]> /\\n{{0,2}}/"]
 
 
 def _mark(name: str, ids: Mapping[str, int]) -> str:

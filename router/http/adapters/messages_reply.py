@@ -43,8 +43,12 @@ def whole_message(
 def anthropic_error(error: ApiError, label: str = "") -> dict[str, Any]:
     """Return the envelope of an error, with the path of the field at fault at the beginning of its message."""
     reply = error_reply(error)
-    told = {"type": _TYPES.get(reply.status, "api_error"), "message": reply.envelope["error"]["message"]}
-    return {"type": "error", "error": told, "request_id": label or None}
+    return anthropic_envelope(reply.status, str(reply.envelope["error"]["message"]), label)
+
+
+def anthropic_envelope(status: int, message: str, label: str = "") -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": label or None}
 
 
 class MessageWriter:

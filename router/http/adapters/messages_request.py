@@ -1,9 +1,10 @@
 """The bodies of `/v1/messages`, Anthropic's shape, read into the call that every front makes. Pure."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from engine.types import Constraint, ConstraintKind
 from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, Tool, ToolCall, ToolChoice, invalid
 from router.http.chat_fields import raw_text
 from router.http.fields import FieldsReader
@@ -13,7 +14,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "container": (),
     "context_management": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "output_format": (),
 }
 """Fields, with the values beside null with which they ask for nothing."""
@@ -67,9 +67,20 @@ class AnthropicChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class ThinkingField(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: object = None
-    """Let pass: `max_tokens` bounds the thinking too."""
-    display: object = None
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    display: Literal["summarized"] | None = None
+    """What is thought is always given; that it is not summed up is told in docs/tools.md."""
+
+
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: msgspec.Raw
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: OutputFormat | None = None
+    effort: Literal["high"] | None = None
+    """The value that stands for none."""
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
@@ -90,6 +101,13 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
+    output_config: OutputConfig | None = None
+    cache_control: object = None
+    """Let pass: the prefix cache is always on."""
+    speed: object = None
+    """Let pass: it bears on time and cost alone, and not here."""
+    user_profile_id: object = None
+    """Let pass: it names something for a log."""
     seed: int | None = None
     priority: Int | None = None
     tenant: str | None = None
@@ -109,17 +127,30 @@ def parse_messages(body: bytes, *, label: str = "", timeout_s: float | None = No
     )
     sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
     given = {name: getattr(request, name) for name in ("seed", "priority", "tenant")}
+    thinking = request.thinking or ThinkingField("adaptive")
+    if thinking.budget_tokens is not None and thinking.type != "enabled":
+        raise invalid("thinking.budget_tokens", "is allowed only with type enabled")
     call = msgspec.structs.replace(
         _call(request),
         max_tokens=request.max_tokens,
+        reasoning_budget=thinking.budget_tokens,
         sampling=SamplingOverrides(**{name: value for name, value in sampling.items() if value is not None}),
         stop=tuple(request.stop_sequences or ()),
         request_id=label,
         timeout_s=timeout_s,
         form=form,
+        **_constrained(request.output_config),
         **{name: value for name, value in given.items() if value is not None},
     )
     return Parsed(call, form, bool(request.stream))
+
+
+def _constrained(config: OutputConfig | None) -> dict[str, Any]:
+    if config is None or config.format is None:
+        return {}
+    field = "output_config.format.schema"
+    schema = raw_text(config.format.schema, field)
+    return {"constraint": Constraint(ConstraintKind.JSON_SCHEMA, schema), "constraint_field": field}
 
 
 def parse_count(body: bytes) -> GenerateCall:

@@ -8,6 +8,7 @@ import pytest
 from cluster.plan.planner import (
     KV_FORMATS,
     Shape,
+    active_parameters,
     kv_heads_per_rank,
     parameters,
     pool_of,
@@ -174,6 +175,9 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         ("qwen2.5-14b", 14_770_033_664),
         ("qwen2.5-32b", 32_763_876_352),
         ("qwen2.5-72b", 72_706_203_648),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-32b", 32_762_123_264),
         ("smollm2-135m", 134_515_008),
@@ -185,6 +189,18 @@ def test_published_shapes_have_the_published_number_of_parameters(
 ) -> None:
     """Guards against a size that was copied wrongly: one wrong figure moves the sum."""
     assert parameters(PUBLISHED[name]) == published
+
+
+def test_a_token_meets_few_of_the_experts() -> None:
+    """Guards active sizes: 12.9 billion of Mixtral's 46.7, and 3.3 of Qwen3-30B-A3B's, as their publishers say."""
+    mixtral, qwen = PUBLISHED["mixtral-8x7b"], PUBLISHED["qwen3-30b-a3b"]
+    assert [round(active_parameters(model) / 1e9, 1) for model in (mixtral, qwen)] == [12.9, 3.4]
+    assert active_parameters(PUBLISHED["llama-3-8b"]) == parameters(PUBLISHED["llama-3-8b"])
+    # On two ranks each has half of every expert, and all of the router.
+    assert mixtral.experts is not None
+    half = rank_shape(mixtral, 2)
+    assert half.experts is not None and half.experts.width * 2 == mixtral.experts.width
+    assert half.experts.count == 8
 
 
 def test_weights_are_split_over_ranks() -> None:

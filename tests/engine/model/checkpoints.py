@@ -59,6 +59,9 @@ GRANITE = {
 }
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16}
+
+
 class Case(NamedTuple):
     """A model to be: its family by transformers' name, and what its configuration has other than `BASE`."""
 
@@ -116,6 +119,11 @@ CASES: dict[str, Case] = {
         },
     ),
     "olmo2": Case("Olmo2"),
+    "mixtral": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral-window": Case("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 8}),
+    "qwen3moe": Case("Qwen3Moe", EXPERTS | {"norm_topk_prob": True}),
+    "qwen3moe-unnormalised": Case("Qwen3Moe", EXPERTS | {"mlp_only_layers": [1], "tie_word_embeddings": True}),
+    "qwen3moe-sparse": Case("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": True}),
     "olmo3": Case(
         "Olmo3",
         {
@@ -178,7 +186,9 @@ def rotary_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+ARCHITECTURES = {
+    "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "olmo3": "olmo2"
+}  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3")
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -193,6 +203,7 @@ GGUF_NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
@@ -220,6 +231,11 @@ def save_gguf(model: Any, path: Path, tokens: int = VOCAB) -> str:
         writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _write_rope(writer, config, head_dim)
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture in _WRITERS:
         _WRITERS[architecture](writer, config)
     writer.add_tokenizer_model("gpt2")
@@ -230,12 +246,24 @@ def save_gguf(model: Any, path: Path, tokens: int = VOCAB) -> str:
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if ".experts." in name:
+            _write_experts(writer, name, weight.numpy())
+            continue
         writer.add_tensor(_gguf_name(name, architecture), _gguf_values(name, weight.numpy(), architecture, config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return str(path)
+
+
+def _write_experts(writer: gguf.GGUFWriter, name: str, values: np.ndarray) -> None:
+    layer = name.split(".")[2]
+    parts = {"down": values}
+    if "gate_up" in name:
+        parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
+    for part, matrices in parts.items():
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(matrices))
 
 
 def _gguf_name(name: str, architecture: str) -> str:

@@ -67,7 +67,7 @@ def test_a_turn_that_only_called_a_tool_is_rendered_whole() -> None:
 
 def test_no_content_is_what_the_template_asks_about() -> None:
     """Guards templates that tell a turn that only called tools by its content, and those that would print `None`."""
-    turns = ChatPrompt(messages=TURNS)
+    turns = ChatPrompt(messages=(TURNS[0], msgspec.structs.replace(TURNS[1], reasoning=""), TURNS[2]))
     assert ChatTemplate(DEEP, {}).render(turns) == "Rain?;[weather];no;"
     printing = "{% for m in messages %}{{ m.content }};{% endfor %}{{ messages[0].tool_calls }}"
     assert ChatTemplate(printing, {}).render(turns) == "Rain?;;no;"
@@ -190,6 +190,56 @@ def test_a_template_may_say_how_json_is_written(asked: str) -> None:
     is_ascii, indent = "True" in asked, 2 if "indent" in asked else None
     assert told == json.dumps(function, ensure_ascii=is_ascii, indent=indent)
     assert spoken(text.encode_chat_text(told), made) == []
+
+
+THINKING = "{% for m in messages %}{{ m.content.split('</think>')[-1] }};{% endfor %}"
+PLAIN = "{% for m in messages %}{{ m.content }};{% endfor %}"
+NAMING = "{% for m in messages %}{{ m.role }}{% if m.role == 'user' %}({{ m['name'] }}){% endif %};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "turn", "shown"),
+    [
+        (NAMING, ChatMessage("user", "x", name="Ann"), "user(Ann);"),
+        ("{{ messages[0] | tojson }}", ChatMessage("user", "x", name="Ann"), "Ann"),
+        ("{{ messages[0].get('name') }}", ChatMessage("user", "x", name="Ann"), "Ann"),
+        (PLAIN, ChatMessage("tool", "x", name="rain"), "x;"),
+        (THINKING, ChatMessage("assistant", "x", reasoning="hm"), "x;"),
+        ("{{ messages[0].thinking }}", ChatMessage("assistant", "x", reasoning="hm"), "hm"),
+    ],
+)
+def test_what_a_turn_says_beside_its_content_is_shown_or_known_to_be_dropped(
+    source: str, turn: ChatMessage, shown: str
+) -> None:
+    told = ChatTemplate(source + "{# reasoning_content #}", {}).render(ChatPrompt(messages=(turn,)))
+    assert shown in told
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "field"),
+    [
+        (NAMING, {"messages": (TURNS[0], ChatMessage("assistant", "y", name="Bo"))}, "messages[1].name"),
+        (PLAIN, {"messages": (ChatMessage("user", "x", name="Ann"),)}, "messages[0].name"),
+        (PLAIN, {"messages": (ChatMessage("assistant", "x", reasoning="hm"),)}, "messages[0].reasoning_content"),
+        (PLAIN, {"template_kwargs": '{"note": "x"}'}, "chat_template_kwargs.note"),
+        (PLAIN, {"template_kwargs": '{"enable_thinking": true}'}, "chat_template_kwargs.enable_thinking"),
+        (THINKING, {"template_kwargs": '{"enable_thinking": false}'}, "chat_template_kwargs.enable_thinking"),
+    ],
+)
+def test_what_a_template_would_leave_out_in_silence_is_refused(source: str, asked: Any, field: str) -> None:
+    """Guards a caller who says who speaks, what was thought or how to answer, against a prompt that knows nothing of
+    it, and an answer with status OK."""
+    with pytest.raises(FieldError, match="this model's chat template") as caught:
+        ChatTemplate(source, {}).render(ChatPrompt(**({"messages": (ChatMessage("user", "x"),)} | asked)))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("source", [PLAIN, THINKING])
+def test_a_variable_that_asks_for_nothing_may_be_unknown(source: str) -> None:
+    """Guards clients that switch thinking off wherever they ask, also where nobody thinks."""
+    is_thinking = "true" if source is THINKING else "false"
+    kwargs = f'{{"enable_thinking": {is_thinking}, "note": null, "tools_in_user_message": false}}'
+    assert ChatTemplate(source, {}).render(chat([("user", "x")], template_kwargs=kwargs)) == "x;"
 
 
 @pytest.mark.parametrize("name", ["é\\n", "\\ud800", "a\\u0000", "x" * 70 + " "])

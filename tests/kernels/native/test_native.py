@@ -19,14 +19,14 @@ from torch import Tensor
 
 from kernels import reference, reference_rows
 from kernels.native import SHARED_ROWS, SOURCES, Native, PoolShape, Sequences, native, source_digest
-from kernels.panels import Kind, Panels, pack_codes, pack_plain, unpack
+from kernels.panels import FACTORS, Kind, Panels, pack_codes, pack_plain, unpack
 from tests.kernels.native.digest import bits_of_everything
 
 NATIVE = native()
 pytestmark = pytest.mark.skipif(
     NATIVE is None, reason="the native kernels were not built here: they need a C++ compiler at installation"
 )
-KINDS: list[Kind] = ["f32", "bf16", "q8", "q4"]
+KINDS: list[Kind] = ["f32", "bf16", "q8", "q4", "a8", "h8", "x8", "f8"]
 
 
 @pytest.fixture
@@ -40,12 +40,17 @@ def weight_of(kind: Kind, rows: int, columns: int) -> Panels:
     plain = torch.randn(rows, columns, generator=generator)
     if kind in ("f32", "bf16"):
         return pack_plain(plain if kind == "f32" else plain.bfloat16().float())
-    scales = torch.rand(rows, columns // 32, generator=generator).half().float()
-    if kind == "q8":
-        codes = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
-        return pack_codes(codes, scales / 64, None, 8)
-    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-    return pack_codes(codes, scales, torch.randn(rows, columns // 32, generator=generator), 4)
+    parts, factors = FACTORS[kind]
+    scales = torch.rand(rows, columns // 32 * parts, generator=generator).half().float()
+    offsets = torch.randn(scales.shape, generator=generator) if factors == 2 else None
+    if kind == "q4":
+        nibbles = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+        return pack_codes(nibbles, scales, offsets, kind)
+    codes = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
+    if kind == "f8":
+        numbers = torch.where((codes & 127) == 127, 0, codes)  # without the two that are none
+        return pack_codes(numbers.view(torch.uint8), scales, None, kind)
+    return pack_codes(codes, scales / 64, offsets, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,6 +128,10 @@ def test_rows(kernels: Native, width: int) -> None:
     torch.testing.assert_close(
         kernels.gate(gate_up).double(), reference_rows.silu_mul(gate_up), atol=1e-30, rtol=2e-6
     )
+    gelu = kernels.gate(gate_up, gelu=True)
+    # Where the gate is far below zero, 1 + tanh is less than its own rounding: the answer is 0 but for that.
+    torch.testing.assert_close(gelu.double(), reference_rows.gelu_mul(gate_up), atol=2e-5, rtol=4e-6)
+    assert torch.equal(kernels.gate(gate_up[3:4].clone(), gelu=True), gelu[3:4])
 
 
 def attention_case(

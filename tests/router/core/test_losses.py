@@ -49,6 +49,9 @@ def test_an_offer_that_was_lost_unheard_is_no_blame() -> None:
     call = parts.offer("a")
     assert lose(parts) == []
     assert (call.state, call.losses, call.unheard, call.victims) == (State.WAITING, 0, 1, {})
+    assert call.missing == {D0: Death(0.0, "its stream broke", 1, 0, was_accepted=False)}
+    parts.losses.back(D0, parts.out)
+    assert not call.missing and not call.victims, "it was the router"
 
 
 @pytest.mark.parametrize(("emitted", "reason"), [((7, STOP_ID), "stop"), ((7, 8, 9), "length")])
@@ -166,7 +169,8 @@ def test_a_lost_worker_held_what_ran_on_it_or_was_prefilled_by_it() -> None:
     parts.losses.lost("p0", 0.0, parts.out)
     assert here.victims[lives["p0"]].held_requests == 2, "all others have a token, or another worker, or do not run"
     parts.losses.lost("d1", 0.0, parts.out)
-    assert there.victims[lives["d1"]].held_requests == 2
+    assert there.victims[lives["d1"]].held_requests == 3, "one was on its way there, and may be what took it"
+    assert offered.missing[lives["d1"]].held_requests == 3
 
 
 def test_a_death_counts_the_request_that_it_is_told_of() -> None:

@@ -20,6 +20,7 @@ from router.core.events import (
     ClientLeft,
     Command,
     Complete,
+    Condemn,
     DecodeLost,
     Deliver,
     Fail,
@@ -29,9 +30,10 @@ from router.core.events import (
     StopFound,
     TellWorker,
     Tick,
+    WorkersNamed,
 )
 from router.core.placement import LOCAL
-from router.core.recovery import MAX_UNHEARD, POISON_VICTIMS, RetryBudget, is_suspect, obituary
+from router.core.recovery import MAX_UNHEARD, NEWS_S, POISON_VICTIMS, RetryBudget, is_suspect, obituary
 from router.hub import Hub
 from router.status.observer import NullObserver
 from tests.router.bench import STOP_ID, A, B, Bench, ended, is_told
@@ -162,12 +164,112 @@ def test_offers_lost_unheard_are_no_lost_placements() -> None:
     has offered the request on each. But nobody is offered without end."""
     bench = Bench(decodes=20, max_placements=2)
     (place,) = bench.submit(A)
-    for _ in range(MAX_UNHEARD - 1):
+    for offer in range(MAX_UNHEARD - 1):
         assert is_told(place, Place)
-        (place,) = bench.do(Lost(place.worker))
+        out = bench.do(Lost(place.worker))
+        if offer:
+            assert out == [], "the fate of those before is not known"
+            bench.now += NEWS_S
+            for worker in list(bench.router.registry):
+                out += bench.hear(load(), worker.name)
+        (place,) = out
     assert is_told(place, Place)
     (end,) = bench.do(Lost(place.worker))
     assert isinstance(end, Fail) and end.fault.code == "UNAVAILABLE"
+
+
+def offered(bench: Bench, *commands: Command) -> TellWorker:
+    (place,) = commands
+    assert is_told(place, Place)
+    return place
+
+
+NEWS = {
+    "taken away": lambda bench, name: bench.do(Lost(name, for_good=True)),
+    "replaced": lambda bench, name: bench.join(name, "decode", 2),
+    "named anew": lambda bench, name: bench.do(WorkersNamed(("d0", "d1", "d2"), ((name, Incarnation(2)),))),
+}
+
+
+@pytest.mark.parametrize("how", NEWS)
+def test_what_kills_before_it_is_accepted_is_poison_too(how: str) -> None:
+    """Guards the pool against a request that no worker lives to accept: it went through all of them, and was none's."""
+    bench = Bench(decodes=3)
+    first = offered(bench, *bench.submit(A)).worker
+    second = offered(bench, *bench.do(Lost(first))).worker
+    assert bench.do(Lost(second)) == [], "it was sent on while nobody knew what had become of two workers"
+    assert NEWS[how](bench, first) == [], "one dead worker, and one that may live, are no proof"
+    bench.now = 0.5
+    named, failed = NEWS[how](bench, second)
+    told = f"{first} (its stream broke; after 0 tokens, not accepted, alone), 0.0 s later {second} (its stream broke"
+    assert isinstance(named, Poisonous) and named.deaths.startswith(told)
+    assert isinstance(failed, Fail) and failed.fault.message.startswith("refused as poisonous: 2 workers")
+    assert told in failed.fault.message and bench.router.open == 0
+
+
+def test_whoever_is_given_up_with_an_offer_is_dead() -> None:
+    """Guards the pool against a request that hangs every engine that it is offered to."""
+    bench = Bench(decodes=3, worker_hung_s=10.0)
+    offer = offered(bench, *bench.submit(A))
+    hung, out = [offer.worker], list[Command]()
+    while bench.now < 60.0 and bench.router.open:
+        bench.now += 0.5
+        said = [bench.hear(load(), worker.name) for worker in bench.router.registry if worker.name not in hung]
+        for command in [command for heard in (*said, bench.do(Tick())) for command in heard]:
+            out.append(command)
+            if is_told(command, Place):
+                hung.append(command.worker)
+    assert [command.verdict.name for command in out if isinstance(command, Condemn)] == hung and len(hung) == 2
+    named, _ = (command for command in out if isinstance(command, Poisonous | Fail))
+    assert isinstance(named, Poisonous) and all(f"{name} (given up: " in named.deaths for name in hung)
+
+
+def test_a_router_that_was_frozen_accuses_nobody() -> None:
+    """Guards the only request of a router that hears of all its broken streams at once: its workers dial again."""
+    bench = Bench(decodes=3)
+    first = offered(bench, *bench.submit(A)).worker
+    second = offered(bench, *bench.do(Lost(first))).worker
+    assert bench.do(Lost(second)) == []
+    third = offered(bench, *bench.join(second, "decode", 1)).worker
+    assert bench.do(Lost(third)) == []
+    place = offered(bench, *bench.join(third, "decode", 1))
+    bench.join(first, "decode", 1)
+    assert bench.accept(A, place.record.placement, place.worker) == [Begin(A)]
+
+
+def test_it_goes_on_without_news() -> None:
+    """Guards a request whose workers are out of reach, and known to nobody: it waits for them so long, and others do
+    not wait with it."""
+    bench = Bench(decodes=3)
+    first = offered(bench, *bench.submit(A)).worker
+    second = offered(bench, *bench.do(Lost(first))).worker
+    assert bench.do(Lost(second)) == []
+    other = offered(bench, *bench.submit(B))
+    assert other.record.record.request == B, "one that is held back holds up another"
+    bench.accept(B, 1, other.worker)
+    bench.now = NEWS_S - 0.1
+    assert bench.hear(load(), other.worker) == []
+    bench.now = NEWS_S
+    assert offered(bench, *bench.hear(load(), other.worker)).record.record.request == A
+    bench.accept(A, 3, other.worker)
+    bench.hear(Tokens(A, 3, 0, [5]), other.worker)
+    bench.do(Lost(first, for_good=True))
+    assert bench.do(Lost(second, for_good=True)) == [], "it runs, and was not asked for"
+
+
+def test_bystanders_of_two_kills_that_had_accepted_neither_go_on() -> None:
+    """Guards those that were offered to two workers which something else took, one with the other."""
+    bench = Bench(decodes=1)
+    for name in (A, B, C):
+        bench.submit(name)
+    bench.do(Lost("d0", for_good=True))
+    bench.now = 0.5
+    assert len(bench.join("d1", "decode", 2)) == 3
+    bench.do(Lost("d1", for_good=True))
+    again = bench.join("d2", "decode", 3)
+    assert [is_told(place, Place) for place in again] == [True] * 3
+    failed = [type(command) for command in bench.do(Lost("d2", for_good=True))]
+    assert failed == [Poisonous, Fail] * 3, "three are never chance"
 
 
 def test_two_lost_workers_are_poison() -> None:
@@ -184,6 +286,10 @@ def test_two_lost_workers_are_poison() -> None:
 
 def dead(at_s: float, held: int, emitted: int) -> Death:
     return Death(at_s, "its stream broke", held, emitted)
+
+
+def unheard(at_s: float, held: int) -> Death:
+    return Death(at_s, "its stream broke", held, 0, was_accepted=False)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +309,17 @@ def dead(at_s: float, held: int, emitted: int) -> Death:
         ((dead(0, 1, 0), dead(0.1, 1, 0)), True),
         ((dead(0, 5, 0), dead(0.1, 1, 0)), True),
         ((dead(0, 5, 3), dead(0.1, 5, 8), dead(9, 5, 30)), True),
+        ((unheard(0, 1), unheard(0.1, 1)), True),
+        ((unheard(0, 5), unheard(0.1, 5)), False),
+        ((unheard(0, 5), unheard(4, 5)), True),
+        ((dead(0, 1, 0), unheard(0.1, 1)), False),
+        ((dead(0, 1, 0), unheard(1.1, 1)), True),
+        ((unheard(0, 1), dead(0.1, 1, 0)), True),
     ],
     ids=[
         "none", "one", "together", "any order", "with one other", "a second apart", "more than a second apart",
         "further", "one token further", "alone, further", "apart", "alone", "once alone", "three",
+        "unheard, alone", "unheard, together", "unheard, apart", "offered behind", "long behind", "accepted behind",
     ],
 )
 def test_a_request_is_suspected_by_its_own_record(deaths: tuple[Death, ...], is_refused: bool) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -168,14 +169,15 @@ def serving(
     limits: FrontLimits = LIMITS,
     connections: int = 100,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    context: ssl.SSLContext | None = None,
 ) -> Iterator[int]:
     """The port of a server that runs in a thread of this process for the length of the block; `around` puts something
-    before the routes."""
+    before the routes, `context` TLS."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     app = around(build_app(frontend, FakeState(), limits.bodies_bytes))
     settings = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
-    SharedFront(limits, connections).install(settings)
+    SharedFront(limits, connections).install(settings, context)
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
     thread.start()

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from starlette.testclient import TestClient
 
 from engine.types import FinishReason
 from router.app import RouterApp
@@ -14,9 +15,11 @@ from router.front.api import ApiError, ChatMessage, Delta, GenerateCall, HttpFor
 from router.front.parsers.choose import Parsing
 from router.http.adapters.messages_request import MessagesRequest, parse_count, parse_messages
 from router.http.adapters.responses_request import ResponsesRequest, parse_response
+from router.http.browsers import BrowserGuard
 from router.http.gate import _authorization
+from router.http.routes import build_app
 from tests.router.fake_cluster import FakeWorkers
-from tests.router.http.fakes import FINISHED, FakeFrontend, ask, refusal, serving
+from tests.router.http.fakes import FINISHED, FakeFrontend, FakeState, ask, refusal, serving
 from tests.router.http.test_resume import CALLING, with_server
 
 PATH = "/v1/messages"
@@ -111,6 +114,11 @@ def test_a_request_becomes_the_call_that_every_front_makes() -> None:
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [{"name": "f", "type": "web_search_20250305"}]}, "tools[0].type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "grammar"}}}, "output_config.format.type"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"max_token": 5}, "max_token"),
         ({"seed": -1}, "seed"),
@@ -220,6 +228,60 @@ def test_anthropics_own_client() -> None:
             client.messages.create(model="tiny", max_tokens=9, messages=HI)
         assert caught.value.body["error"]["type"] == "invalid_request_error"
         client.close()
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+@pytest.mark.parametrize(
+    ("method", "content", "headers", "status", "kind"),
+    [
+        ("POST", b" " * (4 * 1024 * 1024 + 1), {}, 413, "request_too_large"),
+        ("POST", b" " * 65, {}, 503, "overloaded_error"),
+        ("GET", b"", {}, 405, "invalid_request_error"),
+        ("POST", b"{}", {"origin": "https://a.example", "content-type": "text/plain"}, 415, "invalid_request_error"),
+    ],
+)
+def test_early_errors_have_the_shape_of_the_route(
+    path: str, method: str, content: bytes, headers: dict[str, str], status: int, kind: str
+) -> None:
+    """Guards Anthropic's clients, which look for the type of an error in this shape alone, also where no call was
+    made."""
+    app = BrowserGuard(build_app(FakeFrontend(), FakeState(), 64), "127.0.0.1")  # type: ignore[arg-type]
+    reply = TestClient(app, raise_server_exceptions=False).request(method, path, content=content, headers=headers)
+    assert (reply.status_code, reply.json()["type"], reply.json()["error"]["type"]) == (status, "error", kind)
+    lost = TestClient(app).request("POST", "/v1/responses", content=b" " * (4 * 1024 * 1024 + 1)).json()
+    assert lost["error"]["code"] == "request_too_large" and "type" not in lost
+
+
+def test_a_fault_of_ours_is_told_in_the_shape_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.routes.parse_messages", lambda *a, **k: 1 / 0)
+    app = build_app(FakeFrontend(), FakeState())  # type: ignore[arg-type]
+    client = TestClient(app, raise_server_exceptions=False)
+    reply = client.post(PATH, content=body())
+    assert (reply.status_code, reply.json()["error"]["type"]) == (500, "api_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "field", "told"),
+    [
+        (PATH, body(), "reasoning_budget", "thinking.budget_tokens"),
+        (PATH, body(), "chat_template_kwargs.enable_thinking", "thinking.type"),
+        (PATH, body(), "messages[3].content", "messages"),
+        (PATH, body(), "stop[1]", "stop_sequences[1]"),
+        ("/v1/responses", b'{"input": "x"}', "messages[3].content", "input"),
+        ("/v1/responses", b'{"input": "x"}', "max_tokens", "max_output_tokens"),
+        ("/v1/responses", b'{"input": "x"}', "chat_template_kwargs.reasoning_effort", "reasoning.effort"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_name_the_field_that_was_sent(path: str, sent: bytes, field: str, told: str, stream: bool) -> None:
+    asked = json.dumps(json.loads(sent) | {"stream": stream})
+    reply = ask(FakeFrontend(refusal("INVALID_ARGUMENT", field=field)), "POST", path, content=asked)
+    assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(f"{told}: ")
+
+
+def test_a_budget_of_thinking_is_the_calls() -> None:
+    assert call_of(thinking={"type": "enabled", "budget_tokens": 2000}).reasoning_budget == 2000
+    assert call_of(thinking={"type": "adaptive"}).reasoning_budget is None
 
 
 class Counting(FakeFrontend):

@@ -268,6 +268,7 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"messages": [HI[0] | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [HI[0] | {"reasoning_content": "so"}]}, "messages[0].reasoning_content"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
     ({"seed": 1.5}, "seed"),
     ({"seed": 2**64}, "seed"),
     ({"seed": 10**4000}, "seed"),

@@ -203,3 +203,17 @@ def test_any_last_event_id(value: str) -> None:
     else:
         written = [n for one in at for n in msgspec.structs.astuple(one)]
         assert [int(n) for n in value.split(".")[1:]] == written
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_each_chunk_may_count_what_its_sample_has_so_far(samples: int) -> None:
+    """Guards load clients that count tokens as they come, whatever share a chunk, and a client that comes back."""
+    how = msgspec.structs.replace(form(include_usage=True), is_counting=True)
+    out = [json.loads(one.split(b"data: ")[1]) for one in write(how, samples) if b"[DONE]" not in one]
+    counts: dict[int, list[int]] = {}
+    for chunk in out[:-1]:
+        use = chunk["usage"]
+        assert use["prompt_tokens"] == 5 and use["total_tokens"] == 5 + use["completion_tokens"]
+        counts.setdefault(chunk["choices"][0]["index"], []).append(use["completion_tokens"])
+    assert counts == {0: [2, 4, 3], 1: [2, 2, 3]} if samples == 2 else {0: [2, 4, 3]}
+    assert out[-1]["choices"] == [] and out[-1]["usage"]["prompt_tokens_details"]

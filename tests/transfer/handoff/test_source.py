@@ -100,7 +100,7 @@ def test_the_first_token_names_its_chunks_and_ends_the_offers() -> None:
     notes.ask()
     notes.offer(5)
     notes.offer(10)
-    (said,) = notes.source.finish(H, 3, queue_s=0.0, run_s=0.0, cached_tokens=0)
+    (said,) = notes.source.finish(H, [3], queue_s=0.0, run_s=0.0, cached_tokens=0)
     assert isinstance(said, Emit) and isinstance(said.record, FirstToken)
     assert said.record.chunks == 2 and not notes.source.sender.is_open(H)
 

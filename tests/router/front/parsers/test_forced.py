@@ -10,8 +10,9 @@ from tokenizers import AddedToken, Tokenizer
 from engine.constraints.grammar import compile_constraint
 from engine.constraints.text import check_constraint
 from engine.text.messages import Tool
+from engine.types import Constraint, FieldError
 from router.front.parsers.choose import Parsing, parser_of
-from router.front.parsers.forced import forced_calls
+from router.front.parsers.forced import budgeted, forced_calls
 from tests.engine.text.test_control import byte_level
 from tests.router.front.parsers.test_parsers import joined
 
@@ -37,9 +38,13 @@ def allowed(parsing: Parsing, text: str, *more: str, tools: tuple[Tool, ...] = T
     """Return whether the whole of `text` may be the answer."""
     made = tokenizer(*more) if has_marks else byte_level()
     added = {token.content: index for index, token in made.get_added_tokens_decoder().items()}
-    end = made.token_to_id("<|im_end|>")
     constraint = forced_calls(parsing, tools, added)
+    return written(constraint, made, text)
+
+
+def written(constraint: Constraint, made: Tokenizer, text: str) -> bool:
     check_constraint(constraint)
+    end = made.token_to_id("<|im_end|>")
     matcher = compile_constraint(constraint, LLTokenizer(made.to_str(), n_vocab=320, eos_token=end))
     ids = made.encode(text, add_special_tokens=False).ids
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
@@ -107,3 +112,27 @@ def test_marks_that_are_no_tokens_are_text() -> None:
 def test_one_named_tool_is_the_only_one() -> None:
     assert allowed(Parsing(tools="hermes", single=True), hermes(*G), tools=TOOLS[1:])
     assert not allowed(Parsing(tools="hermes", single=True), hermes(*F), tools=TOOLS[1:])
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_think_block_is_closed_at_its_budget_and_anything_follows(is_open: bool) -> None:
+    """Guards `budget_tokens` against a model that thinks on: by tokens, wherever it is in what it thinks."""
+    made = tokenizer()
+    added = {token.content: index for index, token in made.get_added_tokens_decoder().items()}
+    parsing = Parsing(reasoning="think", is_open=is_open)
+    bound = budgeted(parsing, added, 4)
+    opened = "" if is_open else "<think>"
+    assert written(bound, made, opened + "a b?</think>\n\nYes <think> {no}. <tool_call>")
+    assert written(bound, made, opened + "</think>") and not written(bound, made, opened + "abcde</think>x")
+    assert written(bound, made, "No.") is not is_open, "a model that opens the block by itself need not"
+    call = forced_calls(Parsing(tools="hermes", reasoning="think", is_open=is_open), TOOLS, added, 4)
+    assert written(call, made, f"{opened}abcd</think>\n{hermes(*F)}")
+    assert not written(call, made, f"{opened}abcde</think>\n{hermes(*F)}")
+
+
+@pytest.mark.parametrize(
+    ("parsing", "marks"), [(Parsing(), MARKS), (Parsing(reasoning="think"), []), (Parsing(reasoning="harmony"), MARKS)]
+)
+def test_a_budget_that_cannot_be_kept_is_refused(parsing: Parsing, marks: list[str]) -> None:
+    with pytest.raises(FieldError, match="reasoning_budget"):
+        budgeted(parsing, {name: 300 + at for at, name in enumerate(marks)}, 4)
