@@ -30,7 +30,7 @@ from router.front.validate import UnknownModelError, beam_params, chat_of, check
 
 T = TypeVar("T")
 END_TOKENS = 32
-"""Of a prompt, in which it shows whether a think block is open."""
+"""The last tokens of a prompt show whether a think block is open."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
