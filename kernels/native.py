@@ -34,7 +34,7 @@ STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHARED_ROWS = 32
 """The fewest rows for which work on each row alone is shared: with fewer it is done sooner than another thread could
 take a part."""
-_KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3}
+_KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3, "a8": 4, "h8": 5, "x8": 6, "f8": 7}
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from access.client import ClientCredentials
+from cluster.cli.answer_flags import form_of
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, SamplingOverrides, Started
 from router.grpc.client import Client
 
@@ -41,7 +42,8 @@ def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> Cl
 
 
 def drawn_by(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of a call by which its answer is drawn and ended, as the flags say."""
+    """Return the fields of a call by which its answer is drawn and ended, and what it must be like, as the flags say.
+    Raises ConfigError."""
     sampling = {name: getattr(arguments, name) for name in SamplingOverrides.__struct_fields__}
     return {
         "max_tokens": arguments.max_tokens,
@@ -50,6 +52,7 @@ def drawn_by(arguments: argparse.Namespace) -> dict[str, Any]:
         "seed": arguments.seed,
         "stop": tuple(arguments.stop),
         "sampling": SamplingOverrides(**sampling),
+        **form_of(arguments),
     }
 
 
@@ -61,13 +64,34 @@ def stream_answer(arguments: argparse.Namespace, credentials: ClientCredentials)
         chat.insert(0, ChatMessage("system", arguments.system))
     call = GenerateCall(
         prompt=text if arguments.raw else chat,
+        n=arguments.n,
         **drawn_by(arguments),
     )
     with Client(arguments.server, credentials) as client:
+        if call.n > 1:
+            return _show_samples(client, call, arguments.stats)
         answer = ask(client, call, lambda piece: print(piece, end="", flush=True))
     print()
     if arguments.stats:
         print(figures_line(answer.finished), file=sys.stderr)
+    return 0
+
+
+def _show_samples(client: Client, call: GenerateCall, has_stats: bool) -> int:
+    """Print each answer below its number, in order, when all are there."""
+    texts, ends = [""] * call.n, list[Finished]()
+    with closing(client.generate(call)) as events:
+        for event in events:
+            match event:
+                case Delta():
+                    texts[event.sample] += event.text
+                case Finished():
+                    ends.append(event)
+    for number, text in enumerate(texts, 1):
+        print(f"--- {number}\n{text}")
+    if has_stats:
+        for end in ends:
+            print(figures_line(end), file=sys.stderr)
     return 0
 
 

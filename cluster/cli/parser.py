@@ -23,5 +23,8 @@ class CommandParser(argparse.ArgumentParser):
 
 def almost(word: str, known: Iterable[str]) -> str:
     """Return a question that asks whether another word was meant; empty where none is near."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    words = list(known)
+    # What somebody has begun to type is meant before what merely looks like it.
+    begun = [one for one in words if len(word) > 3 and one.startswith(word)]
+    close = begun[:1] or difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -4,6 +4,7 @@ import argparse
 import os
 from typing import Any
 
+from cluster.cli.answer_flags import add_answer_flags
 from cluster.cli.credentials import add_client_flags, client_credentials
 from cluster.cli.numbers import seed, token_count, whole
 from cluster.resolve import add_flags
@@ -24,11 +25,13 @@ def add(verbs: Any) -> None:
     generate = verbs.add_parser("generate", help="ask a running cluster; the answer streams")
     generate.add_argument("prompt", help="what to ask; - reads standard input")
     _add_flags(generate)
+    add_answer_flags(generate, has_samples=True)
     generate.add_argument("--raw", action="store_true", help="continue the text, without a chat")
     generate.set_defaults(verb=_generate)
 
     chat = verbs.add_parser("chat", help="talk with a running cluster; /help lists commands")
     _add_flags(chat)
+    add_answer_flags(chat, has_samples=False)
     chat.set_defaults(verb=_chat)
 
     verbs.add_parser("bench", help="load a running cluster and measure it", add_help=False)

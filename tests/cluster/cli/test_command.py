@@ -39,6 +39,7 @@ def status_of(words: Sequence[str]) -> int:
         (["help", "generat"], "did you mean 'generate'?"),
         (["up", "--lanucher", "ray"], "up: there is no option '--lanucher'; did you mean '--launcher'?"),
         (["up", "--mod", "x"], "there is no option '--mod'"),
+        (["generate", "hi", "--max", "3"], "did you mean '--max-tokens'?"),
         (["generate", "hi", "--temp=0"], "there is no option '--temp'"),
         (["report", "disagg", "--las", "3"], "--las"),
         (["bench", "--reques", "3"], "--reques"),
@@ -69,7 +70,9 @@ def test_generate_takes_every_sampling_option() -> None:
     _, verbs = _parsers()
     wanted = {"--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty"}
     wanted |= {"--frequency-penalty", "--seed", "--stop", "--min-tokens", "--max-tokens", "--ignore-eos"}
+    wanted |= {"--logit-bias", "--json-schema", "--regex", "--choice", "--grammar"}
     assert wanted <= set(verbs["generate"].options()) & set(verbs["chat"].options())
+    assert "--n" in verbs["generate"].options()
 
 
 def test_hints_name_the_cluster_that_they_are_about(

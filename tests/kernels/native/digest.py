@@ -22,8 +22,12 @@ def bits_of_everything(kernels: Native) -> str:
     for weight in (
         pack_plain(noise(150, 100)),
         pack_plain(noise(150, 100).bfloat16().float()),
-        pack_codes(codes.to(torch.int8), noise(150, 3), None, 8),
-        pack_codes(codes, noise(150, 3), noise(150, 3), 4),
+        pack_codes(codes.to(torch.int8), noise(150, 3), None, "q8"),
+        pack_codes(codes, noise(150, 3), noise(150, 3), "q4"),
+        pack_codes(codes.to(torch.int8), noise(150, 3), noise(150, 3), "a8"),
+        pack_codes(codes.to(torch.int8), noise(150, 6), None, "h8"),
+        pack_codes(codes.to(torch.int8), noise(150, 6), noise(150, 6), "x8"),
+        pack_codes(codes * 7, noise(150, 3), None, "f8"),
     ):
         for rows in (11, 3, 1):
             digest.update(kernels.linear(noise(rows, weight.columns), weight, noise(150)).numpy().tobytes())

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from kernels import reference, reference_rows
 from kernels.native import SHARED_ROWS, SOURCES, Native, PoolShape, Sequences, native, source_digest
-from kernels.panels import Kind, Panels, pack_codes, pack_plain, unpack
+from kernels.panels import FACTORS, Kind, Panels, pack_codes, pack_plain, unpack
 from tests.kernels.native.digest import bits_of_everything
 
 NATIVE = native()
 pytestmark = pytest.mark.skipif(
     NATIVE is None, reason="the native kernels were not built here: they need a C++ compiler at installation"
 )
-KINDS: list[Kind] = ["f32", "bf16", "q8", "q4"]
+KINDS: list[Kind] = ["f32", "bf16", "q8", "q4", "a8", "h8", "x8", "f8"]
 
 
 @pytest.fixture
@@ -39,12 +39,17 @@ def weight_of(kind: Kind, rows: int, columns: int) -> Panels:
     plain = torch.randn(rows, columns, generator=generator)
     if kind in ("f32", "bf16"):
         return pack_plain(plain if kind == "f32" else plain.bfloat16().float())
-    scales = torch.rand(rows, columns // 32, generator=generator).half().float()
-    if kind == "q8":
-        codes = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
-        return pack_codes(codes, scales / 64, None, 8)
-    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-    return pack_codes(codes, scales, torch.randn(rows, columns // 32, generator=generator), 4)
+    parts, factors = FACTORS[kind]
+    scales = torch.rand(rows, columns // 32 * parts, generator=generator).half().float()
+    offsets = torch.randn(scales.shape, generator=generator) if factors == 2 else None
+    if kind == "q4":
+        nibbles = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+        return pack_codes(nibbles, scales, offsets, kind)
+    codes = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
+    if kind == "f8":
+        numbers = torch.where((codes & 127) == 127, 0, codes)  # without the two that are none
+        return pack_codes(numbers.view(torch.uint8), scales, None, kind)
+    return pack_codes(codes, scales / 64, offsets, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
