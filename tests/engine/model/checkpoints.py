@@ -199,8 +199,13 @@ def rotary_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 ARCHITECTURES = {
-    "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "olmo3": "olmo2"
-}  # fmt: skip
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+}
 PERMUTED = ("llama", "granite", "smollm3")
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
