@@ -84,7 +84,7 @@ class Native:
         self._norm = _typed(
             library.headrace_norm, [_POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER, _INT]
         )
-        self._gate = _typed(library.headrace_gate, [_POINTER, _SIZE, _SIZE, _POINTER, _INT])
+        self._gate = _typed(library.headrace_gate, [_POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT])
         self._rotate_and_write = _typed(
             library.headrace_rotate_and_write,
             [_POINTER, _SIZE, _SIZE, *[_POINTER] * 5, _FLOAT, _POINTER, _INT, *[_SIZE] * 5, _POINTER, _SIZE, _INT],
@@ -119,11 +119,12 @@ class Native:
         self._norm(_at(x), _at(delta), _at(weight), eps, *x.shape, out.data_ptr(), self._for_rows(len(x)))
         return out
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """Compute `[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`."""
+    def gate(self, gate_up: Tensor, gelu: bool = False) -> Tensor:
+        """Compute `[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`; with `gelu`, GELU by its tanh
+        in place of silu."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
-        self._gate(_at(gate_up), rows, width, out.data_ptr(), self._for_rows(rows))
+        self._gate(_at(gate_up), rows, width, int(gelu), out.data_ptr(), self._for_rows(rows))
         return out
 
     def route(self, logits: Tensor, routing: Routing) -> RoutedRows:

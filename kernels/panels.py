@@ -28,7 +28,7 @@ Kind = Literal["f32", "bf16", "q8", "q4", "a8", "h8", "x8", "f8"]
 FACTORS: dict[str, tuple[int, int]] = {
     "q8": (1, 1), "q4": (1, 2), "a8": (1, 2), "h8": (2, 1), "x8": (2, 2), "f8": (1, 1)
 }
-"""Of each kind of codes: into how many parts 32 columns are cut, and how many numbers each part and row has."""
+"""The number of parts into which 32 columns of each kind of codes are cut, and of factors that a row has in each."""
 
 VERSION = 2
 """The version of the layout."""

@@ -28,6 +28,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Specifies the same with GELU by its tanh."""
+    gate, up = gate_up.double().chunk(2, -1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x` `[tokens, heads, head_dim]` by tables `[tokens, head_dim / 2]` of each token's position; float64."""
     low, high = x.double().chunk(2, -1)

@@ -63,7 +63,7 @@ class NativeAttention(TorchAttention):
         return mix(x, routed, mixture.experts, ROW_MULTIPLE)
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        return self._kernels.gate(gate_up) if activation == "silu" else super().gate(gate_up, activation)
+        return self._kernels.gate(gate_up, activation == "gelu_tanh")
 
 
 def attends(kv: KVTensors) -> bool:

@@ -1,5 +1,6 @@
 """The text side of a prepared model, as three files: tokenizer.json, chat_template.jinja and text.json."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -12,16 +13,26 @@ TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILE = "text.json"
 
-TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>")
-"""Control tokens that end an answer in the families of `engine.model.families`, whatever the file calls its eos."""
+_TURN_ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>"),
+    *("<end_of_turn>", "<|end|>", "<|return|>", "<|call|>"),
+)
+
+
+def turn_ends(controls: Collection[str]) -> set[str]:
+    """Return those control tokens that end an answer in the families of `engine.model.families`, whatever the file
+    calls its eos. Where channels end apart from answers (gpt-oss), `<|end|>` is a channel's."""
+    found = {*_TURN_ENDS} & {*controls}
+    return found - {"<|end|>"} if "<|return|>" in found else found
 
 
 class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`named_tokens` is what a template may print: bos_token, eos_token, unk_token, pad_token. `sampling` is what the
-    publisher recommends; None: the files say nothing."""
+    publisher recommends; None: the files say nothing. `tokens`: ids from there on are of no token; 0: not known."""
 
     name: str = ""
     vocab_size: int = 0
+    tokens: int = 0
     context_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     named_tokens: dict[str, str] = {}

@@ -40,9 +40,10 @@ HEADRACE_API void headrace_norm(float *x, const float *delta, const float *weigh
   });
 }
 
-// gate_up [rows, 2 * width], the gate first -> silu(gate) * up [rows, width].
-HEADRACE_API void headrace_gate(const float *gate_up, int64_t rows, int64_t width, float *out, int threads) {
-  const Floats one = every(1.0f);
+// gate_up [rows, 2 * width], the gate first -> activation(gate) * up [rows, width]: silu(x) = x * sigmoid(x), or GELU by
+// its tanh, which is x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+HEADRACE_API void headrace_gate(const float *gate_up, int64_t rows, int64_t width, int gelu, float *out, int threads) {
+  const Floats one = every(1.0f), linear = every(1.5957691216057308f), cubic = every(0.07135481282553484f);
   each_row(rows, threads, [=](int64_t r) {
     const float *gate = gate_up + r * 2 * width, *up = gate + width;
     float *to = out + r * width;
@@ -54,7 +55,8 @@ HEADRACE_API void headrace_gate(const float *gate_up, int64_t rows, int64_t widt
         std::memcpy(u, up + i, some * sizeof(float));
       }
       const Floats value = load(some < LANES ? g : gate + i), other = load(some < LANES ? u : up + i);
-      const Floats answer = mul(div(value, add(one, exponential(sub(every(0.0f), value)))), other);
+      const Floats inner = gelu ? mul(value, fma(cubic, mul(value, value), linear)) : value;
+      const Floats answer = mul(div(value, add(one, exponential(sub(every(0.0f), inner)))), other);
       store(some < LANES ? o : to + i, answer);
       if (some < LANES) std::memcpy(to + i, o, some * sizeof(float));
     }

@@ -92,6 +92,8 @@ def test_silu_mul(width: int) -> None:
     gate_up = 4 * torch.randn(3, 2 * width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     out = silu_mul(gate_up, CONFIG).double()
     torch.testing.assert_close(out, reference.silu_mul(gate_up), atol=1e-5, rtol=1e-5)
+    out = silu_mul(gate_up, CONFIG, gelu=True).double()
+    torch.testing.assert_close(out, reference.gelu_mul(gate_up), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 NEAR_TIE = 1e-3
@@ -34,7 +34,7 @@ class Difference:
 class Reference:
     def __init__(self, gguf: Path) -> None:
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = LlamaForCausalLM(config).float().eval()
+        model = AutoModelForCausalLM.from_config(config).float().eval()
         read = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
         missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
         assert (missing, unexpected) == (["lm_head.weight"], [])

@@ -198,9 +198,7 @@ class TritonAttention:
         return rms_norm(delta, weight, eps, config, residual=x)
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        if activation != "silu":
-            raise NotImplementedError(activation)
-        return silu_mul(gate_up, self._configs["silu_mul"])
+        return silu_mul(gate_up, self._configs["silu_mul"], activation == "gelu_tanh")
 
     def mix(self, x: Tensor, mixture: Mixture) -> Tensor:
         routed = route(mixture.logits(x), mixture.routing, self._experts.route)

@@ -23,10 +23,10 @@ from tokenizers import (
 from tokenizers.models import BPE
 
 from engine.model.config import ModelError
-from engine.text.files import TURN_ENDS, TextFiles, TextSettings
+from engine.text.files import TextFiles, TextSettings, turn_ends
 
-CONTROL, USER_DEFINED = 3, 4
-"""Values of `tokenizer.ggml.token_type` that are matched in the text before anything else."""
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+"""Values of `tokenizer.ggml.token_type`: the first two are matched in the text before anything else."""
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -35,6 +35,18 @@ _LLAMA3_SPLIT = (
 
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 """Every digit alone."""
+
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_REST}"
+)
+"""Words end where capitals begin; every digit alone."""
+
+_GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}|{_REST}"
+)
 
 
 class Vocabulary(msgspec.Struct, kw_only=True):
@@ -97,6 +109,11 @@ SPLITTINGS: dict[str, _Splitting] = {
     "smollm": _Splitting(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])),
     "llama-bpe": _Splitting(_by_pattern(_LLAMA3_SPLIT), whole_words=True, bos=True),
     "qwen2": _Splitting(_by_pattern(_QWEN2_SPLIT), composed=True),
+    "deepseek-r1-qwen": _Splitting(_by_pattern(_QWEN2_SPLIT)),
+    "refact": _Splitting(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])),
+    "dbrx": _Splitting(_by_pattern(_LLAMA3_SPLIT)),
+    "tekken": _Splitting(_by_pattern(_TEKKEN_SPLIT), whole_words=True, bos=True),
+    "gpt-4o": _Splitting(_by_pattern(_GPT4O_SPLIT)),
 }
 
 
@@ -118,12 +135,22 @@ def text_files(vocabulary: Vocabulary) -> TextFiles:
         "unk_token": vocabulary.name(vocabulary.unknown),
         "pad_token": vocabulary.name(vocabulary.padding),
     }
-    stops = {vocabulary.eos, vocabulary.eot, *map(vocabulary.tokens.index, {*TURN_ENDS} & {*controls})}
+    stops = {vocabulary.eos, vocabulary.eot, *map(vocabulary.tokens.index, turn_ends(controls))}
     settings = TextSettings(
         stop_ids=tuple(sorted(stop for stop in stops if stop is not None)),
         named_tokens={key: token for key, token in named.items() if token is not None},
+        tokens=_used(vocabulary),
     )
     return TextFiles(tokenizer.to_str(), vocabulary.template, settings)
+
+
+def _used(vocabulary: Vocabulary) -> int:
+    """Return the number of tokens, without those that only fill a matrix up to its size."""
+    kinds = list(vocabulary.kinds)
+    end = len(vocabulary.tokens)
+    while len(kinds) == len(vocabulary.tokens) and end and kinds[end - 1] == UNUSED:
+        end -= 1
+    return end
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:

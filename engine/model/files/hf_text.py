@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from engine.model.config import ModelError
 from engine.model.files.checkpoint import read_json
-from engine.text.files import TURN_ENDS, TextFiles, TextSettings
+from engine.text.files import TextFiles, TextSettings, turn_ends
 from engine.text.recommended import from_generation_config
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -30,11 +30,13 @@ def text_files(path: Path, config: dict[str, Any]) -> TextFiles:
     stops |= _ids(generation.get("eos_token_id"))
     if "eos_token" in named and (eos := tokenizer.token_to_id(named["eos_token"])) is not None:
         stops.add(eos)
-    for index, added in tokenizer.get_added_tokens_decoder().items():
-        if added.special and added.content in TURN_ENDS:
-            stops.add(index)
+    controls = {added.content: at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    stops |= {controls[end] for end in turn_ends(controls)}
     said = TextSettings(
-        stop_ids=tuple(sorted(stops)), named_tokens=named, sampling=from_generation_config(generation)
+        stop_ids=tuple(sorted(stops)),
+        named_tokens=named,
+        sampling=from_generation_config(generation),
+        tokens=1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
     )
     return TextFiles(raw, _template(path, settings), said)
 

@@ -143,8 +143,10 @@ def _refer(path: Path, parts: list[Path], dtype: str, cache: Path) -> Path | Non
 
 def _write_beside(folder: Path, source: "Checkpoint", dtype: str, fingerprint: str) -> None:
     """Write all of a prepared model but its weights."""
-    source.text().save(folder)
-    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
+    text = source.text()
+    text.save(folder)
+    drawable = text.settings.tokens if 0 < text.settings.tokens < source.config.vocab else 0
+    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint, drawable=drawable)
     (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
 
 

@@ -32,7 +32,8 @@ def bits_of_everything(kernels: Native) -> str:
         for rows in (11, 3, 1):
             digest.update(kernels.linear(noise(rows, weight.columns), weight, noise(150)).numpy().tobytes())
     digest.update(kernels.norm(noise(5, 77), noise(5, 77), noise(77), 1e-5).numpy().tobytes())
-    digest.update(kernels.gate(noise(5, 90) * 30).numpy().tobytes())
+    for gelu in (False, True):
+        digest.update(kernels.gate(noise(5, 90) * 30, gelu).numpy().tobytes())
     routing, tables = Routing(2, False, True), noise(2, 5, 64, 32)
     weights = ExpertWeights(pack_stack(tables[0]), pack_stack(tables[1, :, :32]), noise(5, 64), noise(5, 32))
     for clamp in (None, ClampedGate(1.702, 7.0)):
