@@ -61,7 +61,7 @@ def _gpt_oss(path: Path, raw: dict[str, Any]) -> ExpertOptions:
 
 
 ALPHA, LIMIT = 1.702, 7.0
-"""Of gpt-oss's gate, where files do not say: GGUF's never do."""
+"""The clamped gate's numbers where files do not say them: GGUF's never do."""
 
 _READERS: dict[str, Callable[[Path, dict[str, Any]], ExpertOptions]] = {
     "mixtral": _mixtral,
