@@ -9,6 +9,7 @@ from kernels import (
     block_copy,
     coded_linear,
     configs,
+    mask_logits,
     rms_norm,
     rope_kv_write,
     sample,
@@ -45,6 +46,7 @@ def rope_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "KV_HEADS": KV_HEADS,
             "HALF_PAD": triton.next_power_of_2(key.head_dim // 2),
             "NORM": True,
+            "TURNED": key.head_dim // 2,
             "ROWS": config.rows,
         },
         warps=config.warps,
@@ -105,7 +107,7 @@ def silu_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         name=case_name(key),
         kernel=silu_mul.silu_mul_kernel,
         types={"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
-        constants={"WIDTH": 14336, "TILE": config.tile},
+        constants={"WIDTH": 14336, "GELU": False, "TILE": config.tile},
         warps=config.warps,
         stages=config.stages,
     )
@@ -207,6 +209,21 @@ def sample_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "top_k_ptr": "*i32",
         },
         constants={"VOCAB": 128256, "TILE": config.tile},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def mask_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=case_name(key),
+        kernel=mask_logits.mask_logits_kernel,
+        types={
+            **dict.fromkeys(("logits_ptr", "plain_ptr"), "*fp32"),
+            "masks_ptr": "*i32",
+            "places_ptr": "*i64",
+        },
+        constants={"VOCAB": 128256, "WORDS": 4008, "TILE": config.tile},
         warps=config.warps,
         stages=config.stages,
     )
