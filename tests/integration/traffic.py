@@ -90,7 +90,7 @@ class Traffic(Clients):
             yield _call(_prompt(rng, 700), 16, timeout_s=0.2), 0
             # The longer time is for machines on which the shorter one is too short for a first token.
             late_s = rng.choice((0.6, 2.4))
-            yield _call(_prompt(rng, 60), 600, timeout_s=late_s), 0
+            yield GenerateCall(prompt=_prompt(rng, 60), sampling=GREEDY, max_tokens=600, timeout_s=late_s), 0
             yield _call([1, 2], -1), 0
 
     def _ask(self, call: GenerateCall, leave_after: int) -> None:
