@@ -7,7 +7,9 @@ import triton
 from kernels import (
     block_convert,
     block_copy,
+    coded_linear,
     configs,
+    mask_logits,
     rms_norm,
     rope_kv_write,
     sample,
@@ -44,6 +46,7 @@ def rope_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "KV_HEADS": KV_HEADS,
             "HALF_PAD": triton.next_power_of_2(key.head_dim // 2),
             "NORM": True,
+            "TURNED": key.head_dim // 2,
             "ROWS": config.rows,
         },
         warps=config.warps,
@@ -66,12 +69,45 @@ def norm_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
     )
 
 
+def coded_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """A decode step's product, of at most 16 rows, without a bias."""
+    offsets = {"offsets_ptr": "*fp32"} if key.dtype == "q4" else {}
+    absent = {} if offsets else {"offsets_ptr": None}
+    return Case(
+        name=case_name(key),
+        kernel=coded_linear.coded_linear_kernel,
+        types={
+            "x_ptr": "*bf16",
+            "codes_ptr": "*i8" if key.dtype == "q8" else "*u8",
+            "scales_ptr": "*fp32",
+            **offsets,
+            "out_ptr": "*bf16",
+            "count": "i32",
+        },
+        constants={
+            **absent,
+            "bias_ptr": None,
+            "WIDTH": 4096,
+            "COLUMNS": 4096,
+            "KIND": key.dtype,
+            "PART": 32,
+            "OFFSETS": bool(offsets),
+            "BIAS": False,
+            "ROWS": coded_linear.FEW_ROWS,
+            "TILE": config.tile,
+            "STEP": coded_linear.STEP,
+        },
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
 def silu_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
     return Case(
         name=case_name(key),
         kernel=silu_mul.silu_mul_kernel,
         types={"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
-        constants={"WIDTH": 14336, "TILE": config.tile},
+        constants={"WIDTH": 14336, "GELU": False, "TILE": config.tile},
         warps=config.warps,
         stages=config.stages,
     )
@@ -173,6 +209,21 @@ def sample_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "top_k_ptr": "*i32",
         },
         constants={"VOCAB": 128256, "TILE": config.tile},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def mask_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=case_name(key),
+        kernel=mask_logits.mask_logits_kernel,
+        types={
+            **dict.fromkeys(("logits_ptr", "plain_ptr"), "*fp32"),
+            "masks_ptr": "*i32",
+            "places_ptr": "*i64",
+        },
+        constants={"VOCAB": 128256, "WORDS": 4008, "TILE": config.tile},
         warps=config.warps,
         stages=config.stages,
     )
