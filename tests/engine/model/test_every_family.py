@@ -20,7 +20,8 @@ ANSWER_TOKENS = 64
 
 # What no GGUF file can say: its converter drops it, or the format's readers have another constant.
 HUGGING_FACE_ALONE = (
-    "qwen2-window", "mistral-window", "gemma2", "gemma3", "mixtral-window", "qwen3moe-unnormalised"
+    "qwen2-window", "mistral-window", "gemma2", "gemma3", "mixtral-window", "qwen3moe-unnormalised",
+    "gpt-oss-clamped",
 )
 
 
