@@ -3,7 +3,9 @@
 
 Queries are packed: row m of a tile is query head `m % GROUP` of the KV head, of query `m // GROUP`, so that each key
 and value byte is read once per KV head and not once per query head. Scores become powers of two (`scale` holds log2 e)
-as one multiply-add of the exponent.
+as one multiply-add of the exponent. A soft cap acts on natural scores: `scale` is then what the hyperbolic tangent is
+taken of, and the cap times log2 e makes the exponent. A sink, one more score of a head without a value, joins the sum
+at the very end.
 
 8-bit keys and values are read two at a time, as 16 bits: what the hardware can transpose, and copy 16 bytes at a time.
 Even and odd columns are widened apart and multiplied apart, with the even and the odd columns of the queries. They are
@@ -128,13 +130,14 @@ def sweep(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Online softmax of `q` `[M, DIM_PAD]` over tokens `begin ..< end` of one table and KV head: the new
     `(acc, top, total)`. `begin` is a multiple of TILE where blocks are not smaller than tiles.
 
     Tokens before `lowest` are never read. MASK says what a row sees of the others: "all"; "range", those before `end`;
-    "causal", those up to its `position` `[M]`, and the last WINDOW of them if there is a window. A row that has seen
-    nothing keeps top = -inf and total = 0.
+    "causal", those up to its `position` `[M]`, and the last WINDOW of them if there is a window; "window", the last
+    WINDOW up to `position` of those before `end`. A row that has seen nothing keeps top = -inf and total = 0.
     """
     lanes = tl.arange(0, TILE)
     PACKED: tl.constexpr = 1 if FORMAT == "native" else 2
@@ -180,14 +183,22 @@ def sweep(
             scores = tl.dot(q_even, tl.trans(k_even.to(q_even.dtype)), input_precision="ieee")
             scores = tl.dot(q_odd, tl.trans(k_odd.to(q_odd.dtype)), scores, input_precision="ieee")
             scores = scores * load_scales(scales, scale_rows, valid, FORMAT)[None, :]
+        if SOFTCAP > 0.0:
+            scores = _tanh(scores * scale)
         if MASK == "range":
             scores = tl.where(valid[None, :], scores, float("-inf"))
         elif MASK == "causal":
-            visible = valid[None, :] & (tokens[None, :] <= position[:, None])
             if WINDOW > 0:
-                visible = visible & (tokens[None, :] > position[:, None] - WINDOW)
+                # Both edges in one comparison: a token that is still to come is at a huge unsigned distance.
+                distance = position[:, None] - tokens[None, :]
+                visible = distance.to(tl.uint32) < WINDOW
+            else:
+                visible = valid[None, :] & (tokens[None, :] <= position[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-        probs, keep, top, total = fold(scores, scale, top, total)
+        elif MASK == "window":
+            visible = valid[None, :] & (tokens[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        probs, keep, top, total = fold(scores, SOFTCAP * 1.4426950408889634 if SOFTCAP > 0.0 else scale, top, total)
         if FORMAT == "native":
             v = load_tile(payload + STRIDE_KV, rows, valid, HEAD_DIM, DIM_PAD)
             acc = acc * keep[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
@@ -205,15 +216,35 @@ def sweep(
 
 
 @triton.jit
-def finish(acc, top, total, scale):
+def _tanh(x):
+    """By two powers of two and a division: at the ends of the range it is 1 and -1."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+
+
+@triton.jit
+def finish(acc, top, total, scale, SOFTCAP: tl.constexpr):
     """Output `[M, DIM_PAD]` and natural log-sum-exp `[M]`; zero and -inf for a row that saw nothing."""
     safe = tl.where(total > 0.0, total, 1.0)
-    return acc / safe[:, None], (top * scale + tl.log2(safe)) * 0.6931471805599453
+    exponent = SOFTCAP * 1.4426950408889634 if SOFTCAP > 0.0 else scale
+    return acc / safe[:, None], (top * exponent + tl.log2(safe)) * 0.6931471805599453
 
 
-def exponent_scale(scale: float | None, head_dim: int) -> float:
-    """What makes a score an exponent of two; 1 / sqrt(head_dim) by default. Raises ValueError unless it is positive:
-    the largest score must stay the largest."""
+@triton.jit
+def with_sink(answer, lse, sink):
+    """Join one more score `[M]` that has no value to an `answer` `[M, N]` and its natural `lse` `[M]`: once per row,
+    when nothing else will join."""
+    top = tl.maximum(lse, sink)
+    joined = top + tl.log(tl.exp(lse - top) + tl.exp(sink - top))
+    return answer * tl.exp(lse - joined)[:, None], joined
+
+
+def exponent_scale(scale: float | None, head_dim: int, softcap: float = 0.0) -> float:
+    """What makes a score an exponent of two; 1 / sqrt(head_dim) by default. With a cap: what makes a score the cap's
+    argument. Raises ValueError unless it is positive, since the largest score must stay the largest, and for a cap that
+    is not."""
     if scale is not None and scale <= 0.0:
         raise ValueError(f"scale {scale} is not positive")
-    return float((head_dim**-0.5 if scale is None else scale) * LOG2_E)
+    if softcap < 0.0:
+        raise ValueError(f"a soft cap of {softcap} is not positive")
+    natural = head_dim**-0.5 if scale is None else scale
+    return float(natural / softcap if softcap else natural * LOG2_E)

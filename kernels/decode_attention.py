@@ -3,24 +3,27 @@
 
     out[r, h] = sum_t softmax_t(q[r, h] . K[t, g] * scale) V[t, g]     g = h // (heads / kv_heads)
 
-over the tokens t < length[r] (the last `window` of them under a sliding window). A persistent grid of fixed size walks
+over the tokens t < length[r] (the last `window` of them under a sliding window), with a soft cap and sinks as
+`kernels.attention_tile` says. A persistent grid of fixed size walks
 the work list of `kernels.decode_plan`: every size that varies from step to step is read from device memory, so the
 launches can be captured in a CUDA graph. A second launch merges the rows that were split:
 
     out = sum_n w_n out_n / sum_n w_n,   w_n = exp(lse_n - max lse)
 
+A sink joins where a row is whole: in the merge, or in the first launch for a row that was not split.
+
 Specification: `kernels.reference_attention.decode`. Sources: FlashDecoding (Dao et al. 2023) for the split over the
 context; `kernels.decode_plan` and `kernels.attention_tile` name those of the plan and of the tile.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tile import exponent_scale, finish, sweep
+from kernels.attention_tile import exponent_scale, finish, sweep, with_sink
 from kernels.configs import DEFAULTS, KernelConfig
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import geometry_for
@@ -61,6 +64,7 @@ def decode_kernel(
     tables_ptr,
     lengths_ptr,
     slots_ptr,
+    sinks_ptr,
     scale,
     STRIDE_BLOCK: tl.constexpr,
     STRIDE_HEAD: tl.constexpr,
@@ -78,10 +82,14 @@ def decode_kernel(
     GROUP: tl.constexpr,
     TABLE_BLOCKS: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROW_WINDOWS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     TILE: tl.constexpr,
     M: tl.constexpr,
 ):
-    """Each program runs its items: M packed rows against the item's tokens, TILE at a time."""
+    """Each program runs its items: M packed rows against the item's tokens, TILE at a time. ROW_WINDOWS: an item may
+    have rows whose windows begin at different tokens."""
     program = tl.program_id(0)
     packed = tl.arange(0, M)
     dims = tl.arange(0, DIM_PAD)
@@ -99,11 +107,15 @@ def decode_kernel(
         splits = tl.load(slots_ptr + row * 2, mask=present, other=0)
         slot = tl.load(slots_ptr + row * 2 + 1, mask=present, other=0) + chunk
 
-        # Any of the rows will do: they share the item's blocks. Under a window an item has one row.
+        # Any of the rows will do, since they share the item's blocks; under a window it is the shortest one, which
+        # sees the first of them.
         table = tables_ptr + owner.to(tl.int64) * TABLE_BLOCKS
         lowest = 0
+        position = row
         if WINDOW > 0:
             lowest = tl.load(lengths_ptr + owner) - WINDOW
+        if ROW_WINDOWS:
+            position = tl.load(lengths_ptr + row, mask=present, other=0) - 1
         payload_of_head = payload + kv_head * (STRIDE_HEAD // (1 if FORMAT == "native" else 2))
         scales_of_head = scales + kv_head * SCALE_HEAD
         from_token, to_token = begin, end
@@ -122,7 +134,7 @@ def decode_kernel(
             from_token,
             to_token,
             lowest,
-            row,
+            position,
             scale,
             acc,
             top,
@@ -137,12 +149,18 @@ def decode_kernel(
             HEAD_DIM,
             DIM_PAD,
             FORMAT,
-            0,
+            WINDOW,
             TILE,
-            "range",
+            "window" if ROW_WINDOWS else "range",
+            SOFTCAP,
         )
-        answer, lse = finish(acc, top, total, scale)
+        answer, lse = finish(acc, top, total, scale, SOFTCAP)
         whole = splits == 1
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, mask=present, other=0.0).to(tl.float32)
+            joined_answer, joined_lse = with_sink(answer, lse, sink)
+            answer = tl.where(whole[:, None], joined_answer, answer)
+            lse = tl.where(whole, joined_lse, lse)
         tl.store(out_ptr + at, answer.to(out_ptr.dtype.element_ty), mask=inside & whole[:, None])
         tl.store(lse_ptr + row * HEADS + head, lse, mask=whole)
         partial_at = slot.to(tl.int64) * HEADS + head
@@ -162,13 +180,16 @@ def merge_kernel(
     partial_ptr,
     partial_lse_ptr,
     slots_ptr,
+    sinks_ptr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Merge one row and head per program: the partial results of its chunks, SPLITS at a time. Rows without tokens
-    become zero with lse = -inf; rows of one chunk are already written."""
+    become zero with lse = -inf; rows of one chunk are already written. WINDOWED: a row may see nothing of a chunk."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     count = tl.load(slots_ptr + row * 2)
@@ -191,11 +212,22 @@ def merge_kernel(
             other=0.0,
         )
         new_top = tl.maximum(top, tl.max(lse, 0))
-        weights = tl.exp(lse - new_top)
-        keep = tl.exp(top - new_top)
+        shift = new_top
+        if WINDOWED:
+            # Nothing of the first chunks, perhaps: -inf minus -inf is NaN.
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(lse - shift)
+        keep = tl.exp(top - shift)
         acc = acc * keep + tl.sum(part * weights[:, None], 0)
         total = total * keep + tl.sum(weights, 0)
         top = new_top
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        shift = tl.maximum(top, sink)
+        keep = tl.exp(top - shift)
+        acc = acc * keep
+        total = total * keep + tl.exp(sink - shift)
+        top = tl.where(count > 0, shift, float("-inf"))
     at = row.to(tl.int64) * HEADS + head
     safe = tl.where(count > 0, total, 1.0)
     tl.store(out_ptr + at * HEAD_DIM + dims, (acc / safe).to(out_ptr.dtype.element_ty), mask=inside)
@@ -211,13 +243,15 @@ def decode_attention(
     *,
     out: Tensor | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with `q` `[batch, heads, head_dim]` (16- or 32-bit, contiguous) as the loaded plan says.
 
     Returns `out`, like q, and the natural log-sum-exp of the scaled scores, float32 `[batch, heads]` (the buffers'
     own). `batch` is at most what the buffers have room for, and no less than the plan's rows. Rows without tokens get
-    zero and -inf. `scale` defaults to 1 / sqrt(head_dim). `config.tile` must be the geometry's. Raises ValueError
-    where shapes do not fit.
+    zero and -inf. `scale` defaults to 1 / sqrt(head_dim); `softcap` 0 is none; `sinks` `[heads]` join each row's sum.
+    The window is the geometry's, and so must `config.tile` be. Raises ValueError where shapes do not fit.
     """
     batch, heads, head_dim = q.shape
     geometry = buffers.geometry
@@ -232,10 +266,13 @@ def decode_attention(
         )
     if geometry.tile != config.tile:
         raise ValueError(f"planned for tiles of {geometry.tile} tokens, not {config.tile}")
-    check_interpretable(q, pool.payload)
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"{len(sinks)} sinks for {heads} heads")
+    check_interpretable(q, pool.payload, *([] if sinks is None else [sinks]))
     out = torch.empty_like(q) if out is None else out
     dim_pad = triton.next_power_of_2(head_dim)
-    given, constants = _arguments(q, pool, layer, buffers, config, out, scale)
+    scoring = _Scores(scale, softcap, sinks)
+    given, constants = _arguments(q, pool, layer, buffers, config, out, scoring)
     decode_kernel[(geometry.programs,)](*given, **constants)
     merge_kernel[(batch, heads)](
         out,
@@ -243,14 +280,25 @@ def decode_attention(
         buffers.partial,
         buffers.partial_lse,
         buffers.slots,
+        buffers.lse if sinks is None else sinks,
         HEADS=heads,
         HEAD_DIM=head_dim,
         DIM_PAD=dim_pad,
         SPLITS=MERGE.tile,
+        WINDOWED=geometry.window > 0,
+        SINKS=sinks is not None,
         num_warps=MERGE.warps,
         num_stages=MERGE.stages,
     )
     return out, buffers.lse[:batch]
+
+
+class _Scores(NamedTuple):
+    """What a layer does with scores; see `decode_attention`."""
+
+    scale: float | None
+    softcap: float
+    sinks: Tensor | None
 
 
 def packed_rows(group: int, rows: int) -> int:
@@ -260,19 +308,34 @@ def packed_rows(group: int, rows: int) -> int:
 
 
 def decode_residency(
-    heads: int, dtype: torch.dtype, pool: KVPool, config: KernelConfig, table_blocks: int
+    heads: int,
+    dtype: torch.dtype,
+    pool: KVPool,
+    config: KernelConfig,
+    table_blocks: int,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    with_sinks: bool = False,
 ) -> int:
     """Return how many programs of the kernel an SM of the pool's device holds, as it is compiled for these heads and
     this configuration, one at least; nothing is launched. UNKNOWN where nobody can say: off a GPU."""
     device = pool.payload.device
     if device.type != "cuda":
         return UNKNOWN
-    compiled = _compiled(heads, dtype, pool, config, table_blocks)
+    sinks = torch.empty(heads, dtype=dtype, device=device) if with_sinks else None
+    compiled = _compiled(heads, dtype, pool, config, table_blocks, window, _Scores(None, softcap, sinks))
     return max(1, residency(compiled, multiprocessor(device)) or UNKNOWN)
 
 
 def _compiled(
-    heads: int, dtype: torch.dtype, pool: KVPool, config: KernelConfig, table_blocks: int
+    heads: int,
+    dtype: torch.dtype,
+    pool: KVPool,
+    config: KernelConfig,
+    table_blocks: int,
+    window: int,
+    scores: "_Scores",
 ) -> Any:
     """Compile `decode_kernel` as `decode_attention` launches it; returns Triton's `CompiledKernel`."""
     device = pool.payload.device
@@ -283,6 +346,7 @@ def _compiled(
         programs=1,
         tile=config.tile,
         packed_rows=config.rows,
+        window=window,
     )
     buffers = DecodeBuffers(
         geometry,
@@ -293,7 +357,7 @@ def _compiled(
         device=device,
     )
     q = torch.empty(1, heads, pool.head_dim, dtype=dtype, device=device)
-    given, constants = _arguments(q, pool, 0, buffers, config, torch.empty_like(q), None)
+    given, constants = _arguments(q, pool, 0, buffers, config, torch.empty_like(q), scores)
     return decode_kernel.warmup(*given, grid=(1,), **constants)
 
 
@@ -304,7 +368,7 @@ def _arguments(
     buffers: DecodeBuffers,
     config: KernelConfig,
     out: Tensor,
-    scale: float | None,
+    scores: "_Scores",
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """What `decode_kernel` is launched with: arguments, and constants with options."""
     _, heads, head_dim = q.shape
@@ -324,7 +388,8 @@ def _arguments(
         buffers.tables,
         buffers.lengths,
         buffers.slots,
-        exponent_scale(scale, head_dim),
+        buffers.lse if scores.sinks is None else scores.sinks,
+        exponent_scale(scores.scale, head_dim, scores.softcap),
     )
     return given, {
         **pool.constants(),
@@ -333,6 +398,9 @@ def _arguments(
         "GROUP": group,
         "TABLE_BLOCKS": buffers.tables.shape[1],
         "WINDOW": buffers.geometry.window,
+        "ROW_WINDOWS": buffers.geometry.window > 0 and buffers.geometry.rows_per_item > 1,
+        "SOFTCAP": float(scores.softcap),
+        "SINKS": scores.sinks is not None,
         "TILE": config.tile,
         "M": packed_rows(group, buffers.geometry.rows_per_item),
         "num_warps": config.warps,

@@ -13,6 +13,10 @@ A row whose context is one chunk writes its output at once. Otherwise chunk numb
 in slot `first_slot + n`, and the slots are merged by their log-sum-exp. Rows that share a prefix share its chunks, so
 the same n is right for all of them, however deep the tree of prefixes.
 
+Under a sliding window a row's tokens begin with the tile in which its window does, so the list grows with windows and
+not with contexts. A prefix is shared by the rows that see enough of it, from where the shortest of them does: what
+others do not see of that is masked for them. Each row is in one such item at most, that of its longest prefix.
+
 Sources: one contiguous stretch per program, Stream-K (Osama et al. 2023); longest first into a heap, FlashInfer's plan
 (Ye et al. 2025, arXiv 2501.01005, section 3.3); shared prefixes as a matrix product, Hydragen (Juravsky et al. 2024),
 cascade inference (FlashInfer 2024).
@@ -84,7 +88,7 @@ class SharedPrefix:
 class WorkItem(NamedTuple):
     """One program's piece of work: tokens `begin ..< end` of KV head `kv_head`, for the `size` rows of the plan from
     `first`, their chunk number `chunk`. `owner` is the first of the rows, in whose table all find their blocks. The
-    fields lie in device memory in this order."""
+    fields lie in device memory in this order; under a window the owner is the shortest row, which sees the most."""
 
     first: int
     size: int
@@ -144,10 +148,10 @@ def plan_decode(
 ) -> DecodePlan:
     """Cut and deal out one step. `lengths[r]`: tokens that row r sees, the new one included; 0 = no row (padding).
 
-    `shared`: outermost prefixes first, each row in nested prefixes only; ignored under a window. Raises ValueError
+    `shared`: outermost prefixes first, each row in nested prefixes only. Raises ValueError
     where prefixes are not nested or longer than their rows, or where the buffers cannot hold even an uncut step.
     """
-    segments = _segments(lengths, geometry, () if geometry.window else shared)
+    segments = (_windowed if geometry.window else _segments)(lengths, geometry, shared)
     lanes = max(1, geometry.programs // geometry.kv_heads)
     work = sum(_tiles(segment, geometry) * _bundles(segment, geometry) for segment in segments)
     common = max((_tiles(segment, geometry) for segment in segments if len(segment.rows) > 1), default=0)
@@ -189,11 +193,36 @@ def _segments(
             segments.append(_Segment(prefix.rows, begin, prefix.tokens))
             for row in prefix.rows:
                 covered[row] = prefix.tokens
-    for row, length in enumerate(lengths):
-        begin = max(0, length - geometry.window) if geometry.window else covered[row]
-        begin -= begin % geometry.tile if geometry.window else 0
-        if length > begin:
-            segments.append(_Segment((row,), begin, length))
+    segments += [
+        _Segment((row,), covered[row], length) for row, length in enumerate(lengths) if length > covered[row]
+    ]
+    return segments
+
+
+def _windowed(
+    lengths: Sequence[int], geometry: DecodeGeometry, shared: Sequence[SharedPrefix]
+) -> list[_Segment]:
+    """As `_segments`, but of what windows show. Nobody shares what is less than the shortest chunk."""
+    tile = geometry.tile
+    lows = [max(0, length - geometry.window) for length in lengths]
+    begins = [low - low % tile for low in lows]
+    segments, taken = [], set[int]()
+    for prefix in reversed(shared):
+        if prefix.tokens > min(lengths[row] for row in prefix.rows):
+            raise ValueError(f"{prefix} is longer than a row")
+        enough = prefix.tokens - geometry.min_chunk_tiles * tile
+        rows = [row for row in prefix.rows if row not in taken and lows[row] <= enough]
+        rows.sort(key=lambda row: lengths[row])
+        for at in range(0, len(rows), geometry.rows_per_item):
+            bundle = tuple(rows[at : at + geometry.rows_per_item])
+            if len(bundle) > 1:
+                segments.append(_Segment(bundle, begins[bundle[0]], prefix.tokens))
+                taken.update(bundle)
+                for row in bundle:
+                    begins[row] = prefix.tokens
+    segments += [
+        _Segment((row,), begins[row], length) for row, length in enumerate(lengths) if length > begins[row]
+    ]
     return segments
 
 

@@ -34,7 +34,7 @@ STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHARED_ROWS = 32
 """The fewest rows for which work on each row alone is shared: with fewer it is done sooner than another thread could
 take a part."""
-_KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3}
+_KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3, "a8": 4, "h8": 5, "x8": 6, "f8": 7}
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -87,11 +87,17 @@ class Native:
         self._gate = _typed(library.headrace_gate, [_POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT])
         self._rotate_and_write = _typed(
             library.headrace_rotate_and_write,
-            [_POINTER, _SIZE, _SIZE, *[_POINTER] * 5, _FLOAT, _POINTER, _INT, *[_SIZE] * 5, _POINTER, _SIZE, _INT],
+            [
+                *(_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, *[_POINTER] * 3, _FLOAT),
+                *(_POINTER, _INT, *[_SIZE] * 5, _POINTER, _SIZE, _INT),
+            ],
         )
         self._attend = _typed(
             library.headrace_attend,
-            [_POINTER, _SIZE, _SIZE, *[_POINTER] * 5, _INT, *[_SIZE] * 5, _FLOAT, _POINTER, _INT],
+            [
+                *(_POINTER, _SIZE, _SIZE, *[_POINTER] * 5, _INT),
+                *(*[_SIZE] * 6, _FLOAT, _FLOAT, _POINTER, _POINTER, _INT),
+            ],
         )
 
     def linear(self, x: Tensor, weight: Panels, bias: Tensor | None = None) -> Tensor:
@@ -206,7 +212,7 @@ class Native:
         self,
         qkv: Tensor,
         heads: int,
-        tables: tuple[Tensor, Tensor],
+        tables: tuple[Tensor, Tensor] | None,
         positions: Tensor,
         norms: tuple[Tensor, Tensor, float] | None,
         pool: Tensor,
@@ -215,9 +221,12 @@ class Native:
         slots: Tensor,
     ) -> None:
         """Norm and rotate queries and keys of `qkv` `[rows, heads + 2 * kv_heads, head_dim]` in place, and write keys
-        and values of the first `len(slots)` rows. `tables`: cos and sin `[context, head_dim / 2]`; `slots` and
-        `positions` are int64."""
-        cos, sin = tables
+        and values of the first `len(slots)` rows. `tables`: cos and sin `[context, rotary_dim / 2]`, whose first
+        `rotary_dim` columns of a head turn; None: nothing turns. `slots` and `positions` are int64."""
+        cos, sin = (None, None) if tables is None else tables
+        half = 0 if cos is None else cos.shape[1]
+        if 2 * half > shape.head_dim:
+            raise ValueError(f"tables for {2 * half} columns of heads of {shape.head_dim}")
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
         self._rotate_and_write(
             _at(qkv),
@@ -225,6 +234,7 @@ class Native:
             heads,
             _at(cos),
             _at(sin),
+            half,
             _at(positions, torch.int64),
             _at(q_norm),
             _at(k_norm),
@@ -250,9 +260,17 @@ class Native:
         shape: PoolShape,
         layer: int,
         out: Tensor,
+        *,
+        window: int = 0,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None:
         """Attend with rotated `qkv`, as above -> `out` `[rows, heads * head_dim]`, written for the sequences' rows
-        only."""
+        only. A row sees the last `window` keys, itself included (0: all); `scale` of scores is 1 / sqrt(head_dim) by
+        default, `softcap` 0 is none, `sinks` `[heads]` are a further score each, without a value."""
+        if sinks is not None and len(sinks) != heads:
+            raise ValueError(f"{len(sinks)} sinks for {heads} heads")
         self._attend(
             _at(qkv),
             heads,
@@ -268,7 +286,10 @@ class Native:
             shape.block_size,
             shape.head_dim,
             layer,
-            shape.head_dim**-0.5,
+            window,
+            shape.head_dim**-0.5 if scale is None else scale,
+            softcap,
+            _at(sinks),
             _at(out),
             self.threads(),
         )

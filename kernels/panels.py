@@ -2,8 +2,12 @@
 
     f32   float32
     bf16  bfloat16, where every value is one
-    q8    per row and 32 columns a float32 scale; int8 codes           weight = scale * code
     q4    per row and 32 columns a float32 scale and offset; 4 bits    weight = scale * code + offset, rounded once
+    q8    per row and 32 columns a float32 scale; int8 codes           weight = scale * code
+    a8    as q8, with an offset per row and 32 columns                 weight = scale * code + offset, rounded once
+    h8    as q8, with a scale per 16 columns                           weight = scale * code
+    x8    as a8, with scale and offset per 16 columns                  weight = scale * code + offset, rounded once
+    f8    per row and 32 columns a float32 scale; 8-bit floats (E4M3)  weight = scale * value of the code
 
 The layout is the same on every machine; rows past the last are zeros.
 """
@@ -19,9 +23,14 @@ from torch import Tensor
 PANEL = 64
 GROUP = 32
 
-Kind = Literal["f32", "bf16", "q8", "q4"]
+Kind = Literal["f32", "bf16", "q8", "q4", "a8", "h8", "x8", "f8"]
 
-VERSION = 1
+FACTORS: dict[str, tuple[int, int]] = {
+    "q8": (1, 1), "q4": (1, 2), "a8": (1, 2), "h8": (2, 1), "x8": (2, 2), "f8": (1, 1)
+}
+"""The number of parts into which 32 columns of each kind of codes are cut, and of factors that a row has in each."""
+
+VERSION = 2
 """The version of the layout."""
 
 
@@ -72,8 +81,9 @@ class PanelStack:
 
 def panel_bytes(rows: int, columns: int, kind: Kind) -> int:
     """Return the bytes that `raw` takes. Raises ValueError for codes whose columns are no multiple of 32."""
-    per_column = {"f32": 4 * PANEL, "bf16": 2 * PANEL, "q8": PANEL, "q4": PANEL // 2}[kind]
-    per_group = {"f32": 0, "bf16": 0, "q8": 4 * PANEL, "q4": 8 * PANEL}[kind]
+    per_column = {"f32": 4 * PANEL, "bf16": 2 * PANEL, "q4": PANEL // 2}.get(kind, PANEL)
+    parts, factors = FACTORS.get(kind, (0, 0))
+    per_group = 4 * PANEL * parts * factors
     if per_group and columns % GROUP:
         raise ValueError(f"codes in groups of {GROUP} columns do not fill {columns}")
     return ceil(rows / PANEL) * (columns * per_column + columns // GROUP * per_group)
@@ -108,21 +118,27 @@ def stacked(panels: Iterable[Panels]) -> PanelStack:
     return PanelStack(len(matrices), rows, columns, kind, torch.cat([item.raw for item in matrices]))
 
 
-def pack_codes(codes: Tensor, scales: Tensor, offsets: Tensor | None, bits: int) -> Panels:
-    """Pack codes `[rows, columns]`: int8 with 8 bits, uint8 of 0 to 15 with 4; `scales` and, with 4 bits only,
-    `offsets`: float32 `[rows, columns / 32]`. Raises ValueError for anything else."""
+def pack_codes(codes: Tensor, scales: Tensor, offsets: Tensor | None, kind: Kind) -> Panels:
+    """Pack codes `[rows, columns]`, one a byte: int8, or uint8 for 4 bits (0 to 15) and for 8-bit floats. `scales` and,
+    where the kind has them, `offsets`: float32 `[rows, columns / 32]`, or `/ 16`. Raises ValueError for anything
+    else."""
     rows, columns = codes.shape
-    if (bits, codes.dtype, offsets is None) not in ((8, torch.int8, True), (4, torch.uint8, False)):
-        raise ValueError(f"no panels of {bits}-bit {codes.dtype} codes, offsets {offsets is not None}")
-    kind: Kind = "q8" if bits == 8 else "q4"
+    parts, factors = FACTORS.get(kind, (0, 0))
+    dtype = torch.uint8 if kind in ("q4", "f8") else torch.int8
+    if not parts or codes.dtype != dtype or (offsets is not None) != (factors == 2):
+        raise ValueError(f"no {kind} panels of {codes.dtype} codes, offsets {offsets is not None}")
     panel_bytes(rows, columns, kind)
+    affine = [item for item in (scales, offsets) if item is not None]
+    if any(item.shape != (rows, columns // GROUP * parts) for item in affine):
+        raise ValueError(f"{kind} panels of {rows} x {columns} have factors of other shapes")
     by_column = _panels(codes).unflatten(2, (-1, GROUP)).permute(0, 2, 3, 1)  # [panels, groups, 32, 64]
-    if bits == 4:
+    if kind == "q4":
         by_column = by_column[..., : PANEL // 2] | by_column[..., PANEL // 2 :] << 4
-    affine = [_panels(item).transpose(1, 2) for item in (scales, offsets) if item is not None]
-    factors = torch.stack([item.contiguous() for item in affine], 2)  # [panels, groups, 1 or 2, 64]
-    parts = [factors.view(torch.uint8).flatten(2), by_column.contiguous().view(torch.uint8).flatten(2)]
-    return Panels(rows, columns, kind, torch.cat(parts, 2).view(-1))
+    # [panels, groups, parts, factors, 64]
+    by_part = [_panels(item).transpose(1, 2).unflatten(1, (-1, parts)) for item in affine]
+    numbers = torch.stack(by_part, 3).contiguous().view(torch.uint8).flatten(2)
+    coded = by_column.contiguous().view(torch.uint8).flatten(2)
+    return Panels(rows, columns, kind, torch.cat([numbers, coded], 2).view(-1))
 
 
 def unpack(panels: Panels) -> Tensor:
@@ -133,17 +149,23 @@ def unpack(panels: Panels) -> Tensor:
         dtype = torch.float32 if panels.kind == "f32" else torch.bfloat16
         by_column = raw.view(dtype).view(count, panels.columns, PANEL).float()
         return by_column.transpose(1, 2).reshape(-1, panels.columns)[: panels.rows].contiguous()
-    groups = panels.columns // GROUP
+    groups, (parts, factors) = panels.columns // GROUP, FACTORS[panels.kind]
     raw = raw.view(count, groups, -1)
-    factors = 1 if panels.kind == "q8" else 2
-    affine = raw[..., : factors * PANEL * 4].contiguous().view(torch.float32).view(count, groups, factors, 1, PANEL)
-    coded = raw[..., factors * PANEL * 4 :].contiguous()
-    if panels.kind == "q8":
-        wide = affine[:, :, 0] * coded.view(torch.int8).view(count, groups, GROUP, PANEL).float()
-    else:
+    size = parts * factors * PANEL * 4
+    affine = raw[..., :size].contiguous().view(torch.float32).view(count, groups, parts, factors, 1, PANEL).double()
+    coded = raw[..., size:].contiguous()
+    if panels.kind == "q4":
         halves = coded.view(count, groups, GROUP, PANEL // 2)
-        codes = torch.cat([halves & 15, halves >> 4], -1).double()
-        wide = (affine[:, :, 0].double() * codes + affine[:, :, 1].double()).float()
+        coded = torch.cat([halves & 15, halves >> 4], -1)
+    elif panels.kind == "f8":
+        coded = coded.view(torch.float8_e4m3fn).double()
+    else:
+        coded = coded.view(torch.int8)
+    # In 64 bits the product is exact, and the sum is rounded once more where it becomes 32 bits.
+    wide = affine[:, :, :, 0] * coded.view(count, groups, parts, -1, PANEL).double()
+    if factors == 2:
+        wide = wide + affine[:, :, :, 1]
+    wide = wide.float().flatten(2, 3)
     return wide.permute(0, 3, 1, 2).reshape(-1, panels.columns)[: panels.rows].contiguous()
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tile import exponent_scale, finish, sweep
+from kernels.attention_tile import exponent_scale, finish, sweep, with_sink
 from kernels.configs import KernelConfig
 from kernels.launch import check_interpretable
 from kernels.pool import KVPool
@@ -54,6 +54,7 @@ def prefill_kernel(
     lse_ptr,
     tiles_ptr,
     tables_ptr,
+    sinks_ptr,
     table_blocks,
     scale,
     STRIDE_BLOCK: tl.constexpr,
@@ -71,6 +72,8 @@ def prefill_kernel(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     WITH_LSE: tl.constexpr,
     TILE: tl.constexpr,
     M: tl.constexpr,
@@ -108,15 +111,17 @@ def prefill_kernel(
         acc, top, total = sweep(
             q, payload, scales, table, 0, diagonal, 0, position, scale, acc, top, total,
             STRIDE_BLOCK, STRIDE_KV, STRIDE_TOKEN, SCALE_BLOCK, SCALE_KV, SCALE_TOKEN,
-            BLOCK_SIZE, HEAD_DIM, DIM_PAD, FORMAT, 0, TILE, "all",
+            BLOCK_SIZE, HEAD_DIM, DIM_PAD, FORMAT, 0, TILE, "all", SOFTCAP,
         )  # fmt: skip
         begin = diagonal
     acc, top, total = sweep(
         q, payload, scales, table, begin, first_position + count, lowest, position, scale, acc, top, total,
         STRIDE_BLOCK, STRIDE_KV, STRIDE_TOKEN, SCALE_BLOCK, SCALE_KV, SCALE_TOKEN,
-        BLOCK_SIZE, HEAD_DIM, DIM_PAD, FORMAT, WINDOW, TILE, "causal",
+        BLOCK_SIZE, HEAD_DIM, DIM_PAD, FORMAT, WINDOW, TILE, "causal", SOFTCAP,
     )  # fmt: skip
-    answer, lse = finish(acc, top, total, scale)
+    answer, lse = finish(acc, top, total, scale, SOFTCAP)
+    if SINKS:
+        answer, lse = with_sink(answer, lse, tl.load(sinks_ptr + head).to(tl.float32))
     tl.store(out_ptr + at, answer.to(out_ptr.dtype.element_ty), mask=inside)
     if WITH_LSE:
         tl.store(lse_ptr + row_at, lse, mask=present)
@@ -134,12 +139,15 @@ def prefill_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with `q` `[rows, heads, head_dim]`, contiguous.
 
     `tiles` int32 `[n, 4]` on q's device, from `plan_prefill` with `rows_per_tile(config, group)`; `tables` int32
     `[sequences, blocks]`. Writes and returns `out`, like q, for the planned rows only, and their natural log-sum-exp
-    to `lse` float32 `[rows, heads]` if given. Raises ValueError where shapes do not fit.
+    to `lse` float32 `[rows, heads]` if given. `window`, `scale`, `softcap` and `sinks` as in
+    `kernels.decode_attention`. Raises ValueError where shapes do not fit.
     """
     rows, heads, head_dim = q.shape
     if head_dim != pool.head_dim or heads % pool.kv_heads or not q.is_contiguous():
@@ -156,7 +164,9 @@ def prefill_attention(
         raise ValueError(f"lse must be float32 [{rows}, {heads}]")
     group = heads // pool.kv_heads
     rows_per_tile(config, group)
-    check_interpretable(q, pool.payload)
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"{len(sinks)} sinks for {heads} heads")
+    check_interpretable(q, pool.payload, *([] if sinks is None else [sinks]))
     out = torch.empty_like(q) if out is None else out
     payload, scales = pool.layer(layer, paired=True)
     prefill_kernel[(tiles.shape[0], pool.kv_heads)](
@@ -167,13 +177,16 @@ def prefill_attention(
         out if lse is None else lse,
         tiles,
         tables,
+        out if sinks is None else sinks,
         tables.shape[1],
-        exponent_scale(scale, head_dim),
+        exponent_scale(scale, head_dim, softcap),
         **pool.constants(),
         DIM_PAD=triton.next_power_of_2(head_dim),
         HEADS=heads,
         GROUP=group,
         WINDOW=window,
+        SOFTCAP=float(softcap),
+        SINKS=sinks is not None,
         WITH_LSE=lse is not None,
         TILE=config.tile,
         M=config.rows,

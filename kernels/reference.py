@@ -7,25 +7,45 @@ from torch import Tensor
 
 
 def paged_attention(
-    q: Tensor, pool: Tensor, layer: int, query_counts: list[int], context_lens: list[int], block_tables: list[Tensor]
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    query_counts: list[int],
+    context_lens: list[int],
+    block_tables: list[Tensor],
+    *,
+    window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Specifies `kernels.paged_attention`: `q` `[rows, heads, head_dim]`. Returns float64 `[rows, heads, head_dim]`."""
+    """Specifies `kernels.paged_attention`: `q` `[rows, heads, head_dim]`. Returns float64 `[rows, heads, head_dim]`.
+
+    The token at position i sees the tokens j with i - window < j <= i (`window` 0: all up to i). A score is q . k *
+    scale, then softcap * tanh(score / softcap) where there is a cap. `sinks` `[heads]` is one more score of each head,
+    neither scaled nor capped, whose value is zero."""
     _, kv_heads, _, _, block_size, head_dim = pool.shape
     heads = q.shape[1]
+    factor = head_dim**-0.5 if scale is None else scale
     out = torch.empty(q.shape, dtype=torch.float64)
     row = 0
     for count, context, table in zip(query_counts, context_lens, block_tables, strict=True):
         for r in range(count):
-            visible = context - count + r + 1
+            position = context - count + r
+            visible = range(max(0, position - window + 1) if window else 0, position + 1)
             for h in range(heads):
                 kv_head = h * kv_heads // heads
                 keys, values = (
                     torch.stack(
-                        [pool[table[t // block_size], kv_head, layer, kv, t % block_size] for t in range(visible)]
+                        [pool[table[t // block_size], kv_head, layer, kv, t % block_size] for t in visible]
                     ).double()
                     for kv in (0, 1)
                 )
-                scores = keys @ q[row, h].double() / math.sqrt(head_dim)
+                scores = keys @ q[row, h].double() * factor
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores, values = torch.cat([scores, sinks[h : h + 1].double()]), torch.cat([values, values[:1] * 0])
                 out[row, h] = torch.softmax(scores, 0) @ values
             row += 1
     return out

@@ -35,10 +35,12 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[tokens, heads, head_dim]` by tables `[tokens, head_dim / 2]` of each token's position; float64."""
-    low, high = x.double().chunk(2, -1)
+    """Rotate `x` `[tokens, heads, head_dim]` by tables `[tokens, rotary_dim / 2]` of each token's position; float64.
+    The first `rotary_dim` columns turn, one half of them against the other; the rest pass."""
+    half = cos.shape[1]
+    low, high, rest = x.double().split([half, half, x.shape[-1] - 2 * half], -1)
     c, s = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
-    return torch.cat([low * c - high * s, high * c + low * s], -1)
+    return torch.cat([low * c - high * s, high * c + low * s, rest], -1)
 
 
 def rope_kv_write(
@@ -47,19 +49,20 @@ def rope_kv_write(
     layer: int,
     slots: Tensor,
     positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     *,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Specifies `kernels.rope_kv_write`; the queries in float64."""
+    """Specifies `kernels.rope_kv_write`; the queries in float64. Nothing is rotated without tables."""
     heads = qkv.shape[1] - 2 * pool.kv_heads
     q, k, v = qkv.double().split([heads, pool.kv_heads, pool.kv_heads], 1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    q, k = rotate(q, cos[positions], sin[positions]), rotate(k, cos[positions], sin[positions])
+    if cos is not None and sin is not None:
+        q, k = rotate(q, cos[positions], sin[positions]), rotate(k, cos[positions], sin[positions])
     for t, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue

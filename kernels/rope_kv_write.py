@@ -5,6 +5,9 @@ Per token t at position p, with halves (a, b) of a head's row, after the optiona
 
     (a, b) -> (a cos_p - b sin_p, b cos_p + a sin_p)
 
+Under partial rotation a and b are the halves of the first `rotary_dim` columns, and the others pass; where nothing is
+rotated, all pass.
+
 Queries go to a tensor of their own; keys and values to slot `slots[t] = block * block_size + offset` of the pool,
 rounded to its type or quantized with one scale per token and head. Specification:
 `kernels.reference_rows.rope_kv_write`. Sources: RoFormer (Su et al. 2021) in the half-split form of GPT-NeoX;
@@ -38,7 +41,42 @@ def _normalize(low, high, weight, eps, HALF: tl.constexpr, HALF_PAD: tl.constexp
     factor = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
     low_weight = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)
     high_weight = tl.load(weight + HALF + dims, mask=inside, other=0.0).to(tl.float32)
-    return low * factor * low_weight[None, :], high * factor * high_weight[None, :]
+    return low * factor * low_weight[None, :], high * factor * high_weight[None, :], factor
+
+
+@triton.jit
+def _turn_some(
+    mine,
+    first,
+    ptr,
+    rows,
+    angles,
+    live,
+    cos_ptr,
+    sin_ptr,
+    weight,
+    factor,
+    NORM: tl.constexpr,
+    TURNED: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    """Rotate `mine`, columns `first ..` of each row, of which those before 2 * TURNED turn against the column TURNED
+    away; that one is read, and normed, again."""
+    dims = tl.arange(0, HALF_PAD)
+    column = first + dims
+    turns = (column < 2 * TURNED) & (dims < HALF)
+    is_low = column < TURNED
+    other = tl.where(is_low, column + TURNED, column - TURNED)
+    angle = tl.where(is_low, column, column - TURNED)
+    mask = live[:, None] & turns[None, :]
+    partner = tl.load(ptr + rows[:, None] + other[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        partner = partner * factor * tl.load(weight + other, mask=turns, other=0.0).to(tl.float32)[None, :]
+    at = angles[:, None] + angle[None, :]
+    cos = tl.load(cos_ptr + at, mask=mask, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return mine * cos + partner * tl.where(is_low[None, :], -sin, sin)
 
 
 @triton.jit
@@ -96,6 +134,7 @@ def rope_kv_write_kernel(
     KV_HEADS: tl.constexpr,
     HALF_PAD: tl.constexpr,
     NORM: tl.constexpr,
+    TURNED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Each program takes ROWS tokens of one query head, or of one key head and its value head."""
@@ -106,14 +145,28 @@ def rope_kv_write_kernel(
     qkv_rows = token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
     low = _half_rows(qkv_ptr + head * HEAD_DIM, qkv_rows, live, 0, HALF, HALF_PAD)
     high = _half_rows(qkv_ptr + head * HEAD_DIM, qkv_rows, live, HALF, HALF, HALF_PAD)
+    weight = q_norm_ptr if head < HEADS else k_norm_ptr
+    factor = 1.0
     if NORM:
-        weight = q_norm_ptr if head < HEADS else k_norm_ptr
-        low, high = _normalize(low, high, weight, eps, HALF, HALF_PAD)
-    angles = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64) * HALF
-    cos = _half_rows(cos_ptr, angles, live, 0, HALF, HALF_PAD)
-    sin = _half_rows(sin_ptr, angles, live, 0, HALF, HALF_PAD)
-    turned_low = low * cos - high * sin
-    turned_high = high * cos + low * sin
+        low, high, factor = _normalize(low, high, weight, eps, HALF, HALF_PAD)
+    if TURNED == HALF:
+        angles = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64) * HALF
+        cos = _half_rows(cos_ptr, angles, live, 0, HALF, HALF_PAD)
+        sin = _half_rows(sin_ptr, angles, live, 0, HALF, HALF_PAD)
+        turned_low = low * cos - high * sin
+        turned_high = high * cos + low * sin
+    elif TURNED > 0:
+        angles = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64) * TURNED
+        own = qkv_ptr + head * HEAD_DIM
+        turned_low = _turn_some(
+            low, 0, own, qkv_rows, angles, live, cos_ptr, sin_ptr, weight, factor, NORM, TURNED, HALF, HALF_PAD
+        )
+        turned_high = _turn_some(
+            high, HALF, own, qkv_rows, angles, live, cos_ptr, sin_ptr, weight, factor, NORM, TURNED, HALF, HALF_PAD
+        )
+    else:
+        turned_low = low
+        turned_high = high
 
     if head < HEADS:
         dims = tl.arange(0, HALF_PAD)
@@ -156,8 +209,8 @@ def rope_kv_write(
     layer: int,
     slots: Tensor,
     positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     config: KernelConfig,
     *,
     q_norm: Tensor | None = None,
@@ -169,7 +222,8 @@ def rope_kv_write(
 
     `qkv` `[tokens, heads + 2 * kv_heads, head_dim]`, contiguous, is only read; `slots` int64 `[tokens]`, negative for
     padding rows, whose keys and values are dropped; `positions` int64 `[tokens]`; `cos`, `sin`
-    `[context, head_dim / 2]`; `q_norm` and `k_norm` `[head_dim]`, both or neither. Changes the named slots of `layer`.
+    `[context, rotary_dim / 2]`, or None where nothing is rotated; `q_norm` and `k_norm` `[head_dim]`, both or neither.
+    Changes the named slots of `layer`.
     Returns the queries `[tokens, heads, head_dim]` in qkv's type. Raises ValueError where shapes do not fit.
     """
     tokens, rows, head_dim = qkv.shape
@@ -180,13 +234,14 @@ def rope_kv_write(
         )
     if slots.shape != (tokens,) or positions.shape != (tokens,) or slots.dtype != torch.int64:
         raise ValueError(f"slots and positions must be [{tokens}], slots int64")
-    if (
-        cos.shape != sin.shape
-        or cos.shape[1] != head_dim // 2
-        or (q_norm is None) != (k_norm is None)
-    ):
-        raise ValueError("rotary tables must be [context, head_dim / 2], norms both or neither")
-    check_interpretable(qkv, pool.payload, cos)
+    if (cos is None) != (sin is None) or (q_norm is None) != (k_norm is None):
+        raise ValueError("cos and sin, and the norms of queries and keys, come both or not at all")
+    turned = 0
+    if cos is not None and sin is not None:
+        turned = cos.shape[1]
+        if cos.shape != sin.shape or not 0 < turned <= head_dim // 2:
+            raise ValueError("rotary tables must be [context, rotary_dim / 2], for at most the head's columns")
+    check_interpretable(qkv, pool.payload, *([] if cos is None else [cos]))
     q_out = (
         torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         if q_out is None
@@ -200,10 +255,10 @@ def rope_kv_write(
         scales,
         slots,
         positions,
-        cos,
-        sin,
-        cos if q_norm is None else q_norm,
-        cos if k_norm is None else k_norm,
+        qkv if cos is None else cos,
+        qkv if sin is None else sin,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
         tokens,
         eps,
         **pool.constants(),
@@ -211,6 +266,7 @@ def rope_kv_write(
         KV_HEADS=pool.kv_heads,
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
         NORM=q_norm is not None,
+        TURNED=turned,
         ROWS=config.rows,
         num_warps=config.warps,
         num_stages=config.stages,

@@ -170,7 +170,7 @@ class RouterApp:
         return self.hub.roster.targets(siblings or router_address, host_port(host, port) if port else "")
 
     async def overview(self) -> Overview:
-        return overview(self.hub, self._model, time.monotonic())
+        return overview(self.hub, self._model, (self._config.slo_ttft_s, self._config.slo_itl_s), time.monotonic())
 
     async def traffic(self) -> Traffic:
         config, hub = self._config, self.hub

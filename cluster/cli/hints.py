@@ -2,8 +2,8 @@
 
 from router.status.overview import Overview
 
-TTFT_S = 0.5
-ITL_S = 0.05
+GOAL = 0.9
+"""The share of requests that is to meet a target, as for the alerts and the dashboards' word about the pools."""
 
 _CAUSES = {
     "admit": "the router itself is late: long texts to tokenize, or too little processor for it",
@@ -18,18 +18,33 @@ _CAUSES = {
 
 
 def hints(overview: Overview) -> list[str]:
-    """Suggest which pool to enlarge, by the last minute's figures; a person decides. Empty while they are good, or
-    missing."""
-    recent = overview.recent
+    """Suggest which pool to enlarge, by the last minute's figures and the cluster's targets; a person decides. Empty
+    while targets are met, or figures missing."""
+    recent, ttft_s, itl_s = overview.recent, overview.slo_ttft_s, overview.slo_itl_s
     said = []
-    if recent.ttft_p50_s is not None and recent.ttft_p50_s > TTFT_S:
+    if recent.ttft_p50_s is not None and recent.ttft_p50_s > ttft_s:
         before = {name: recent.stages.get(name, 0.0) for name in _CAUSES}
         longest = max(before, key=lambda name: before[name])
-        said.append(f"TTFT is over {TTFT_S * 1e3:.0f} ms, most of it {longest}: {_CAUSES[longest]}")
-    if recent.itl_p50_s is not None and recent.itl_p50_s > ITL_S:
+        said.append(f"TTFT is over {ttft_s * 1e3:.0f} ms, most of it {longest}: {_CAUSES[longest]}")
+    elif (share := _share(overview, "ttft")) < GOAL:
+        said.append(
+            f"only {share:.0%} of the first tokens came within {ttft_s * 1e3:.0f} ms, although the median is good: "
+            "bursts, or some long prompts before short ones; `headrace trace` shows single requests"
+        )
+    if recent.itl_p50_s is not None and recent.itl_p50_s > itl_s:
         running = [w.load.running_requests for w in overview.workers if w.role == "decode" and w.load]
         said.append(
-            f"inter-token time is over {ITL_S * 1e3:.0f} ms with up to {max(running, default=0)} "
+            f"inter-token time is over {itl_s * 1e3:.0f} ms with up to {max(running, default=0)} "
             "requests in a batch: decode pressure; add a decode worker, or lower decode.max_batch"
         )
+    elif (share := _share(overview, "itl")) < GOAL:
+        said.append(
+            f"only {share:.0%} of the answers came with {itl_s * 1e3:.0f} ms between tokens, although the median is "
+            "good: some batches are large, or prompts are read between; `headrace trace` shows single requests"
+        )
     return said
+
+
+def _share(overview: Overview, target: str) -> float:
+    met, count = overview.recent.in_time.get(target, (0, 0))
+    return met / count if count else 1.0

@@ -29,6 +29,8 @@ MOST_SCALE = 4.0
 """Speeds are scaled by no more than this: beyond it, the arrangement does not work as it is thought to."""
 SURE = 1.64
 """Standard errors that a difference must exceed (one side, 95 %)."""
+GOAL = 0.9
+"""Where fewer requests keep the limits, that is said beside the verdict."""
 UNSURE = 1.1
 """How many times quicker or slower workers may be in another arrangement than they are now."""
 MOST_OTHER_SPLITS = 8
@@ -74,13 +76,14 @@ class DisaggReport(msgspec.Struct, frozen=True, kw_only=True):
     """`verdict`: "split", "one pool" or "no difference", of the best arrangement of either kind. `best` names the best
     of all, splits with local prefill among them, if it is surely better than the present one, else that. `regret` is
     what the present one gives away by the objective, 0.0 where nothing is surely better; `self_error` how far its own
-    score is predicted wrong."""
+    score is predicted wrong; `within_share` the requests that kept both limits, as measured."""
 
     objective: Objective
     limits: TimeLimits
     requests: int
     now: str
     measured: float
+    within_share: float
     self_error: float
     verdict: str
     best: str
@@ -129,6 +132,7 @@ def report(
         requests=len(shapes),
         now=str(now),
         measured=truth.mean,
+        within_share=fsum(truth.within) / len(truth.within),
         self_error=self_error,
         verdict=_verdict(split, whole, self_error),
         best=best.name,
@@ -222,6 +226,11 @@ def text(told: DisaggReport) -> str:
         lines.append(f"best: {told.best}; regret of what runs now: {_score(told, told.regret)}")
     else:
         lines.append("nothing is surely better than what runs now")
+    if told.within_share < GOAL:
+        lines.append(
+            f"only {told.within_share:.0%} of the requests kept both limits: another split of as many workers is "
+            "not all that it takes; `headrace top` names the longest stage"
+        )
     return "\n".join(lines)
 
 

@@ -123,19 +123,18 @@ class TorchAttention:
         self._heads = heads
         self._stable = stable
         self._dtype = dtype
-        self._plan: AttentionPlan | None = None
+        self._plans: dict[int, AttentionPlan] = {}
+        """By window: layers of the same one share theirs."""
         self._rows: Tensor | None = None
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
-        rows = batch.query_counts, batch.context_lens, batch.block_tables
-        self._plan = plan_attention(*rows, kv.tensor, self._heads, self._stable, dtype=self._dtype)
+        self._plans.clear()
         self._rows = plan_kv_write(batch.slots, kv.tensor)
 
     def attend(self, given: LayerInput) -> Tensor:
         layer, qkv, rotation, batch, kv, norms, options = given
-        if self._plan is None or self._rows is None:
+        if self._rows is None:
             raise RuntimeError("attend before begin")
-        refuse_options(options)
         kv_heads = kv.tensor.shape[1]
         qk = qkv[:, : self._heads + kv_heads]
         if norms is not None:
@@ -147,8 +146,19 @@ class TorchAttention:
         write_kv(k, qkv[:, -kv_heads:], kv.tensor, layer, self._rows, kv.scales)
         out = torch.empty_like(q)
         out[batch.rows :] = 0
-        paged_attention(q, kv.tensor, layer, self._plan, out, kv.scales)
+        window, scale, softcap, sinks = options
+        plan = self._plan(window, batch, kv)
+        paged_attention(q, kv.tensor, layer, plan, out, kv.scales, scale=scale, softcap=softcap, sinks=sinks)
         return out.view(q.shape[0], -1)
+
+    def _plan(self, window: int, batch: ForwardBatch, kv: KVTensors) -> AttentionPlan:
+        """Return the step's plan for layers of this window, made for the first of them."""
+        if window not in self._plans:
+            rows = batch.query_counts, batch.context_lens, batch.block_tables
+            self._plans[window] = plan_attention(
+                *rows, kv.tensor, self._heads, self._stable, dtype=self._dtype, window=window
+            )
+        return self._plans[window]
 
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
@@ -179,9 +189,3 @@ def _rotated(qk: Tensor, rotation: Rotation) -> Tensor:
     turned = qk[..., :dims]
     turned = torch.addcmul(turned * cos, turned.roll(dims // 2, -1), sin)
     return turned if dims == qk.shape[-1] else torch.cat([turned, qk[..., dims:]], -1)
-
-
-def refuse_options(options: AttentionOptions) -> None:
-    """Raise NotImplementedError where a layer asks for what these kernels do not do."""
-    if options != AttentionOptions():
-        raise NotImplementedError(f"attention with {options}")

@@ -3,8 +3,8 @@
 The promise: whatever else is in the batch, however a prompt was cut into chunks, and whether a token was decoded or
 recomputed after a worker was lost, the same bits come out. It is kept by construction (rows in multiples of four, the
 key widths of a stable attention plan, tables instead of vector functions), which rests on what the matrix library does
-with each shape. So it is tried: one real layer and the output matrix over a prompt that passes every width where the
-attention kernel changes, computed in several ways, every KV byte and logit compared.
+with each shape. So it is tried: one real layer of each kind and the output matrix over a prompt that passes every width
+where the attention kernel changes, computed in several ways, every KV byte and logit compared.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ _WATCHED = (15, 16, 17, 130, 191, 192, 193, 255, 300, 383, 384, 385, 500, 511, 5
 def deviations(model: Llama, block_size: int, attention: TorchAttention, kv_dtype: str | None = None) -> list[str]:
     """The ways of computing the same tokens that gave other bits here; none where the promise holds. KV is kept in
     `kv_dtype`, by default the model's: other kernels may attend to it."""
-    model = model.first_layer()
+    model = model.layer_of_each_kind()
     tokens = min(PROMPT_TOKENS, model.config.context_tokens)
     lengths = tokens, min(OTHER_TOKENS, tokens)
     layout = model.config.kv_layout(block_size, kv_dtype)

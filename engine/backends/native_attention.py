@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.backends.attention import LayerInput, Mixture, TorchAttention, refuse_options
+from engine.backends.attention import LayerInput, Mixture, TorchAttention
 from engine.batch import ROW_MULTIPLE, ForwardBatch
 from engine.model.config import Activation
 from engine.storage.paged import KVTensors
@@ -37,20 +37,24 @@ class NativeAttention(TorchAttention):
         layer, qkv, rotation, batch, kv, norms, options = given
         if not attends(kv):
             return super().attend(given)
-        refuse_options(options)
-        if rotation is None or 2 * rotation.cos.shape[-1] != qkv.shape[-1]:
-            raise NotImplementedError("heads that are not rotated, or not all of each")
         if self._sequences is None or self._slots is None:
             raise RuntimeError("attend before begin")
         _, kv_heads, layers, _, block_size, head_dim = kv.tensor.shape
         shape = PoolShape(kv_heads, layers, block_size, head_dim)
-        tables = rotation.cos, rotation.sin
+        tables = None if rotation is None else (rotation.cos, rotation.sin)
         self._kernels.rotate_and_write(
-            qkv, self._heads, tables, rotation.positions, norms, kv.tensor, shape, layer, self._slots
+            qkv, self._heads, tables, batch.positions, norms, kv.tensor, shape, layer, self._slots
         )
         out = torch.empty(len(qkv), self._heads * head_dim)
         out[batch.rows :] = 0
-        self._kernels.attend(qkv, self._heads, self._sequences, kv.tensor, shape, layer, out)
+        window, scale, softcap, sinks = options
+        self._kernels.attend(
+            *(qkv, self._heads, self._sequences, kv.tensor, shape, layer, out),
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
         return out
 
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

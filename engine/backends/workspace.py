@@ -177,7 +177,11 @@ class _InPlace(_Unfilled):
 
 
 def _shallow(shape: ModelConfig) -> ModelConfig:
-    return msgspec.structs.replace(shape, layers=min(LAYERS, shape.layers))
+    """Two layers, or one of each window where there are more: a step keeps a plan for each."""
+    first = {shape.layer(number).window: number for number in reversed(range(shape.layers))}
+    numbers = (sorted(first.values()) + list(range(shape.layers)))[: min(shape.layers, max(LAYERS, len(first)))]
+    options = tuple(shape.layer(number) for number in numbers)
+    return msgspec.structs.replace(shape, layers=len(numbers), layer_options=options)
 
 
 def _weights(shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,11 +1,13 @@
-"""Quantized weights as their file has them: a code of 4 or 8 bits a value, and a scale per row and 32 columns.
+"""Quantized weights as their file has them: a code of 4 or 8 bits a value, and a scale per row and 32 or 16 columns.
 
-`scale * code` is exact in 32 bits in every format taken here, so a value is rounded once at most, however it is
-computed: a fused multiply-add gives the bits of a product and a sum.
+Every form here widens to one rounding of the exact value, however it is computed: `scale * code` is a float32 without
+rounding wherever an offset is added, so a fused multiply-add gives the bits of a product and a sum. Whoever makes codes
+sees to that (`engine.model.files.integers` for what others have trained with wider scales).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,39 +16,88 @@ FloatArray = NDArray[np.float32]
 
 GROUP = 32
 
+Form = Literal["q4", "q8", "a8", "h8", "x8", "f8"]
+"""What a code is, and what stands beside it:
+
+    q4   0 to 15 (uint8)    a scale and an offset per 32 columns     scale * code + offset
+    q8   int8               a scale per 32 columns                   scale * code
+    a8   int8               a scale and an offset per 32 columns     scale * code + offset
+    h8   int8               a scale per 16 columns                   scale * code
+    x8   int8               a scale and an offset per 16 columns     scale * code + offset
+    f8   an 8-bit float     a scale per 32 columns                   scale * value of the code
+"""
+
+HALVED = ("h8", "x8")
+WITH_OFFSETS = ("q4", "a8", "x8")
+
+
+def _e4m3() -> FloatArray:
+    """Return the values of all 8-bit floats of 4 exponent and 3 mantissa bits that are finite but for one NaN per sign
+    (E4M3: Micikevicius et al. 2022, arXiv 2209.05433)."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    values[exponent * 8 + mantissa == 127] = np.nan
+    return np.where(codes & 128, -values, values).astype(np.float32)
+
+
+E4M3 = _e4m3()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """A matrix `[rows, columns]`, `columns` a multiple of 32: `scale * code`, and `+ offset` where `bits` is 4.
-
-    `codes` holds one a byte: uint8 of 0 to 15 (4 bits) or int8 (8 bits). `scales` and `offsets` are
-    `[rows, columns / 32]`; `offsets` is there with 4 bits, and only then.
-    """
+    """A matrix `[rows, columns]`, `columns` a multiple of 32; `codes` holds one a byte. `scales` and, where the form
+    has them, `offsets` are `[rows, columns / 32]`, or `/ 16`."""
 
     codes: NDArray[np.uint8 | np.int8]
     scales: FloatArray
     offsets: FloatArray | None
-    bits: int
+    form: Form
 
     def widen(self) -> FloatArray:
         """Return the values, `[rows, columns]`."""
-        values = self.codes.astype(np.float32).reshape(*self.scales.shape, GROUP)
+        values = E4M3[self.codes] if self.form == "f8" else self.codes.astype(np.float32)
+        values = values.reshape(*self.scales.shape, GROUP // (2 if self.form in HALVED else 1))
         values *= self.scales[..., None]
         if self.offsets is not None:
             values += self.offsets[..., None]
         return values.reshape(self.codes.shape)
 
+    def rows(self, first: int, end: int) -> "Codes":
+        """Return the rows `first` to `end`, as views."""
+        offsets = None if self.offsets is None else self.offsets[first:end]
+        return Codes(self.codes[first:end], self.scales[first:end], offsets, self.form)
+
 
 def stack(parts: Sequence[Codes]) -> Codes | None:
-    """Return the rows of all parts under each other; None where they differ in bits."""
+    """Return the rows of all parts under each other, in the smallest form that has them all; None where there is no
+    such form."""
+    forms = {part.form for part in parts}
     if len(parts) == 1:
         return parts[0]
-    if len({part.bits for part in parts}) != 1:
-        return None
+    if len(forms) > 1:
+        if "f8" in forms:
+            return None
+        halved, offset = bool(forms & set(HALVED)), bool(forms & set(WITH_OFFSETS))
+        parts = [_as_bytes(part, halved, offset) for part in parts]
     codes = np.concatenate([part.codes for part in parts])
     scales = np.concatenate([part.scales for part in parts])
     offsets = [part.offsets for part in parts if part.offsets is not None]
-    return Codes(codes, scales, np.concatenate(offsets) if offsets else None, parts[0].bits)
+    return Codes(codes, scales, np.concatenate(offsets) if offsets else None, parts[0].form)
+
+
+def _as_bytes(part: Codes, halved: bool, offset: bool) -> Codes:
+    """Return the same values in 8 bits, with scales of half groups or with offsets."""
+    scales, offsets = part.scales, part.offsets
+    if halved and part.form not in HALVED:
+        scales = np.repeat(scales, 2, axis=1)
+        offsets = None if offsets is None else np.repeat(offsets, 2, axis=1)
+    if offset and offsets is None:
+        offsets = np.full_like(scales, -0.0)  # what it is added to stays as it is, a zero with its sign
+    forms: dict[tuple[bool, bool], Form] = {(False, False): "q8", (False, True): "a8", (True, False): "h8"}
+    return replace(
+        part, codes=part.codes.view(np.int8), scales=scales, offsets=offsets, form=forms.get((halved, offset), "x8")
+    )
 
 
 def nibbles(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -214,6 +214,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def layer(self, number: int) -> LayerOptions:
         return self.layer_options[number] if self.layer_options else PLAIN_LAYER
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows that layers have, each once and in order; 0 is none."""
+        return tuple(sorted({self.layer(number).window for number in range(self.layers)}))
+
     def rotary_dims(self, table: RopeTable) -> int:
         return table.dims or self.head_dim
 

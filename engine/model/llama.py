@@ -173,12 +173,16 @@ class Llama:
             qkv = torch.cat([q, attention.norm(k.contiguous(), None, k_norm, eps), v], 1)
         return qkv.view(len(normed), -1, self.config.head_dim)
 
-    def first_layer(self) -> "Llama":
-        """Return a model of this one's first layer, the first with experts if there is one, and output matrix: its
-        shapes, at a fraction of the work."""
+    def layer_of_each_kind(self) -> "Llama":
+        """Return a model of this one's first layer of each kind, by its options and whether it has experts, and its
+        output matrix: its shapes, at a fraction of the work."""
+        numbers = range(self.config.layers)
+        kinds = {(self.config.layer(at), self._layers[at].mixture is None): at for at in reversed(numbers)}
+        chosen = sorted(kinds.values())
+        options = tuple(self.config.layer(at) for at in chosen)
         short = copy(self)
-        short.config = msgspec.structs.replace(self.config, layers=1)
-        short._layers = [layer for layer in self._layers if layer.mixture is not None][:1] or self._layers[:1]
+        short.config = msgspec.structs.replace(self.config, layers=len(chosen), layer_options=options)
+        short._layers = [self._layers[at] for at in chosen]
         return short
 
 

@@ -7,6 +7,10 @@
 //   weights   e^(score - largest); their sum lane by lane of sixteen from position 0
 //   answer    one chain of fused multiply-adds over the keys, first to last
 //
+// Under a window a query sees the last so many tokens, itself included: tiles before it are not read, and lanes stay
+// those of a token's position. A soft cap makes cap * tanh(score / cap) of a score; a head's sink is one more score of
+// its softmax, without a value.
+//
 // The query heads of a KV head, and a few tokens of a prompt, are computed side by side, so that a key is read and
 // transposed once for all of them.
 
@@ -96,10 +100,14 @@ static void weigh_any(int64_t vectors, const float *weights, const float *const 
     case 4: return weigh<4>(weights, values, count, sums, next);
     case 8: return weigh<8>(weights, values, count, sums, next);
     default:
-      for (int64_t j = 0; j < vectors; ++j) {
+      for (int64_t j = 0; j < vectors; next = nullptr) {
+        const int64_t some = vectors - j >= 8 ? 8 : vectors - j >= 4 ? 4 : 1;
         const float *shifted[LANES];
         for (int64_t t = 0; t < count; ++t) shifted[t] = values[t] + j * LANES;
-        weigh<1>(weights, shifted, count, sums + j * LANES, j ? nullptr : next);
+        if (some == 8) weigh<8>(weights, shifted, count, sums + j * LANES, next);
+        if (some == 4) weigh<4>(weights, shifted, count, sums + j * LANES, next);
+        if (some == 1) weigh<1>(weights, shifted, count, sums + j * LANES, next);
+        j += some;
       }
   }
 }
@@ -141,12 +149,46 @@ static void each_tile(const Pool &pool, int64_t layer, int64_t head, int which, 
   }
 }
 
-// `count` query rows of one KV head: row i attends to the first limits[i] tokens of the parts that name it, in their
-// order; limits ascend within a part; out[i] [head_dim].
-static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vector<Part> &parts, const float *const *q,
-                   const int64_t *limits, int count, float scale, float *const *out, Scratch &scratch) {
-  const int64_t dim = pool.head_dim, most = *std::max_element(limits, limits + count);
-  const int64_t padded = (most + LANES - 1) / LANES * LANES;
+// What becomes of scores before the softmax: `softcap` 0 is none, `sinks` [heads] or null.
+struct Scoring {
+  float scale, softcap;
+  const float *sinks;
+};
+
+// One query row: it sees tokens [low, limit); `head` is its own.
+struct Query {
+  const float *q;
+  float *out;
+  int64_t low, limit, head;
+};
+
+static int64_t down(int64_t token) { return token / LANES * LANES; }
+
+// Of `width` scores, cap * tanh(score / cap), by tanh(x) = 1 - 2 / (e^2x + 1).
+static void cap(float *scores, int64_t width, float softcap) {
+  const Floats one = every(1.0f), two = every(2.0f), most = every(softcap), over = every(2.0f / softcap);
+  for (int64_t t = 0; t < width; t += LANES) {
+    const Floats power = exponential(mul(load(scores + t), over));
+    store(scores + t, mul(most, sub(one, div(two, add(power, one)))));
+  }
+}
+
+// `count` query rows of one KV head: each attends to what it sees of the parts that name it, in their order; limits
+// ascend within a part. Without WINDOWED every `low` is 0, and nothing is computed for it.
+template <bool WINDOWED>
+static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vector<Part> &parts, const Query *queries,
+                   int count, const Scoring &scoring, Scratch &scratch) {
+  const int64_t dim = pool.head_dim;
+  const float *q[ROWS_AT_ONCE];
+  int64_t limits[ROWS_AT_ONCE], least = queries[0].low, most = 0;
+  for (int r = 0; r < count; ++r) {
+    q[r] = queries[r].q, limits[r] = queries[r].limit;
+    least = std::min(least, queries[r].low), most = std::max(most, limits[r]);
+  }
+  const auto low_of = [=](int r) -> int64_t { return WINDOWED ? queries[r].low : 0; };
+  const int64_t base = WINDOWED ? down(least) : 0;
+  const int64_t padded = (most - base + LANES - 1) / LANES * LANES;
+  const Floats scale = every(scoring.scale);
   scratch.scores.resize(count * padded);
   scratch.keys.resize(dim * LANES);
   scratch.wide.resize(dim * LANES);
@@ -154,46 +196,63 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
   for (const Part &part : parts)
     each_tile(pool, layer, head, 0, part, scratch, [&](int64_t first, const float *const *keys, const Next *ahead) {
       transpose(keys, dim, scratch.keys.data());
-      const int end = part.row + part.rows;
+      int end = part.row + part.rows;
       float *to[ROWS_AT_ONCE];
-      for (int r = part.row; r < end; ++r) to[r] = &scratch.scores[r * padded + first];
+      for (int r = part.row; r < end; ++r) to[r] = &scratch.scores[r * padded + first - base];
       int r = part.row;
-      while (r < end && limits[r] <= first) ++r;  // sees none of these keys
-      for (; r + 4 <= end; r += 4, ahead = nullptr) score<4>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
-      if (end - r == 3) score<3>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
-      if (end - r == 2) score<2>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
-      if (end - r == 1) score<1>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
+      // These see none of the keys: within a sequence the first rows, and under a window the last ones.
+      while (r < end && limits[r] <= first) ++r;
+      while (r < end && low_of(end - 1) >= first + LANES) --end;
+      for (; r + 4 <= end; r += 4, ahead = nullptr) score<4>(q + r, scratch.keys.data(), dim, scale, to + r, ahead);
+      if (end - r == 3) score<3>(q + r, scratch.keys.data(), dim, scale, to + r, ahead);
+      if (end - r == 2) score<2>(q + r, scratch.keys.data(), dim, scale, to + r, ahead);
+      if (end - r == 1) score<1>(q + r, scratch.keys.data(), dim, scale, to + r, ahead);
     });
   float totals[ROWS_AT_ONCE];
   for (int r = 0; r < count; ++r) {
-    float *scores = &scratch.scores[r * padded];
-    const int64_t end = (limits[r] + LANES - 1) / LANES * LANES;
-    for (int64_t t = limits[r]; t < end; ++t) scores[t] = -INFINITY;
+    // From here on positions count from the tile in which the row's first token lies.
+    const int64_t skipped = down(low_of(r)), low = low_of(r) - skipped, limit = limits[r] - skipped;
+    float *scores = &scratch.scores[r * padded + skipped - base];
+    const int64_t end = (limit + LANES - 1) / LANES * LANES;
+    if (scoring.softcap != 0.0f) cap(scores, end, scoring.softcap);
+    for (int64_t t = 0; t < low; ++t) scores[t] = -INFINITY;
+    for (int64_t t = limit; t < end; ++t) scores[t] = -INFINITY;
     Floats most_of = load(scores);
     for (int64_t t = LANES; t < end; t += LANES) most_of = larger(most_of, load(scores + t));
-    const Floats top = every(largest(most_of));
+    const float sink = scoring.sinks ? scoring.sinks[queries[r].head] : -INFINITY, best = largest(most_of);
+    const Floats top = every(best < sink ? sink : best);
     Floats total = every(0.0f);
     for (int64_t t = 0; t < end; t += LANES) {
       Floats weights = exponential(sub(load(scores + t), top));
-      if (t + LANES > limits[r]) {
+      if (t + LANES > limit || t < low) {
         store(scores + t, weights);
-        for (int64_t i = limits[r]; i < end; ++i) scores[i] = 0.0f;
+        for (int64_t i = t; i < low; ++i) scores[i] = 0.0f;
+        for (int64_t i = limit; i < end; ++i) scores[i] = 0.0f;
         weights = load(scores + t);
       }
       store(scores + t, weights);
       total = add(total, weights);
     }
     totals[r] = sum(total);
-    std::fill(out[r], out[r] + dim, 0.0f);
+    if (scoring.sinks) {
+      float weights[LANES];
+      store(weights, exponential(sub(every(sink), top)));
+      totals[r] += weights[0];
+    }
+    std::fill(queries[r].out, queries[r].out + dim, 0.0f);
   }
   for (const Part &part : parts)
     each_tile(pool, layer, head, 1, part, scratch, [&](int64_t first, const float *const *values, const Next *ahead) {
-      for (int r = part.row + part.rows - 1; r >= part.row && limits[r] > first; --r, ahead = nullptr)
-        weigh_any(dim / LANES, &scratch.scores[r * padded + first], values,
-                  std::min<int64_t>(LANES, limits[r] - first), out[r], ahead);
+      for (int r = part.row + part.rows - 1; r >= part.row && limits[r] > first; --r) {
+        const int64_t before = std::max<int64_t>(0, low_of(r) - first), end = std::min<int64_t>(LANES, limits[r] - first);
+        if (WINDOWED && before >= end) continue;
+        weigh_any(dim / LANES, &scratch.scores[r * padded + first - base + before], values + before, end - before,
+                  queries[r].out, ahead);
+        ahead = nullptr;
+      }
     });
   for (int r = 0; r < count; ++r)
-    for (int64_t d = 0; d < dim; ++d) out[r][d] /= totals[r];
+    for (int64_t d = 0; d < dim; ++d) queries[r].out[d] /= totals[r];
 }
 
 }  // namespace headrace
@@ -201,34 +260,45 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
 using namespace headrace;
 
 // Rotated qkv of consecutive sequences: `counts[i]` rows at the end of `contexts[i]` tokens, whose blocks are
-// tables[starts[i] ..]. out [rows, heads * head_dim] is written for these rows only.
+// tables[starts[i] ..]; those before the window of all its rows are not read. window 0: all tokens. sinks [heads] or
+// null. out [rows, heads * head_dim] is written for these rows only.
 HEADRACE_API void headrace_attend(const float *qkv, int64_t heads, int64_t sequences, const int64_t *counts,
                                 const int64_t *contexts, const int64_t *starts, const int64_t *tables, uint8_t *data,
                                 int storage, int64_t kv_heads, int64_t layers, int64_t block_size, int64_t head_dim,
-                                int64_t layer, float scale, float *out, int threads) {
+                                int64_t layer, int64_t window, float scale, float softcap, const float *sinks,
+                                float *out, int threads) {
   const Pool pool{data, storage, kv_heads, layers, block_size, head_dim};
+  const Scoring scoring{scale, softcap, sinks};
   const int64_t group = heads / kv_heads;
-  const std::vector<Item> items = items_of(sequences, counts, contexts, starts, tables, block_size, kv_heads, group, threads);
+  const std::vector<Item> items =
+      items_of(sequences, counts, contexts, starts, tables, block_size, kv_heads, group, window, threads);
   each((int64_t)items.size(), threads, [&](int64_t i) {
     static thread_local Scratch scratch;
     const Item &item = items[i];
-    const float *q[ROWS_AT_ONCE];
-    float *to[ROWS_AT_ONCE];
-    int64_t limits[ROWS_AT_ONCE] = {};
+    Query queries[ROWS_AT_ONCE] = {};
     int count = 0;
     std::vector<Part> parts;
-    if (item.shared) parts.push_back({tables + starts[item.members[0].sequence], 0, item.shared, 0, 0});
+    if (item.shared) parts.push_back({nullptr, item.shared, item.shared, 0, 0});
     for (const Member &member : item.members) {
       const int begin = count;
       for (int64_t at = member.first; at < member.end; ++at, ++count) {
         const int64_t row = member.row + at / group, h = item.head * group + at % group;
-        q[count] = qkv + (row * (heads + 2 * kv_heads) + h) * head_dim;
-        to[count] = out + (row * heads + h) * head_dim;
-        limits[count] = contexts[member.sequence] - counts[member.sequence] + at / group + 1;
+        const int64_t limit = contexts[member.sequence] - counts[member.sequence] + at / group + 1;
+        const int64_t low = window ? std::max<int64_t>(0, limit - window) : 0;
+        queries[count] = {qkv + (row * (heads + 2 * kv_heads) + h) * head_dim, out + (row * heads + h) * head_dim, low,
+                          limit, h};
       }
-      parts.push_back({tables + starts[member.sequence], item.shared, limits[count - 1], begin, count - begin});
+      const int64_t *table = tables + starts[member.sequence], from = down(queries[begin].low);
+      parts.push_back({table, std::max(item.shared, from), queries[count - 1].limit, begin, count - begin});
+      if (item.shared) {
+        // What they share is read from where the first of them sees it, by that one's table.
+        if (!parts[0].table || from < parts[0].from) {
+          parts[0].table = table;
+          parts[0].from = std::min(from, item.shared);
+        }
+        parts[0].rows = count;
+      }
     }
-    if (item.shared) parts[0].rows = count;
-    attend(pool, layer, item.head, parts, q, limits, count, scale, to, scratch);
+    (window ? attend<true> : attend<false>)(pool, layer, item.head, parts, queries, count, scoring, scratch);
   });
 }

@@ -10,7 +10,7 @@ constexpr int64_t SHARED_LEAST = 64;  // tokens; for fewer it is not worth it
 
 struct Sequences {
   const int64_t *counts, *contexts, *starts, *tables;
-  int64_t block_size;
+  int64_t block_size, window;
 
   // Tokens at the beginning that lie in the same blocks, at most `limit`, in whole tiles.
   int64_t common(int64_t a, int64_t b, int64_t limit) const {
@@ -20,6 +20,9 @@ struct Sequences {
     return std::min(blocks * block_size, limit) / LANES * LANES;
   }
 
+  // Tokens that a sequence with one new token does not see.
+  int64_t before(int64_t sequence) const { return window ? std::max<int64_t>(0, contexts[sequence] - window) : 0; }
+
   // Make `member`, a sequence with one new token, one of the first item's that begins as it does.
   bool joined(std::vector<Item> &items, const Member &member, int64_t most) const {
     for (Item &item : items) {
@@ -27,7 +30,8 @@ struct Sequences {
       if ((int64_t)item.members.size() >= most || counts[first] != 1) continue;
       const int64_t known = item.shared ? item.shared : contexts[first] - 1;
       const int64_t shared = common(member.sequence, first, std::min(known, contexts[member.sequence] - 1));
-      if (shared < SHARED_LEAST || shared * 2 < item.shared) continue;
+      if (shared - before(first) < SHARED_LEAST || shared - before(member.sequence) < SHARED_LEAST) continue;
+      if (shared * 2 < item.shared) continue;
       item.shared = shared;
       item.members.push_back(member);
       return true;
@@ -37,8 +41,9 @@ struct Sequences {
 };
 
 std::vector<Item> items_of(int64_t sequences, const int64_t *counts, const int64_t *contexts, const int64_t *starts,
-                           const int64_t *tables, int64_t block_size, int64_t kv_heads, int64_t group, int threads) {
-  const Sequences all{counts, contexts, starts, tables, block_size};
+                           const int64_t *tables, int64_t block_size, int64_t kv_heads, int64_t group,
+                           int64_t window, int threads) {
+  const Sequences all{counts, contexts, starts, tables, block_size, window};
   const int64_t at_once = std::max<int64_t>(1, ROWS_AT_ONCE / group) * group;
   // Two items for each thread, so that none ends long after the others.
   const int64_t together = std::min<int64_t>(ROWS_AT_ONCE / group, sequences * kv_heads / (2 * threads));

@@ -22,8 +22,9 @@ struct Item {
 
 // Prompts go by tiles; sequences with one new token each that begin with the same blocks are read once for all of them.
 // Of `sequences`: counts[i] new tokens at the end of contexts[i], in the blocks tables[starts[i] ..]; `group` query heads
-// for each KV head.
+// for each KV head; `window` tokens that one sees, 0 for all.
 std::vector<Item> items_of(int64_t sequences, const int64_t *counts, const int64_t *contexts, const int64_t *starts,
-                           const int64_t *tables, int64_t block_size, int64_t kv_heads, int64_t group, int threads);
+                           const int64_t *tables, int64_t block_size, int64_t kv_heads, int64_t group,
+                           int64_t window, int threads);
 
 }  // namespace headrace

@@ -5,9 +5,13 @@
 //
 //   F32   [columns][64] float
 //   BF16  [columns][64] bfloat16
-//   Q8    per 32 columns: scales [64] float, codes [32][64] int8                     w = scale * code
 //   Q4    per 32 columns: scales [64], offsets [64] float, codes [32][32] bytes      w = scale * code + offset
 //         byte j of a column: rows j (low half) and j + 32 (high half) of the panel
+//   Q8    per 32 columns: scales [64] float, codes [32][64] int8                     w = scale * code
+//   A8    as Q8, with offsets [64] behind the scales                                 w = scale * code + offset
+//   H8    as Q8, with scales of columns 0 to 15, and of 16 to 31                     w = scale * code
+//   X8    as A8, with scales and offsets of columns 0 to 15, and of 16 to 31         w = scale * code + offset
+//   F8    as Q8, of 8-bit floats (E4M3)                                              w = scale * value of the code
 //
 // Each product is the sum, first to last, of chains of fused multiply-adds over 32 columns. So its bits depend on its row of x
 // and its row of W alone: not on the other rows, the number of threads, the processor, or how W is kept.
@@ -35,48 +39,69 @@ constexpr int AHEAD = 4096;  // bytes; memory is asked for this much before its 
 
 inline void fetch(const void *at) { __builtin_prefetch(at, 0, 3); }
 
-enum Kind { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3 };
+enum Kind { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3, A8 = 4, H8 = 5, X8 = 6, F8 = 7 };
 
-inline int64_t group_bytes(int kind) {
-  switch (kind) {
-    case F32: return GROUP * PANEL * 4;
-    case BF16: return GROUP * PANEL * 2;
-    case Q8: return PANEL * 4 + GROUP * PANEL;
-    default: return PANEL * 8 + GROUP * PANEL / 2;
+constexpr bool has_offsets(int kind) { return kind == Q4 || kind == A8 || kind == X8; }
+constexpr int parts_of(int kind) { return kind == H8 || kind == X8 ? 2 : 1; }
+constexpr int code_bytes(int kind) { return kind == Q4 ? PANEL / 2 : PANEL; }  // of a column
+constexpr int part_floats(int kind) { return has_offsets(kind) ? 2 * PANEL : PANEL; }
+constexpr int64_t group_bytes(int kind) { return parts_of(kind) * part_floats(kind) * 4 + GROUP * code_bytes(kind); }
+
+// What a column of codes of one part is widened by.
+template <int KIND>
+struct Factors {
+  Floats scale[VECTORS], offset[VECTORS];
+
+  inline explicit Factors(const float *at) {
+    for (int j = 0; j < VECTORS; ++j) {
+      scale[j] = load(at + j * LANES);
+      if (has_offsets(KIND)) offset[j] = load(at + PANEL + j * LANES);
+    }
+  }
+
+  inline void widen(const uint8_t *column, Floats (&w)[VECTORS]) const {
+    if (KIND == Q4) {
+      for (int j = 0; j < VECTORS / 2; ++j) from_int4(column + j * LANES, w[j], w[j + VECTORS / 2]);
+    } else {
+      for (int j = 0; j < VECTORS; ++j)
+        w[j] = KIND == F8 ? from_e4m3(column + j * LANES) : from_int8((const int8_t *)column + j * LANES);
+    }
+    for (int j = 0; j < VECTORS; ++j) w[j] = has_offsets(KIND) ? fma(scale[j], w[j], offset[j]) : mul(scale[j], w[j]);
+  }
+};
+
+// 32 columns of codes as floats [32][64].
+template <int KIND>
+static void widen_codes(const uint8_t *from, float *to) {
+  const float *factors = (const float *)from;
+  const uint8_t *codes = (const uint8_t *)(factors + parts_of(KIND) * part_floats(KIND));
+  constexpr int COLUMNS = GROUP / parts_of(KIND);
+  for (int part = 0; part < parts_of(KIND); ++part) {
+    const Factors<KIND> by(factors + part * part_floats(KIND));
+    for (int k = part * COLUMNS; k < (part + 1) * COLUMNS; ++k) {
+      fetch(from + AHEAD + k * group_bytes(KIND) / GROUP);
+      Floats w[VECTORS];
+      by.widen(codes + k * code_bytes(KIND), w);
+      for (int j = 0; j < VECTORS; ++j) store(to + k * PANEL + j * LANES, w[j]);
+    }
   }
 }
 
-// `count` columns of a panel as floats [count][64]; a view where they are floats already.
+// `count` columns of a panel as floats [count][64]; a view where they are floats already. Of codes, `count` is 32.
 static const float *widen(int kind, const uint8_t *from, int count, float *to) {
-  if (kind == F32) return (const float *)from;
-  if (kind == BF16) {
-    const uint16_t *bits = (const uint16_t *)from;
-    for (int at = 0; at < count * PANEL; at += LANES) store(to + at, from_bfloat16(bits + at));
-    return to;
-  }
-  const float *scales = (const float *)from;
-  Floats scale[VECTORS];
-  for (int j = 0; j < VECTORS; ++j) scale[j] = load(scales + j * LANES);
-  if (kind == Q8) {
-    const int8_t *codes = (const int8_t *)(scales + PANEL);
-    for (int k = 0; k < count; ++k) {
-      fetch(from + AHEAD + k * group_bytes(Q8) / GROUP);
-      for (int j = 0; j < VECTORS; ++j)
-        store(to + k * PANEL + j * LANES, mul(scale[j], from_int8(codes + k * PANEL + j * LANES)));
+  switch (kind) {
+    case F32: return (const float *)from;
+    case BF16: {
+      const uint16_t *bits = (const uint16_t *)from;
+      for (int at = 0; at < count * PANEL; at += LANES) store(to + at, from_bfloat16(bits + at));
+      break;
     }
-    return to;
-  }
-  Floats offset[VECTORS];
-  for (int j = 0; j < VECTORS; ++j) offset[j] = load(scales + PANEL + j * LANES);
-  const uint8_t *codes = (const uint8_t *)(scales + 2 * PANEL);
-  for (int k = 0; k < count; ++k) {
-    fetch(from + AHEAD + k * group_bytes(Q4) / GROUP);
-    for (int j = 0; j < VECTORS / 2; ++j) {
-      Floats low, high;
-      from_int4(codes + k * (PANEL / 2) + j * LANES, low, high);
-      store(to + k * PANEL + j * LANES, fma(scale[j], low, offset[j]));
-      store(to + k * PANEL + (j + VECTORS / 2) * LANES, fma(scale[j + VECTORS / 2], high, offset[j + VECTORS / 2]));
-    }
+    case Q8: widen_codes<Q8>(from, to); break;
+    case Q4: widen_codes<Q4>(from, to); break;
+    case A8: widen_codes<A8>(from, to); break;
+    case H8: widen_codes<H8>(from, to); break;
+    case X8: widen_codes<X8>(from, to); break;
+    default: widen_codes<F8>(from, to);
   }
   return to;
 }
@@ -127,42 +152,47 @@ static void some_rows(int rows, const float *x, int64_t stride, const float *w, 
 }
 
 // Few rows: each weight is multiplied where it is widened, without a buffer between. The same chains, the same bits.
-template <int ROWS, bool OFFSETS>
-static void coded_rows(const float *x, int64_t stride, const uint8_t *from, int count, float *sums) {
-  const float *scales = (const float *)from;
-  const uint8_t *codes = (const uint8_t *)(scales + (OFFSETS ? 2 : 1) * PANEL);
-  Floats total[ROWS][VECTORS], scale[VECTORS], offset[VECTORS];
-  for (int j = 0; j < VECTORS; ++j) {
-    scale[j] = load(scales + j * LANES);
-    if (OFFSETS) offset[j] = load(scales + PANEL + j * LANES);
-    for (int r = 0; r < ROWS; ++r) total[r][j] = every(0.0f);
-  }
-  constexpr int STEP = OFFSETS ? PANEL / 2 : PANEL;
-  for (int k = 0; k < count; ++k) {
-    const uint8_t *column = codes + k * STEP;
-    fetch(from + AHEAD + k * group_bytes(OFFSETS ? Q4 : Q8) / GROUP);
-    Floats w[VECTORS];
-    if (OFFSETS) {
-      for (int j = 0; j < VECTORS / 2; ++j) from_int4(column + j * LANES, w[j], w[j + VECTORS / 2]);
-      for (int j = 0; j < VECTORS; ++j) w[j] = fma(scale[j], w[j], offset[j]);
-    } else {
-      for (int j = 0; j < VECTORS; ++j) w[j] = mul(scale[j], from_int8((const int8_t *)column + j * LANES));
-    }
-    for (int r = 0; r < ROWS; ++r) {
-      const Floats value = every(x[r * stride + k]);
-      for (int j = 0; j < VECTORS; ++j) total[r][j] = fma(value, w[j], total[r][j]);
+template <int ROWS, int KIND>
+static void coded_rows(const float *x, int64_t stride, const uint8_t *from, float *sums) {
+  const float *factors = (const float *)from;
+  const uint8_t *codes = (const uint8_t *)(factors + parts_of(KIND) * part_floats(KIND));
+  constexpr int COLUMNS = GROUP / parts_of(KIND);
+  Floats total[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < VECTORS; ++j) total[r][j] = every(0.0f);
+  for (int part = 0; part < parts_of(KIND); ++part) {
+    const Factors<KIND> by(factors + part * part_floats(KIND));
+    for (int k = part * COLUMNS; k < (part + 1) * COLUMNS; ++k) {
+      fetch(from + AHEAD + k * group_bytes(KIND) / GROUP);
+      Floats w[VECTORS];
+      by.widen(codes + k * code_bytes(KIND), w);
+      for (int r = 0; r < ROWS; ++r) {
+        const Floats value = every(x[r * stride + k]);
+        for (int j = 0; j < VECTORS; ++j) total[r][j] = fma(value, w[j], total[r][j]);
+      }
     }
   }
   add_to(sums, total);
 }
 
-template <bool OFFSETS>
-static void few_rows(int rows, const float *x, int64_t stride, const uint8_t *from, int count, float *sums) {
+template <int KIND>
+static void few_rows(int rows, const float *x, int64_t stride, const uint8_t *from, float *sums) {
   switch (rows) {
-    case 1: return coded_rows<1, OFFSETS>(x, stride, from, count, sums);
-    case 2: return coded_rows<2, OFFSETS>(x, stride, from, count, sums);
-    case 3: return coded_rows<3, OFFSETS>(x, stride, from, count, sums);
-    default: return coded_rows<4, OFFSETS>(x, stride, from, count, sums);
+    case 1: return coded_rows<1, KIND>(x, stride, from, sums);
+    case 2: return coded_rows<2, KIND>(x, stride, from, sums);
+    case 3: return coded_rows<3, KIND>(x, stride, from, sums);
+    default: return coded_rows<4, KIND>(x, stride, from, sums);
+  }
+}
+
+static void few_rows(int kind, int rows, const float *x, int64_t stride, const uint8_t *from, float *sums) {
+  switch (kind) {
+    case Q8: return few_rows<Q8>(rows, x, stride, from, sums);
+    case Q4: return few_rows<Q4>(rows, x, stride, from, sums);
+    case A8: return few_rows<A8>(rows, x, stride, from, sums);
+    case H8: return few_rows<H8>(rows, x, stride, from, sums);
+    case X8: return few_rows<X8>(rows, x, stride, from, sums);
+    default: return few_rows<F8>(rows, x, stride, from, sums);
   }
 }
 
@@ -181,7 +211,7 @@ struct Matrix {
   int64_t width, columns;
 
   int64_t panels() const { return (width + PANEL - 1) / PANEL; }
-  bool coded() const { return kind == Q8 || kind == Q4; }
+  bool coded() const { return kind != F32 && kind != BF16; }
   int64_t column_bytes() const { return kind == F32 ? PANEL * 4 : PANEL * 2; }  // where groups mean nothing
   int64_t panel_bytes() const { return coded() ? columns / GROUP * group_bytes(kind) : columns * column_bytes(); }
 
@@ -194,7 +224,7 @@ struct Matrix {
     for (int64_t k = 0; k < columns; k += GROUP) {
       const int some = (int)std::min<int64_t>(GROUP, columns - k);
       if (coded() && rows <= FEW_ROWS)
-        (kind == Q4 ? few_rows<true> : few_rows<false>)((int)rows, x + k, columns, at, some, sums.data());
+        few_rows(kind, (int)rows, x + k, columns, at, sums.data());
       else
         all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums.data());
       at += coded() ? group_bytes(kind) : some * column_bytes();

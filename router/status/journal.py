@@ -37,6 +37,8 @@ class Recent(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_s: float | None = None
     itl_p50_s: float | None = None
     itl_p99_s: float | None = None
+    in_time: dict[str, tuple[int, int]] = {}
+    """How many met each target, `ttft` and `itl`, of how many that it was for: failing first is missing the first."""
     stages: dict[str, float] = {}
     """The mean of each stage, in seconds, over requests that ended well."""
     migrated_requests: int = 0
@@ -156,8 +158,8 @@ class RouterJournal:
         if self._tracing is not None:
             self._tracing.close(end.request, _span(end, facts))
 
-    def recent(self, now: float) -> Recent:
-        """The figures of the last minute."""
+    def recent(self, now: float, targets_s: tuple[float, float] | None = None) -> Recent:
+        """The figures of the last minute, beside the targets for the first token and for the gaps."""
         last = [end for end in self._endings if end.at_s >= now - RECENT_S]
         moved = [end for end in last if end.migrated_blocks]
         ttfts = sorted(end.ttft_s for end in last if end.ttft_s is not None)
@@ -170,11 +172,19 @@ class RouterJournal:
             ttft_p99_s=_quantile(ttfts, 99),
             itl_p50_s=_quantile(itls, 50),
             itl_p99_s=_quantile(itls, 99),
+            in_time={} if targets_s is None else _in_time(last, *targets_s),
             migrated_requests=len(moved),
             migrated_blocks=sum(end.migrated_blocks for end in moved),
             migrated_bytes=sum(end.migrated_bytes for end in moved),
             migration_s=sum(end.migration_s for end in moved),
         )
+
+
+def _in_time(ends: Sequence[_Ending], ttft_s: float, itl_s: float) -> dict[str, tuple[int, int]]:
+    lost = sum(end.ttft_s is None and end.outcome in (FinishReason.ERROR, FinishReason.DEADLINE) for end in ends)
+    firsts = [end.ttft_s <= ttft_s for end in ends if end.ttft_s is not None]
+    gaps = [end.itl_s <= itl_s for end in ends if end.itl_s is not None]
+    return {"ttft": (sum(firsts), len(firsts) + lost), "itl": (sum(gaps), len(gaps))}
 
 
 def together(parts: Sequence[Recent]) -> Recent:
@@ -191,7 +201,12 @@ def together(parts: Sequence[Recent]) -> Recent:
         name: max((told for one in parts if (told := getattr(one, name)) is not None), default=None)
         for name in largest
     }
-    return Recent(outcomes=dict(outcomes), stages=_mean_stages(parts, counts), **figures)
+    in_time = {
+        name: (sum(one.in_time[name][0] for one in told), sum(one.in_time[name][1] for one in told))
+        for name in ("ttft", "itl")
+        if (told := [one for one in parts if name in one.in_time])
+    }
+    return Recent(outcomes=dict(outcomes), in_time=in_time, stages=_mean_stages(parts, counts), **figures)
 
 
 def _mean_stages(parts: Sequence[Recent], counts: Sequence[int]) -> dict[str, float]:

@@ -29,7 +29,8 @@ class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """`waiting` requests stand in line; `open` ones wait, or are held by some worker."""
+    """`waiting` requests stand in line; `open` ones wait, or are held by some worker. The targets are for the time to
+    first token, and for the mean gap between tokens."""
 
     model: str
     ready: bool
@@ -37,6 +38,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     open: int
     workers: list[WorkerOverview]
     recent: Recent
+    slo_ttft_s: float = 0.5
+    slo_itl_s: float = 0.05
 
 
 def merged(told: Sequence[Overview]) -> Overview:
@@ -52,10 +55,12 @@ def merged(told: Sequence[Overview]) -> Overview:
         open=sum(one.open for one in told),
         workers=list(workers.values()),
         recent=together([one.recent for one in told]),
+        slo_ttft_s=told[0].slo_ttft_s,
+        slo_itl_s=told[0].slo_itl_s,
     )
 
 
-def overview(hub: Hub, model: str, now: float) -> Overview:
+def overview(hub: Hub, model: str, targets_s: tuple[float, float], now: float) -> Overview:
     """Make the report, on the hub's event loop."""
     workers = [
         WorkerOverview(
@@ -74,5 +79,7 @@ def overview(hub: Hub, model: str, now: float) -> Overview:
         waiting=hub.core.waiting,
         open=hub.core.open,
         workers=workers,
-        recent=hub.journal.recent(now),
+        recent=hub.journal.recent(now, targets_s),
+        slo_ttft_s=targets_s[0],
+        slo_itl_s=targets_s[1],
     )

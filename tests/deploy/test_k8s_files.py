@@ -312,7 +312,7 @@ def test_every_line_to_edit_is_marked() -> None:
         assert unmarked == (["  replicas: 1"] if example == "replicas: 1" else []), example
     for example in ("storageClassName", "accessModes", "kubernetes.io/metadata.name", "minAvailable"):
         assert [line for line in text.splitlines() if example in line and line not in marked] == [], example
-    assert len(marked) == 18
+    assert len(marked) == 19
 
 
 def test_no_pod_has_rights_that_it_does_not_use() -> None:
@@ -373,6 +373,13 @@ def test_guards_are_of_pods_that_there_are() -> None:
             for peer in rule.get("from", []):
                 if "namespaceSelector" not in peer:
                     assert chosen(peer["podSelector"]["matchLabels"])
+    # Pages of metrics are at free ports, the supervisor's, on the router's pod, too.
+    prometheus = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+    }
+    for policy in policies:
+        assert {"from": [prometheus]} in policy["spec"]["ingress"], policy["metadata"]["name"]
     open_ports = [rule["ports"] for rule in policies[1]["spec"]["ingress"] if "ports" in rule]
     assert open_ports == [[{"port": "http"}, {"port": "grpc"}]]
     budgets = [one["spec"] for one in everything() if one["kind"] == "PodDisruptionBudget"]

@@ -31,6 +31,9 @@ def _run(
     rows_per_item: int = 1,
     shared: list[SharedPrefix] | None = None,
     moved: bool = False,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    sinks: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Output and lse of the kernel, then of the reference, then how many slots the plan used."""
     generator = torch.Generator().manual_seed(5)
@@ -41,6 +44,11 @@ def _run(
             tables[row][:count] = tables[prefix.rows[0]][:count]
     pool = poisoned_pool(blocks, kv_heads, block_size, head_dim, kv)
     fill(pool, tables, lengths, generator, [max(0, n - window) if window else 0 for n in lengths])
+    if window:
+        unused = next(block for block in range(blocks) if all(block not in table for table in tables))
+        for row, length in enumerate(lengths):
+            before = max(0, length - window) // block_size
+            tables[row][:before] = [unused] * before
     if moved:
         move = torch.randperm(blocks, generator=generator)
         pool.payload[move] = pool.payload.clone()
@@ -64,11 +72,13 @@ def _run(
     generator.manual_seed(6)
     q = torch.randn(len(lengths), heads, head_dim, generator=generator).to(DEVICE, dtype)
     guarded = torch.full((len(lengths) + 2, heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    logits = sinks * torch.linspace(-1, 2, heads, device=DEVICE) if sinks else None
     out, lse = decode_attention(
-        q, pool, 1, buffers, KernelConfig(tile=tile, warps=4, stages=3), out=guarded[1:-1]
-    )
+        q, pool, 1, buffers, KernelConfig(tile=tile, warps=4, stages=3), out=guarded[1:-1], scale=scale,
+        softcap=softcap, sinks=logits,
+    )  # fmt: skip
     assert (guarded[0] == 7.0).all() and (guarded[-1] == 7.0).all(), "a guard row was written"
-    want, want_lse = reference.decode(q, pool, 1, lengths, tables, window)
+    want, want_lse = reference.decode(q, pool, 1, lengths, tables, reference.Scoring(window, scale, softcap, logits))
     return out.double(), lse.double(), want, want_lse, plan.slots
 
 
@@ -110,6 +120,43 @@ def test_eight_bit_keys_and_values(kv: torch.dtype, block_size: int) -> None:
 def test_sliding_window(window: int) -> None:
     """Guards the window's edge: rows before it are NaN here, as a freed block's may be."""
     _check(_run([5, 41, 70], window=window), 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kv", "options"),
+    [
+        (torch.float32, {"softcap": 1.5}),
+        (torch.float32, {"sinks": 2.0, "window": 40}),
+        (torch.float32, {"softcap": 0.6, "sinks": 30.0, "scale": 0.5, "window": 25}),
+        (torch.int8, {"softcap": 1.5, "sinks": -2.0, "scale": 0.1}),
+    ],
+)
+def test_scales_caps_and_sinks(kv: torch.dtype, options: dict[str, Any]) -> None:
+    """Guards the cap, which acts on natural scores, and the sink, which joins once: in rows that are cut into chunks,
+    in rows that are not, never in padding."""
+    for programs in (2, 12):
+        result = _run([150, 3, 0, 37], programs=programs, dtype=torch.float32, kv=kv, **options)
+        slots = _check(result, 4e-3 if kv == torch.int8 else 2e-5)
+    assert slots >= 4
+
+
+def test_shared_prefixes_under_a_window() -> None:
+    """Guards rows of one item that see different parts of it, or none of a chunk, beside rows of no item: what a row
+    does not see is NaN unless another does, and its own table does not name it."""
+    shared = [SharedPrefix((0, 1, 2, 3, 5), 96), SharedPrefix((1, 2), 128)]
+    lengths = [97, 130, 161, 150, 40, 96]
+    for programs, rows_per_item in ((3, 4), (12, 2)):
+        result = _run(
+            lengths,
+            shared=shared,
+            window=70,
+            programs=programs,
+            rows_per_item=rows_per_item,
+            kv=torch.float32,
+            dtype=torch.float32,
+            sinks=1.0,
+        )
+        assert _check(result, 2e-5) >= 6
 
 
 def test_split_rows_are_merged_and_whole_ones_are_not() -> None:

@@ -30,11 +30,17 @@ def _check(plan: DecodePlan, lengths: list[int], geometry: DecodeGeometry) -> No
     for first, begin, end in zip(plan.items, plan.ranges, plan.ranges[1:], strict=False):
         assert first != NO_WORK or begin == end, "a program without a first item has a second one"
     chunks: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+    sharing = {row for item in plan.items for row in plan.rows[item.first : item.first + item.size] if item.size > 1}
+    if not geometry.window:
+        sharing.clear()
     for item in plan.items:
         if item == NO_WORK:
             continue
         assert item.owner == plan.rows[item.first] and 0 < item.size <= geometry.rows_per_item and item.begin < item.end
         assert geometry.tile % 64 or item.begin % geometry.tile == 0
+        if geometry.window:
+            seen = min(lengths[row] for row in plan.rows[item.first : item.first + item.size]) - geometry.window
+            assert lengths[item.owner] - geometry.window == seen, "the owner may have let go of these blocks"
         for row in plan.rows[item.first : item.first + item.size]:
             mine = chunks.setdefault((row, item.kv_head), {})
             assert item.chunk not in mine, "two items would write one slot"
@@ -43,11 +49,9 @@ def _check(plan: DecodePlan, lengths: list[int], geometry: DecodeGeometry) -> No
         for head in range(geometry.kv_heads):
             mine = chunks.pop((row, head), {})
             assert sorted(mine) == list(range(plan.splits[row]))
-            at = (
-                max(0, length - geometry.window) // geometry.tile * geometry.tile
-                if geometry.window
-                else 0
-            )
+            low = max(0, length - geometry.window) if geometry.window else 0
+            at = mine[0][0] if mine else length
+            assert at <= low and (row in sharing or at == low // geometry.tile * geometry.tile)
             for number in range(len(mine)):
                 begin, end = mine[number]
                 assert begin == at
@@ -127,8 +131,8 @@ def test_a_shared_prefix_is_read_once_per_item_of_rows() -> None:
 def test_random_steps_are_covered_once() -> None:
     """Guards every path: windows, padding rows, nested prefixes, tight buffers."""
     rng = random.Random(4)
-    cut = nested = 0
-    for _ in range(200):
+    cut = nested = windowed = 0
+    for _ in range(300):
         geometry = DecodeGeometry(
             kv_heads=rng.choice([1, 3, 8]),
             programs=rng.choice([1, 7, 40]),
@@ -136,7 +140,7 @@ def test_random_steps_are_covered_once() -> None:
             rows_per_item=rng.choice([1, 4]),
             max_items=600,
             max_slots=rng.choice([40, 400]),
-            window=rng.choice([0, 0, 100]),
+            window=rng.choice([0, 0, 100, 2600, 2600]),
         )
         lengths = [rng.choice([0, 1, 63, rng.randint(1, 3000)]) for _ in range(rng.randint(1, 9))]
         shared = []
@@ -150,7 +154,24 @@ def test_random_steps_are_covered_once() -> None:
         plan = plan_decode(lengths, geometry, shared)
         _check(plan, lengths, geometry)
         cut += plan.slots > 0
-    assert cut > 20 and nested > 10
+        windowed += geometry.window > 0 and any(item.size > 1 for item in plan.items)
+    assert cut > 20 and nested > 10 and windowed > 5
+
+
+def test_a_window_bounds_the_work() -> None:
+    """Guards a window layer's cost, which its rows' lengths do not enter; and the layers beside it, which keep their
+    prefixes."""
+    shared = [SharedPrefix(tuple(range(32)), 8192)]
+    lengths = [8192 + 64 * row for row in range(32)]
+    geometry = replace(GEOMETRY, window=512, rows_per_item=16)
+    plan = plan_decode(lengths, geometry, shared)
+    _check(plan, lengths, geometry)
+    tiles = sum(-(-(item.end - item.begin) // 64) for item in plan.items) // 8
+    assert tiles <= 32 * 9
+    shares = {plan.rows[item.first + at] for item in plan.items for at in range(item.size) if item.size > 1}
+    assert shares == {row for row in range(32) if 8192 - (lengths[row] - 512) >= 2 * 64}
+    alone = plan_decode(lengths, geometry)
+    assert sum(-(-(item.end - item.begin) // 64) for item in alone.items) // 8 > tiles
 
 
 def test_buffers_of_the_stated_size_hold_any_step() -> None:

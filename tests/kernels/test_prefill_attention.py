@@ -1,5 +1,7 @@
 """The prefill kernel against dense attention in 64 bits."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,6 +23,9 @@ def _check(
     dtype: torch.dtype = torch.float16,
     config: KernelConfig,
     window: int = 0,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    sinks: float = 0.0,
     tolerance: float = 3e-3,
 ) -> None:
     generator = torch.Generator().manual_seed(sum(contexts))
@@ -40,6 +45,7 @@ def _check(
     assert [t[3] + t[2] for t in tiles] == sorted((t[3] + t[2] for t in tiles), reverse=True)
     out = torch.full_like(q, 7.0)
     lse = torch.full((rows + 2, heads), 7.0, device=DEVICE)
+    logits = sinks * torch.linspace(-1, 2, heads, device=DEVICE) if sinks else None
     prefill_attention(
         q,
         pool,
@@ -50,8 +56,12 @@ def _check(
         window=window,
         out=out,
         lse=lse,
+        scale=scale,
+        softcap=softcap,
+        sinks=logits,
     )
-    want, want_lse = reference.prefill(q, pool, 1, counts, contexts, tables, window)
+    scoring = reference.Scoring(window, scale, softcap, logits)
+    want, want_lse = reference.prefill(q, pool, 1, counts, contexts, tables, scoring)
     assert bool((out[rows:] == 7.0).all()) and bool((lse[rows:] == 7.0).all()), (
         "padding was written"
     )
@@ -88,6 +98,21 @@ def test_eight_bit_keys_and_values(kv: torch.dtype) -> None:
 def test_sliding_window(window: int) -> None:
     """Guards the lower edge, which differs from row to row; tokens before the first row's are NaN here."""
     _check([12, 3], [45, 30], window=window, config=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("kv", "options"),
+    [
+        (torch.float32, {"softcap": 1.5}),
+        (torch.float32, {"sinks": 2.0, "window": 9}),
+        (torch.float32, {"softcap": 0.6, "sinks": 30.0, "scale": 0.5, "window": 20}),
+        (torch.int8, {"softcap": 1.5, "sinks": -2.0, "scale": 0.1}),
+    ],
+)
+def test_scales_caps_and_sinks(kv: torch.dtype, options: dict[str, Any]) -> None:
+    """Guards the cap before the mask, on both sides of the diagonal, and the sink that joins every row once."""
+    tolerance = 4e-3 if kv == torch.int8 else 2e-5
+    _check([12, 1, 3], [45, 1, 30], dtype=torch.float32, kv=kv, config=SMALL, tolerance=tolerance, **options)
 
 
 def test_in_32_bits_it_is_exact_to_rounding() -> None:

@@ -97,15 +97,20 @@ def test_silu_mul(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv", "norm", "block_size", "head_dim"),
+    ("kv", "norm", "block_size", "head_dim", "turned"),
     [
-        (torch.float16, False, 16, 64),
-        (torch.float32, True, 1, 80),
-        (torch.int8, True, 4, 16),
-        (torch.float8_e4m3fn, False, 32, 96),
+        (torch.float16, False, 16, 64, 64),
+        (torch.float32, True, 1, 80, 80),
+        (torch.int8, True, 4, 16, 16),
+        (torch.float8_e4m3fn, False, 32, 96, 96),
+        (torch.float32, True, 16, 80, 60),
+        (torch.float32, False, 16, 64, 32),
+        (torch.int8, True, 4, 32, 10),
+        (torch.float32, True, 4, 48, 0),
+        (torch.int8, False, 4, 16, 0),
     ],
 )
-def test_rotation_and_write(kv: torch.dtype, norm: bool, block_size: int, head_dim: int) -> None:
+def test_rotation_and_write(kv: torch.dtype, norm: bool, block_size: int, head_dim: int, turned: int) -> None:
     """Guards slots, halves, heads and scales: everything but the named slots stays as it was, padding is dropped."""
     generator = torch.Generator().manual_seed(head_dim)
     heads, kv_heads, tokens = 3, 2, 5
@@ -115,7 +120,7 @@ def test_rotation_and_write(kv: torch.dtype, norm: bool, block_size: int, head_d
     qkv[1, heads] = 0.0
     slots = torch.randperm(40, generator=generator)[:tokens]
     slots[3] = -1
-    angles = torch.rand(50, head_dim // 2, generator=generator) * 6
+    angles = torch.rand(50, turned // 2, generator=generator) * 6
     weights = torch.randn(2, head_dim, generator=generator).to(DEVICE)
     q_norm, k_norm = weights if norm else (None, None)
     arguments = (
@@ -125,6 +130,8 @@ def test_rotation_and_write(kv: torch.dtype, norm: bool, block_size: int, head_d
         angles.sin(),
     )
     arguments = tuple(tensor.to(DEVICE) for tensor in arguments)
+    if not turned:
+        arguments = (*arguments[:2], None, None)
     qkv = qkv.to(DEVICE)
     q = rope_kv_write(qkv, pool, 1, *arguments, CONFIG, q_norm=q_norm, k_norm=k_norm)
     expected = reference.rope_kv_write(qkv, want, 1, *arguments, q_norm=q_norm, k_norm=k_norm)

@@ -2,18 +2,19 @@
 
 A step's decoding sequences come first, one row each, and go through `decode_attention` by a work list; chunks of
 prompts go through `prefill_attention`, into the same output. Rows that read the same leading blocks read them once.
+Layers of one window have one work list, made once per step: that of a window begins where the window does.
 While the device runs a step, the work list of the next one is made: the same rows, each one token longer. A step that
 turns out otherwise is planned when it comes.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from engine.backends.attention import LayerInput, Mixture, refuse_options
+from engine.backends.attention import LayerInput, Mixture
 from engine.backends.gpu.sampling import draw_tokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch, upload
 from engine.kv.layout import KVLayout
@@ -57,9 +58,10 @@ class _DecodeLaunch:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`decoding` rows by the plan in the buffers of `launch`; then, if there are any, the tiles of chunks."""
+    """`decoding` rows by the plans in the buffers of `launches`, by window; then, if there are any, the tiles of
+    chunks."""
 
-    launch: _DecodeLaunch | None
+    launches: dict[int, _DecodeLaunch]
     decoding: int
     tiles: Tensor | None
     tables: Tensor | None
@@ -104,7 +106,10 @@ class TritonAttention:
         self._table_blocks = layout.blocks_for(shape.context_tokens)
         self.max_batch = max_batch
         self.share_tokens = share_tokens
-        self._programs = dict.fromkeys((PLAIN, SHARED), programs)
+        self._windows = shape.windows
+        self._shares = any(self._kind(SHARED, window) == SHARED for window in self._windows)
+        self._softcap, self._sinks = shape.attention_softcap, shape.sinks
+        self._programs = {(kind, window): programs for kind in (PLAIN, SHARED) for window in self._windows}
         group, arch = shape.heads // layout.kv_heads, arch_of(self.device)
         stored = "float32" if shape.dtype == "float32" else layout.dtype
         dtype = str(TORCH_DTYPES[stored]).removeprefix("torch.")
@@ -115,28 +120,35 @@ class TritonAttention:
         self._configs["sample"] = config_for(ConfigKey("sample", 0, 0, 0, "float32", arch))
         self._experts = expert_configs(shape.dtype, arch)
         self._rows_per_tile = rows_per_tile(self._configs["prefill"], group)
-        # Mutable: buffers by kind and size, the step under way, its decoding rows, and the plan for their successors.
-        self._launches: dict[tuple[str, int], _DecodeLaunch] = {}
+        # Mutable: buffers by kind, window and size, the step under way, its decoding rows, and the plans for their
+        # successors by window.
+        self._launches: dict[tuple[str, int, int], _DecodeLaunch] = {}
         self._step: _Step | None = None
         self._latest: _Rows | None = None
-        self._ahead: tuple[_Rows, DecodePlan] | None = None
+        self._ahead: tuple[_Rows, dict[int, DecodePlan]] | None = None
 
     def fit(self, kv: KVTensors) -> None:
         """Make each kind's grid as large as its compiled kernel lets it run at once on this device, where its size was
         not given. Before the first step: buffers and recordings are made for one grid."""
-        for kind, given in self._programs.items():
+        for (kind, window), given in self._programs.items():
             if not given and not self._launches:
-                each = decode_residency(self._heads, self._dtype, kv.pool, self._configs[kind], self._table_blocks)
-                self._programs[kind] = _programs(self.device, each)
-                log.info("%s: %s programs on an SM, %d in all", kind, each, self._programs[kind])
+                each = decode_residency(
+                    *(self._heads, self._dtype, kv.pool, self._config(kind, window), self._table_blocks),
+                    window=window,
+                    softcap=self._softcap,
+                    with_sinks=self._sinks,
+                )
+                self._programs[kind, window] = _programs(self.device, each)
+                log.info("%s, window %d: %s programs on an SM", kind, window, each)
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         counts = batch.query_counts
         decoding = next((at for at, count in enumerate(counts) if count > 1), len(counts))
         tables = [table.tolist() for table in batch.block_tables]
-        launch = self._latest = None
+        launches = dict[int, _DecodeLaunch]()
+        self._latest = None
         if decoding:
-            launch = self._launch(self.load(batch.context_lens[:decoding], tables[:decoding]), decoding)
+            launches = self._of_step(self.load(batch.context_lens[:decoding], tables[:decoding]), decoding)
         tiles = chunk_tables = None
         if decoding < len(counts):
             planned = plan_prefill(counts[decoding:], batch.context_lens[decoding:], self._rows_per_tile)
@@ -144,51 +156,75 @@ class TritonAttention:
             width = max(map(len, tables[decoding:]))
             chunk_tables = self._int32([table + [0] * (width - len(table)) for table in tables[decoding:]])
         slots = torch.nn.functional.pad(batch.slots, (0, len(batch.tokens) - batch.rows), value=-1)
-        self._step = _Step(launch, decoding, tiles, chunk_tables, slots)
+        self._step = _Step(launches, decoding, tiles, chunk_tables, slots)
 
     def kinds(self, rows: int) -> Sequence[str]:
         """The kinds that the work list of so many rows may be of: one row shares with nobody."""
-        return (PLAIN, SHARED) if rows > 1 else (PLAIN,)
+        return (PLAIN, SHARED) if rows > 1 and self._shares else (PLAIN,)
+
+    def _kind(self, kind: str, window: int) -> str:
+        """The kind of launch of such layers in a step of this kind: a window that shows no more of a prefix than is
+        worth sharing has launches of the plain one, always."""
+        return kind if window == 0 or window > self.share_tokens else PLAIN
+
+    def _config(self, kind: str, window: int) -> KernelConfig:
+        """The launch's configuration. Under a window, items of rows that share nothing hold one row: it is masked as a
+        whole."""
+        config = self._configs[kind]
+        return replace(config, rows=self._heads // self._kv_heads) if window and kind == PLAIN else config
 
     def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str:
-        """Bring the work list of these decoding rows to the device, and say of which kind it is. `lengths` with the new
-        tokens; `tables` cover them."""
-        shared = shared_prefixes(tables, lengths, self._block_size, self.share_tokens)
-        launch = self._launch(SHARED if shared else PLAIN, len(lengths))
-        if self._ahead is not None and self._ahead[0] == (lengths, shared):
-            plan = self._ahead[1]
+        """Bring the work lists of these decoding rows to the device, and say of which kind they are. `lengths` with the
+        new tokens; `tables` cover them."""
+        rows = lengths, shared_prefixes(tables, lengths, self._block_size, self.share_tokens) if self._shares else []
+        if self._ahead is not None and self._ahead[0] == rows:
+            plans = self._ahead[1]
             self.planning.ahead += 1
         else:
-            plan = plan_decode(lengths, launch.buffers.geometry, shared)
+            plans = self._plans(rows)
             self.planning.at_once += 1
-        self._ahead, self._latest = None, (lengths, shared)
-        launch.buffers.load(plan, lengths, tables)
-        return launch.kind
+        self._ahead, self._latest = None, rows
+        kind = SHARED if rows[1] else PLAIN
+        for window, launch in self._of_step(kind, len(lengths)).items():
+            launch.buffers.load(plans[window], lengths, tables)
+        return kind
 
     def fix(self, kind: str, rows: int, slots: Tensor) -> None:
         """The step to come is a pure decode step of `rows` rows that reads the plan of `kind`, and `slots`, where they
         lie: what is recorded in a graph."""
-        self._step = _Step(self._launch(kind, rows), rows, None, None, slots)
+        self._step = _Step(self._of_step(kind, rows), rows, None, None, slots)
 
     def attend(self, given: LayerInput) -> Tensor:
         layer, qkv, rotation, batch, kv, norms, options = given
         step = self._step
         if step is None:
             raise RuntimeError("attend before begin")
-        refuse_options(options)
-        if rotation is None or 2 * rotation.cos.shape[-1] != qkv.shape[-1]:
-            raise NotImplementedError("heads that are not rotated, or not all of each")
         pool, configs = kv.pool, self._configs
         q_norm, k_norm, eps = norms or (None, None, 0.0)
-        rope = rotation.positions, rotation.cos, rotation.sin, configs["rope_kv_write"]
+        cos, sin = (None, None) if rotation is None else (rotation.cos, rotation.sin)
+        rope = batch.positions, cos, sin, configs["rope_kv_write"]
         q = rope_kv_write(qkv, pool, layer, step.slots, *rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
         out = torch.empty_like(q)
         out[batch.rows :] = 0
-        if (launch := step.launch) is not None:
-            rows = slice(step.decoding)
-            decode_attention(q[rows], pool, layer, launch.buffers, launch.config, out=out[rows])
+        window, scale, softcap, sinks = options
+        if step.launches:
+            rows, launch = slice(step.decoding), step.launches[window]
+            decode_attention(
+                *(q[rows], pool, layer, launch.buffers, launch.config),
+                out=out[rows],
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
         if step.tiles is not None and step.tables is not None:
-            prefill_attention(q, pool, layer, step.tiles, step.tables, configs["prefill"], out=out)
+            prefill_attention(
+                *(q, pool, layer, step.tiles, step.tables, configs["prefill"]),
+                window=window,
+                out=out,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
         return out.view(len(q), -1)
 
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -222,21 +258,33 @@ class TritonAttention:
             return
         lengths, shared = self._latest
         rows = ([length + 1 for length in lengths], shared)
-        geometry = self._launch(SHARED if shared else PLAIN, len(lengths)).buffers.geometry
-        self._ahead = rows, plan_decode(rows[0], geometry, shared)
+        self._ahead = rows, self._plans(rows)
 
-    def _launch(self, kind: str, rows: int) -> _DecodeLaunch:
+    def _plans(self, rows: _Rows) -> dict[int, DecodePlan]:
+        """The work lists of these rows, one for each window."""
+        lengths, shared = rows
+        return {
+            window: plan_decode(lengths, launch.buffers.geometry, shared if launch.kind == SHARED else ())
+            for window, launch in self._of_step(SHARED if shared else PLAIN, len(lengths)).items()
+        }
+
+    def _of_step(self, kind: str, rows: int) -> dict[int, _DecodeLaunch]:
+        """The launches of a step of this kind, by window."""
+        return {window: self._launch(self._kind(kind, window), window, rows) for window in self._windows}
+
+    def _launch(self, kind: str, window: int, rows: int) -> _DecodeLaunch:
         """The launch with buffers for at least so many rows. Those for `max_batch` are made once and never move."""
         size = max(self.max_batch, 1 << max(0, rows - 1).bit_length())
-        if (kind, size) not in self._launches:
-            config = self._configs[kind]
+        if (kind, window, size) not in self._launches:
+            config = self._config(kind, window)
             geometry = geometry_for(
                 batch=size,
                 kv_heads=self._kv_heads,
                 group=self._heads // self._kv_heads,
-                programs=self._programs[kind] or _programs(self.device),
+                programs=self._programs[kind, window] or _programs(self.device),
                 tile=config.tile,
                 packed_rows=config.rows,
+                window=window,
             )
             buffers = DecodeBuffers(
                 geometry,
@@ -246,8 +294,8 @@ class TritonAttention:
                 table_blocks=self._table_blocks,
                 device=self.device,
             )
-            self._launches[kind, size] = _DecodeLaunch(kind, config, buffers)
-        return self._launches[kind, size]
+            self._launches[kind, window, size] = _DecodeLaunch(kind, config, buffers)
+        return self._launches[kind, window, size]
 
     def _int32(self, numbers: Sequence[Sequence[int]]) -> Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int32), self.device)

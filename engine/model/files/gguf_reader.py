@@ -117,7 +117,13 @@ class GGUFFile:
 
     def codes(self, name: str, part: int | None = None) -> Codes | None:
         """Read a quantized matrix as it is stored; None where `codes_of` does not know the format."""
-        return codes_of(self._data(name, part), self._find(name).tensor_type)
+        with np.errstate(invalid="ignore"):  # a scale that is no number is told of below
+            codes = codes_of(self._data(name, part), self._find(name).tensor_type)
+        if codes is not None:
+            for what in (codes.scales, codes.offsets):
+                if what is not None and not np.isfinite(what).all():
+                    raise ModelError(self.path, f"tensor {name}: a scale is not a finite number")
+        return codes
 
     def _data(self, name: str, part: int | None) -> NDArray[Any]:
         found = self._find(name)

@@ -9,6 +9,7 @@ from engine.model.families import Family, Source
 from engine.model.files import experts
 from engine.model.files.checkpoint import find_family, most_of, read_json
 from engine.model.files.hf_options import DEFAULTS, family_options
+from engine.model.files.hf_quantization import Matrix, Quantization
 from engine.model.files.hf_text import text_files
 from engine.model.files.safetensors_reader import SafetensorsFile, StoredTensor
 from engine.text.files import TextFiles
@@ -30,13 +31,16 @@ class HFModel:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        raw = text_side(read_json(path / "config.json"))
+        whole = read_json(path / "config.json")
+        raw = text_side(whole)
         self.family = family_of(path)
         self.config = model_config(path / "config.json", self.family, raw, folder_name(path))
         self._raw = raw
         self.shards = [SafetensorsFile(shard) for shard in shards(path)]
         self._where = {name: shard for shard in self.shards for name in shard.tensors}
         self._wrapping = self._wrapped()
+        said = raw.get("quantization_config") or whole.get("quantization_config")
+        self._quantization = None if not said else Quantization(path / "config.json", said, self._where)
 
     def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
         name = source.hugging_face.format(layer=layer, expert=expert)
@@ -47,8 +51,16 @@ class HFModel:
         """Return how names begin, and how they begin in these files."""
         return next((pair for name, pair in _WRAPPINGS.items() if name in self._where), ("", ""))
 
+    @property
+    def is_quantized(self) -> bool:
+        """True where config.json says that weights are codes."""
+        return self._quantization is not None
+
     def read(self, name: str) -> FloatArray:
-        return self._holder(name).read(name)
+        found = self._quantized(name)
+        if found is None:
+            return self._holder(name).read(name)
+        return found.widen() if isinstance(found, Codes) else found.rows(0, len(found.codes))
 
     def stored(self, name: str) -> StoredTensor:
         """Return where the tensor lies. Raises ModelError where it is missing."""
@@ -60,7 +72,11 @@ class HFModel:
         return self._where[name]
 
     def codes(self, name: str) -> Codes | None:
-        return None
+        found = self._quantized(name)
+        return found if found is None or isinstance(found, Codes) else found.as_codes()
+
+    def _quantized(self, name: str) -> Matrix | None:
+        return None if self._quantization is None else self._quantization.find(name)
 
     def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
         return self.read(self.tensor_name(source, layer, expert))

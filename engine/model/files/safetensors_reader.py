@@ -5,7 +5,7 @@ The `safetensors` package checks the header; its numpy side knows no bfloat16, s
 
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from engine.model.codes import FloatArray
 from engine.model.config import ModelError
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
+_INTEGERS = {"I64": "<i8", "I32": "<i4", "I8": "i1", "U8": "u1", "F8_E4M3": "u1", "F8_E8M0": "u1"}
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -63,6 +64,14 @@ class SafetensorsFile:
         """Return the tensor's bytes, mapped; KeyError if the file does not have it."""
         tensor = self.tensors[name]
         return self._bytes[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return a tensor of integers, or the bytes of one of small floats, mapped; KeyError if the file does not have
+        it."""
+        tensor = self.tensors[name]
+        if tensor.dtype not in _INTEGERS:
+            raise ModelError(self.path, f"tensor {name}: dtype {tensor.dtype}, where integers are expected")
+        return self.raw(name).view(_INTEGERS[tensor.dtype]).reshape(tensor.shape)
 
     def read(self, name: str) -> FloatArray:
         """Read the tensor in 32 bits; KeyError if the file does not have it."""

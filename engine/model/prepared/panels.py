@@ -55,15 +55,13 @@ def _split(codes: Codes, count: int) -> Iterator[Panels]:
     """Pack the codes of `count` matrices, whose rows lie under each other, one after the other."""
     rows = len(codes.codes) // count
     for first in range(0, len(codes.codes), rows):
-        mine = slice(first, first + rows)
-        offsets = None if codes.offsets is None else codes.offsets[mine]
-        yield _packed(Codes(codes.codes[mine], codes.scales[mine], offsets, codes.bits))
+        yield _packed(codes.rows(first, first + rows))
 
 
 def _packed(codes: Codes) -> Panels:
     offsets = None if codes.offsets is None else torch.from_numpy(codes.offsets)
     scales = torch.from_numpy(codes.scales)
-    return pack_codes(torch.from_numpy(codes.codes), scales, offsets, codes.bits)
+    return pack_codes(torch.from_numpy(codes.codes), scales, offsets, codes.form)
 
 
 def _made(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[Made]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.model.codes import Codes, stack
+from engine.model.codes import Codes, FloatArray, stack
 from engine.model.config import ModelError, Progress
 from engine.model.families import Source, Weight, layer_key
 from engine.model.files.checkpoint import Checkpoint, as_dtype, halves_from_pairs
@@ -41,19 +41,31 @@ def write_weights(source: Checkpoint, dtype: str, folder: Path, progress: Progre
 
 
 def _slabs(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> Iterator[memoryview]:
-    """Yield a weight's bytes by slabs of rows, so that no more than one tensor is held in 32 bits."""
+    """Yield a weight's bytes by slabs of rows, so that no more than one tensor is held in 32 bits, and of codes no
+    more than a slab."""
     for piece, expert in pieces_of(source, weight):
         name = source.tensor_name(piece, layer, expert)
-        values = source.read_expert(piece, layer, expert) if weight.each_expert else source.read(name)
-        check_shape(source, name, values.shape, weight, piece)
-        if source.rope_pairs and piece.rope_heads:
-            values = halves_from_pairs(values, int(getattr(source.config, piece.rope_heads)))
-        if source.folds_norms and piece.is_norm and source.config.norm_offset:
-            # As Hugging Face has it: a weight near one would lose bits in the type of 16.
-            values = values - np.float32(source.config.norm_offset)
-        rows = max(1, SLAB_VALUES // max(1, prod(values.shape[1:])))
-        for first in range(0, len(values), rows):
-            yield np.ascontiguousarray(as_dtype(values[first : first + rows], dtype, source.path, name)).data
+        for values in _rows_of(source, weight, piece, layer, expert):
+            yield np.ascontiguousarray(as_dtype(values, dtype, source.path, name)).data
+
+
+def _rows_of(source: Checkpoint, weight: Weight, piece: Source, layer: int, expert: int) -> Iterator[FloatArray]:
+    """Yield a tensor's values by slabs of rows. What it holds goes with it, before another tensor is read."""
+    name = source.tensor_name(piece, layer, expert)
+    if (codes := _codes(source, weight, piece, layer, expert)) is not None:
+        check_shape(source, name, codes.codes.shape, weight, piece)
+        rows = max(1, SLAB_VALUES // codes.codes.shape[1])
+        yield from (codes.rows(at, at + rows).widen() for at in range(0, len(codes.codes), rows))
+        return
+    values = source.read_expert(piece, layer, expert) if weight.each_expert else source.read(name)
+    check_shape(source, name, values.shape, weight, piece)
+    if source.rope_pairs and piece.rope_heads:
+        values = halves_from_pairs(values, int(getattr(source.config, piece.rope_heads)))
+    if source.folds_norms and piece.is_norm and source.config.norm_offset:
+        # As Hugging Face has it: a weight near one would lose bits in the type of 16.
+        values = values - np.float32(source.config.norm_offset)
+    rows = max(1, SLAB_VALUES // max(1, prod(values.shape[1:])))
+    yield from (values[at : at + rows] for at in range(0, len(values), rows))
 
 
 def pieces_of(source: Checkpoint, weight: Weight) -> list[tuple[Source, int]]:
@@ -70,25 +82,24 @@ def check_shape(source: Checkpoint, name: str, shape: tuple[int, ...], weight: W
 
 
 def prepared_codes(source: Checkpoint) -> Iterator[tuple[str, Codes]]:
-    """Yield the codes of those weights whose sources all have them, of the same bits: what widens to the very bits that
+    """Yield the codes of those weights whose sources all have them: what widens to the very bits that
     `write_weights` writes in 32 bits, and has checked."""
     for key, weight, layer in prepared_weights(source):
-        if weight.each_expert:
-            found = [source.expert_codes(piece, layer, expert) for piece, expert in pieces_of(source, weight)]
-        else:
-            found = [_codes(source, piece, layer) for piece in weight.sources]
+        found = [_codes(source, weight, piece, layer, expert) for piece, expert in pieces_of(source, weight)]
         parts = [part for part in found if part is not None]
         if len(parts) == len(found) and (whole := stack(parts)) is not None:
             yield key, whole
 
 
-def _codes(source: Checkpoint, piece: Source, layer: int) -> Codes | None:
+def _codes(source: Checkpoint, weight: Weight, piece: Source, layer: int, expert: int) -> Codes | None:
+    if weight.each_expert:
+        return source.expert_codes(piece, layer, expert)
     codes = source.codes(source.tensor_name(piece, layer))
     if codes is None or not (source.rope_pairs and piece.rope_heads):
         return codes
     heads = int(getattr(source.config, piece.rope_heads))
     offsets = None if codes.offsets is None else halves_from_pairs(codes.offsets, heads)
-    return Codes(halves_from_pairs(codes.codes, heads), halves_from_pairs(codes.scales, heads), offsets, codes.bits)
+    return Codes(halves_from_pairs(codes.codes, heads), halves_from_pairs(codes.scales, heads), offsets, codes.form)
 
 
 def prepared_weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:

@@ -91,6 +91,15 @@ def test_where_nothing_is_short_it_says_that_there_is_no_difference() -> None:
     found = report(lived(poisson(0.3, 64, 16), PoolSizes(1, 1)), BOUNDS, TimeLimits(2.0, 0.1))
     assert (found.verdict, found.regret, found.best) == (NO_DIFFERENCE, 0.0, "split 1+1")
     assert "no difference" in text(found) and "nothing is surely better" in text(found)
+    assert found.within_share == 1.0 and "kept both limits" not in text(found)
+
+
+def test_missed_limits_are_said_beside_a_verdict_that_changes_nothing() -> None:
+    """Guards "nothing is surely better" as the last word, where no arrangement keeps limits that nobody could keep."""
+    found = report(lived(poisson(0.3, 64, 16), PoolSizes(1, 1)), BOUNDS, TimeLimits(0.001, 0.001))
+    assert (found.verdict, found.regret, found.within_share) == (NO_DIFFERENCE, 0.0, 0.0)
+    last = text(found).splitlines()[-1]
+    assert last.startswith("only 0% of the requests kept both limits")
 
 
 def test_what_it_does_not_understand_makes_it_unsure() -> None:

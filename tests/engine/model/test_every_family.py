@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.native_attention import NativeAttention, attends
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
+from kernels.native import native
 from tests.engine.model.checkpoints import CASES, VOCAB, build, save_gguf, save_hf
 from tests.engine.model.test_families import Ours
 
@@ -62,6 +64,14 @@ def compare(source: str, model: Any, cache: Path) -> None:
             answer.append(int(ours.step(answer[-1:]).argmax()))
     ours.close()
     assert greedy_gap(model, prompt, answer) == 0.0
+    if (kernels := native()) is not None:
+        ours = Ours(ours.model, NativeAttention(ours.model.config.heads, kernels))
+        assert attends(ours.kv)
+        with torch.inference_mode():
+            torch.testing.assert_close(ours.step(prompt[:41]), wanted[40], atol=1e-4, rtol=0)
+            torch.testing.assert_close(ours.step(prompt[41:74]), wanted[73], atol=1e-4, rtol=0)
+            torch.testing.assert_close(ours.step(prompt[74:]), wanted[-1], atol=1e-4, rtol=0)
+        ours.close()
 
 
 @pytest.mark.parametrize("case", CASES)

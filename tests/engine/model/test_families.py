@@ -157,18 +157,18 @@ def llama3_factors(config: LlamaConfig) -> np.ndarray:
 class Ours:
     """One sequence on the prepared model, over paged KV with scattered blocks."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Llama, attention: TorchAttention | None = None) -> None:
         config = model.config
         self.model = model
         self.kv = PagedKV(config.kv_layout(16), 16)
         self.kv.tensor.fill_(float("nan"))
         self.blocks = [11, 2, 7, 0, 14, 5, 9, 3, 12, 1]
-        self.attention = TorchAttention(config.heads)
+        self.attention = attention or TorchAttention(config.heads)
         self.length = 0
 
     def step(self, tokens: list[int]) -> torch.Tensor:
         row = trial_row([0] * self.length + tokens, self.length, [BlockId(block) for block in self.blocks])
-        batch = ForwardBatch.build([row], 16)
+        batch = ForwardBatch.build([row], 16, row_multiple=self.attention.row_multiple)
         self.length += len(tokens)
         self.attention.begin(batch, self.kv)
         return self.model.forward(batch, self.kv, self.attention)[0]

@@ -1,5 +1,5 @@
 """The kernels and configurations whose machine code is watched: those of `kernels.configs`, not every product; the
-launches by which a card is first checked; and the largest that the defaults come to."""
+launches by which a card is first checked; the largest that the defaults come to; and the options of layers."""
 
 from kernels import configs
 from tests.kernels.contract.attention_cases import decode_case, merge_case, prefill_case
@@ -23,6 +23,7 @@ from tests.kernels.contract.other_cases import (
     silu_case,
     widen_case,
 )
+from tests.kernels.contract.variant_cases import variant_cases
 
 BUILDERS = {
     "decode": decode_case,
@@ -47,8 +48,8 @@ BESIDE = {"convert_blocks": (widen_case,), "plan_experts": (place_case,)}
 
 
 def cases(arch: int) -> list[Watched]:
-    """Return the cases of the table's entries, those of `benchmarks.gpu.correct`, and the largest."""
-    return [*entry_cases(arch), *launched_cases(arch), *largest_cases(arch)]
+    """Return the cases of the table's entries, those of `benchmarks.gpu.correct`, the largest, and the variants."""
+    return [*entry_cases(arch), *launched_cases(arch), *largest_cases(arch), *variant_cases(arch)]
 
 
 def entry_cases(arch: int) -> list[Case]:

@@ -44,6 +44,7 @@ def rope_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "KV_HEADS": KV_HEADS,
             "HALF_PAD": triton.next_power_of_2(key.head_dim // 2),
             "NORM": True,
+            "TURNED": key.head_dim // 2,
             "ROWS": config.rows,
         },
         warps=config.warps,
@@ -71,7 +72,7 @@ def silu_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         name=case_name(key),
         kernel=silu_mul.silu_mul_kernel,
         types={"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
-        constants={"WIDTH": 14336, "TILE": config.tile},
+        constants={"WIDTH": 14336, "GELU": False, "TILE": config.tile},
         warps=config.warps,
         stages=config.stages,
     )

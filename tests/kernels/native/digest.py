@@ -22,8 +22,12 @@ def bits_of_everything(kernels: Native) -> str:
     for weight in (
         pack_plain(noise(150, 100)),
         pack_plain(noise(150, 100).bfloat16().float()),
-        pack_codes(codes.to(torch.int8), noise(150, 3), None, 8),
-        pack_codes(codes, noise(150, 3), noise(150, 3), 4),
+        pack_codes(codes.to(torch.int8), noise(150, 3), None, "q8"),
+        pack_codes(codes, noise(150, 3), noise(150, 3), "q4"),
+        pack_codes(codes.to(torch.int8), noise(150, 3), noise(150, 3), "a8"),
+        pack_codes(codes.to(torch.int8), noise(150, 6), None, "h8"),
+        pack_codes(codes.to(torch.int8), noise(150, 6), noise(150, 6), "x8"),
+        pack_codes(codes * 7, noise(150, 3), None, "f8"),
     ):
         for rows in (11, 3, 1):
             digest.update(kernels.linear(noise(rows, weight.columns), weight, noise(150)).numpy().tobytes())
@@ -53,7 +57,14 @@ def bits_of_everything(kernels: Native) -> str:
         )
         answers, beginning = torch.zeros(2, 6 * 48), [torch.arange(9)] * 2
         kernels.attend(wide[:2], 6, Sequences.of([1, 1], [72, 70], beginning), pool, shape, 1, answers)
-        for tensor in (qkv, out, answers, wide, pool.view(torch.uint8)):
+        scored = torch.zeros(2, 30, 6 * 48)
+        for some, window, softcap, sinks in ((scored[0], 0, 1.5, noise(6)), (scored[1], 13, 0.0, None)):
+            options = {"window": window, "scale": 0.2, "softcap": softcap, "sinks": sinks}
+            kernels.attend(qkv, 6, Sequences.of([1, 29], [20, 43], tables), pool, shape, 1, some, **options)
+        partly = noise(4, 10, 48)
+        few = noise(50, 10)
+        kernels.rotate_and_write(partly, 6, (few.cos(), few.sin()), torch.arange(4), None, pool, shape, 0, slots[:4])
+        for tensor in (qkv, out, answers, wide, scored, partly, pool.view(torch.uint8)):
             digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
 

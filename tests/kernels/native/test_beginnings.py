@@ -43,24 +43,25 @@ def case(
     return pool, contexts, placed
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("threads", "window"), [(1, 0), (2, 0), (1, 100), (2, 30)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(9, 3, 64, 16), (4, 4, 16, 1), (8, 1, 80, 64)])
 def test_beginnings_are_shared_without_a_trace(
-    heads: int, kv_heads: int, dim: int, block_size: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv_heads: int, dim: int, block_size: int, threads: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Under a window too, of which sequences of other lengths see other parts of what they share."""
     assert NATIVE is not None
     monkeypatch.setattr(NATIVE, "threads", lambda: threads)
     shape = PoolShape(kv_heads, 1, block_size, dim)
     for seed in range(25):
         pool, contexts, tables = case(seed, kv_heads, dim, block_size)
         qkv = torch.randn(len(contexts), heads + 2 * kv_heads, dim)
-        together = attend(NATIVE, qkv, heads, contexts, tables, pool, shape)
+        together = attend(NATIVE, qkv, heads, contexts, tables, pool, shape, window)
         alone = [
-            attend(NATIVE, qkv[i : i + 1].clone(), heads, contexts[i : i + 1], tables[i : i + 1], pool, shape)
+            attend(NATIVE, qkv[i : i + 1].clone(), heads, contexts[i : i + 1], tables[i : i + 1], pool, shape, window)
             for i in range(len(contexts))
         ]
         assert torch.equal(together, torch.cat(alone))
-        want = reference.paged_attention(qkv[:, :heads], pool, 0, [1] * len(contexts), contexts, tables)
+        want = reference.paged_attention(qkv[:, :heads], pool, 0, [1] * len(contexts), contexts, tables, window=window)
         torch.testing.assert_close(together.view(len(qkv), heads, dim).double(), want, atol=3e-6, rtol=1e-5)
 
 
@@ -72,9 +73,11 @@ def attend(
     tables: list[Tensor],
     pool: Tensor,
     shape: PoolShape,
+    window: int = 0,
 ) -> Tensor:
     out = torch.zeros(len(qkv), heads * shape.head_dim)
-    kernels.attend(qkv, heads, Sequences.of([1] * len(contexts), contexts, tables), pool, shape, 0, out)
+    sequences = Sequences.of([1] * len(contexts), contexts, tables)
+    kernels.attend(qkv, heads, sequences, pool, shape, 0, out, window=window)
     return out
 
 

@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from kernels import reference, reference_rows
 from kernels.native import SHARED_ROWS, SOURCES, Native, PoolShape, Sequences, native, source_digest
-from kernels.panels import Kind, Panels, pack_codes, pack_plain, unpack
+from kernels.panels import FACTORS, Kind, Panels, pack_codes, pack_plain, unpack
 from tests.kernels.native.digest import bits_of_everything
 
 NATIVE = native()
 pytestmark = pytest.mark.skipif(
     NATIVE is None, reason="the native kernels were not built here: they need a C++ compiler at installation"
 )
-KINDS: list[Kind] = ["f32", "bf16", "q8", "q4"]
+KINDS: list[Kind] = ["f32", "bf16", "q8", "q4", "a8", "h8", "x8", "f8"]
 
 
 @pytest.fixture
@@ -39,12 +40,17 @@ def weight_of(kind: Kind, rows: int, columns: int) -> Panels:
     plain = torch.randn(rows, columns, generator=generator)
     if kind in ("f32", "bf16"):
         return pack_plain(plain if kind == "f32" else plain.bfloat16().float())
-    scales = torch.rand(rows, columns // 32, generator=generator).half().float()
-    if kind == "q8":
-        codes = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
-        return pack_codes(codes, scales / 64, None, 8)
-    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-    return pack_codes(codes, scales, torch.randn(rows, columns // 32, generator=generator), 4)
+    parts, factors = FACTORS[kind]
+    scales = torch.rand(rows, columns // 32 * parts, generator=generator).half().float()
+    offsets = torch.randn(scales.shape, generator=generator) if factors == 2 else None
+    if kind == "q4":
+        nibbles = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+        return pack_codes(nibbles, scales, offsets, kind)
+    codes = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
+    if kind == "f8":
+        numbers = torch.where((codes & 127) == 127, 0, codes)  # without the two that are none
+        return pack_codes(numbers.view(torch.uint8), scales, None, kind)
+    return pack_codes(codes, scales / 64, offsets, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,6 +107,10 @@ def test_only_contiguous_floats_are_read(kernels: Native) -> None:
     qkv, pool, tables = attention_case(2, 1, 16, 4, [(1, 1)], torch.float32)
     with pytest.raises(ValueError, match="contiguous"):
         attend(kernels, qkv, 2, pool, 0, [(1, 1)], [tables[0].int()])
+    with pytest.raises(ValueError, match="contiguous"):
+        attend(kernels, qkv, 2, pool, 0, [(1, 1)], tables, sinks=torch.zeros(2).bfloat16())
+    with pytest.raises(ValueError, match="3 sinks for 2 heads"):
+        attend(kernels, qkv, 2, pool, 0, [(1, 1)], tables, sinks=torch.zeros(3))
 
 
 @pytest.mark.parametrize("width", [16, 17, 576, 45])
@@ -125,16 +135,23 @@ def test_rows(kernels: Native, width: int) -> None:
 
 
 def attention_case(
-    heads: int, kv_heads: int, dim: int, block_size: int, spans: list[tuple[int, int]], dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    spans: list[tuple[int, int]],
+    dtype: torch.dtype,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Rows of qkv and a pool whose unused rows are NaN, with `spans` of (new rows, context) on shuffled blocks."""
+    """Rows of qkv and a pool whose unused rows are NaN, those before a window included, with `spans` of (new rows,
+    context) on shuffled blocks."""
     torch.manual_seed(heads * 100 + kv_heads * 10 + block_size)
     need = [-(-context // block_size) for _, context in spans]
     order = torch.randperm(sum(need) + 3)
     pool = torch.full((len(order), kv_heads, 2, 2, block_size, dim), float("nan"), dtype=dtype)
     tables = list(order[: sum(need)].split(need))
-    for (_, context), table in zip(spans, tables, strict=True):
-        for t in range(context):
+    for (count, context), table in zip(spans, tables, strict=True):
+        for t in range(max(0, context - count + 1 - window) if window else 0, context):
             pool[table[t // block_size], :, :, :, t % block_size] = torch.randn(kv_heads, 2, 2, dim).to(dtype)
     rows = sum(count for count, _ in spans)
     return torch.randn(rows, heads + 2 * kv_heads, dim), pool, tables
@@ -148,11 +165,12 @@ def attend(
     layer: int,
     spans: list[tuple[int, int]],
     tables: list[Tensor],
+    **options: Any,
 ) -> Tensor:
     _, kv_heads, layers, _, block_size, dim = pool.shape
     out = torch.zeros(len(qkv) + 2, heads * dim)
     sequences = Sequences.of([c for c, _ in spans], [n for _, n in spans], tables)
-    kernels.attend(qkv, heads, sequences, pool, PoolShape(kv_heads, layers, block_size, dim), layer, out)
+    kernels.attend(qkv, heads, sequences, pool, PoolShape(kv_heads, layers, block_size, dim), layer, out, **options)
     assert not out[len(qkv) :].any(), "rows of no sequence were written"
     return out[: len(qkv)].view(len(qkv), heads, dim)
 
@@ -167,6 +185,60 @@ def test_attention(kernels: Native, heads: int, kv_heads: int, dim: int, block_s
     counts, contexts = [c for c, _ in spans], [n for _, n in spans]
     want = reference.paged_attention(qkv[:, :heads], pool, 1, counts, contexts, tables)
     torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"window": 1},
+    {"window": 16, "scale": 0.1},
+    {"window": 23, "softcap": 0.7, "sinks": 1.0},
+    {"softcap": 1.5},
+    {"sinks": 30.0},
+]
+"""`sinks`: by how much the heads' differ; they are larger and smaller than any score."""
+
+
+def scoring(heads: int, options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "sinks": options["sinks"] * torch.linspace(-2, 3, heads)} if "sinks" in options else options
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"), [(9, 3, 64, 16), (32, 1, 16, 1), (8, 2, 256, 32), (3, 3, 80, 5)]
+)
+def test_windows_scales_caps_and_sinks(
+    kernels: Native, heads: int, kv_heads: int, dim: int, block_size: int, options: dict[str, Any]
+) -> None:
+    """Guards the window's edge anywhere in a tile of sixteen, the order of scale, cap and mask, and the sink that
+    counts once; what no row of a sequence sees is NaN. And each row has the bits that it has alone."""
+    spans = [(1, 1), (1, 17), (5, 5), (3, 22), (1, 40), (30, 75)]
+    window = options.get("window", 0)
+    qkv, pool, tables = attention_case(heads, kv_heads, dim, block_size, spans, torch.float32, window)
+    given = scoring(heads, options)
+    got = attend(kernels, qkv, heads, pool, 1, spans, tables, **given)
+    counts, contexts = [c for c, _ in spans], [n for _, n in spans]
+    want = reference.paged_attention(qkv[:, :heads], pool, 1, counts, contexts, tables, **given)
+    torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=1e-5)
+    for row in range(30):
+        context = 75 - 30 + row + 1
+        alone = attend(kernels, qkv[11 + row : 12 + row].clone(), heads, pool, 1, [(1, context)], [tables[5]], **given)
+        assert torch.equal(alone[0], got[11 + row])
+
+
+def test_a_window_costs_what_it_shows(kernels: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the blocks before a window, which need not be walked: processor time, the least of several."""
+    monkeypatch.setattr(kernels, "threads", lambda: 1)
+    qkv, pool = torch.randn(1, 15, 64), torch.randn(1000, 3, 1, 2, 16, 64)
+    sequences, out = Sequences.of([1], [16000], [torch.arange(1000)]), torch.zeros(1, 9 * 64)
+
+    def spent_s(window: int) -> float:
+        times = []
+        for _ in range(10):
+            began_s = time.thread_time()
+            kernels.attend(qkv, 9, sequences, pool, PoolShape(3, 1, 16, 64), 0, out, window=window)
+            times.append(time.thread_time() - began_s)
+        return min(times)
+
+    assert spent_s(128) * 10 < spent_s(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -204,19 +276,39 @@ def test_what_is_no_number_stays_none(kernels: Native) -> None:
     assert kernels.gate(torch.tensor([[float("nan"), 1.0, 1.0, 1.0]])).isnan().tolist() == [[True, False]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("normed", [False, True])
-def test_rotation_and_write(kernels: Native, dtype: torch.dtype, normed: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "normed", "turned"),
+    [
+        (torch.float32, True, 32),
+        (torch.float32, False, 32),
+        (torch.bfloat16, False, 32),
+        (torch.float16, True, 32),
+        (torch.float32, True, 24),
+        (torch.bfloat16, False, 2),
+        (torch.float32, False, 0),
+        (torch.float16, True, 0),
+    ],
+)
+def test_rotation_and_write(kernels: Native, dtype: torch.dtype, normed: bool, turned: int) -> None:
+    """`turned`: how many of a head's 32 columns rotate, in halves of that; the rest must pass."""
     heads, kv_heads, dim, block_size = 6, 2, 32, 4
     qkv, pool, _ = attention_case(heads, kv_heads, dim, block_size, [(5, 5), (1, 9)], dtype)
     qkv[:, heads + kv_heads :] *= torch.logspace(-9, 6, dim)  # 16 bits reach neither end
     before, untouched = qkv.clone(), pool.clone()
-    angles = torch.randn(40, dim // 2)
+    angles = torch.randn(40, turned // 2)
     cos, sin = angles.cos(), angles.sin()
     positions, slots = torch.tensor([0, 39, 5, 6, 7, 0]), torch.tensor([3, 9, 10, 17, 0])
     norms = (torch.randn(dim), torch.randn(dim), 1e-6) if normed else None
     kernels.rotate_and_write(
-        qkv, heads, (cos, sin), positions, norms, pool, PoolShape(kv_heads, 2, block_size, dim), 1, slots
+        qkv,
+        heads,
+        (cos, sin) if turned else None,
+        positions,
+        norms,
+        pool,
+        PoolShape(kv_heads, 2, block_size, dim),
+        1,
+        slots,
     )
     q, k, v = before.double().split([heads, kv_heads, kv_heads], 1)
     assert (pool.isinf().any() and (pool.abs() < 6e-5).any()) or dtype != torch.float16

@@ -8,8 +8,9 @@ from kernels import reference_experts as reference
 from kernels.experts import ClampedGate, ExpertWeights, RoutedRows, Routing
 from kernels.native import Native, native
 from kernels.panels import Kind, PanelStack, pack_codes, pack_stack, stacked, unpack
-from tests.kernels.native.test_native import KINDS, weight_of
+from tests.kernels.native.test_native import weight_of
 
+KINDS: list[Kind] = ["f32", "bf16", "q8", "q4"]
 NATIVE = native()
 pytestmark = pytest.mark.skipif(
     NATIVE is None, reason="the native kernels were not built here: they need a C++ compiler at installation"
@@ -34,8 +35,8 @@ def stack_of(kind: Kind, count: int, rows: int, columns: int) -> PanelStack:
     codes = torch.randint(0, 16, (count, rows, columns), generator=generator, dtype=torch.uint8)
     pairs = zip(codes, scales, strict=True)
     if kind == "q8":
-        return stacked([pack_codes(one.to(torch.int8) - 8, scale, None, 8) for one, scale in pairs])
-    return stacked([pack_codes(one, scale, -4 * scale, 4) for one, scale in pairs])
+        return stacked([pack_codes(one.to(torch.int8) - 8, scale, None, "q8") for one, scale in pairs])
+    return stacked([pack_codes(one, scale, -4 * scale, "q4") for one, scale in pairs])
 
 
 def plain(stack: PanelStack) -> Tensor:

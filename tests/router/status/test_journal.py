@@ -71,6 +71,19 @@ def test_quantiles_are_of_single_requests_and_only_of_the_last_minute() -> None:
     assert (later.outcomes, later.ttft_p50_s, later.itl_p99_s) == ({}, None, None)
 
 
+def test_targets_are_met_request_by_request() -> None:
+    """Guards a minute that looks good by its median, and requests that failed before their first token and count for
+    nothing. One that was refused, or whose client left, has missed nothing."""
+    journal = RouterJournal()
+    for ttft_s in (0.1, 0.2, 0.5, 0.6):
+        journal.ended(summary(ttft_s=ttft_s, gaps_s=[0.04, 0.08]))
+    for outcome in (FinishReason.ERROR, FinishReason.DEADLINE, FinishReason.CANCELLED, FinishReason.REJECTED):
+        journal.ended(summary(outcome=outcome))
+    assert journal.recent(1.0).in_time == {}, "nobody has named targets"
+    assert journal.recent(1.0, (0.5, 0.05)).in_time == {"ttft": (3, 6), "itl": (0, 4)}
+    assert journal.recent(1.0, (0.5, 0.06)).in_time["itl"] == (4, 4)
+
+
 def test_what_moved_and_where_the_time_went() -> None:
     """Guards means over requests that have no stages, and a stage that only some requests went through."""
     journal = RouterJournal()

@@ -32,5 +32,10 @@ def test_requests_are_added_up_and_workers_named_once() -> None:
     assert not merged([one, msgspec.structs.replace(other, ready=False)]).ready
 
 
+def test_targets_are_met_over_all_routers() -> None:
+    first, second = Recent(in_time={"ttft": (6, 10), "itl": (1, 1)}), Recent(in_time={"ttft": (4, 4), "itl": (0, 2)})
+    assert together([first, second, Recent()]).in_time == {"ttft": (10, 14), "itl": (1, 3)}
+
+
 def test_where_nothing_has_ended_there_are_no_means() -> None:
     assert together([Recent(), Recent()]) == Recent()

@@ -50,10 +50,10 @@ def test_each_matrix_is_as_small_as_its_file_has_it(folder: Path) -> None:
     panels = panel_weights(folder, weights)
     assert check(panels, weights) == {
         "head": "q8",
-        "layers.0.qkv": "f32",
+        "layers.0.qkv": "a8",
         "layers.0.output": "q4",
         "layers.0.gate_up": "q4",
-        "layers.0.down": "f32",
+        "layers.0.down": "h8",
     }
 
 
