@@ -75,3 +75,14 @@ def rope_kv_write(
                 pool.payload[block, :, layer, kv, offset] = codes
                 pool.scales[block, :, layer, kv, offset] = scales
     return q
+
+
+def mask_logits(logits: Tensor, plain: Tensor, masks: Tensor, places: Tensor) -> Tensor:
+    """Specifies `kernels.mask_logits`; returns what becomes of `logits`."""
+    logits = logits.clone()
+    for mask, place in zip(masks.tolist(), places.tolist(), strict=True):
+        allowed = torch.tensor([bool(mask[t // 32] >> t % 32 & 1) for t in range(logits.shape[1])])
+        kept = logits[place].masked_fill(~allowed, float("-inf"))
+        is_left = bool((kept > float("-inf")).any())
+        logits[place] = kept if is_left else plain[place].masked_fill(~allowed, float("-inf"))
+    return logits

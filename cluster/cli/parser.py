@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 _OPTION = re.compile(r"--[a-z][a-z-]*")
 
@@ -15,6 +15,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line: the forms of all options, which argparse would print above it, are what `help` is for."""
+        program, _, verb = self.prog.partition(" ")
+        said = f"{program}: {verb}{': ' if verb else ''}{message.removeprefix('argument ')}"
+        self.exit(2, f"{said} (`{program} help{' ' if verb else ''}{verb}` says what it takes)\n")
 
     def options(self) -> list[str]:
         """Return every option that the verb of this parser has."""

@@ -21,6 +21,9 @@ class Source(msgspec.Struct, frozen=True):
     rows: str
     rope_heads: str = ""
     is_norm: bool = False
+    of_all: Literal["", "all", "even", "odd"] = ""
+    """Hugging Face has one tensor for all experts, transposed unless it is of codes; this one's rows are all of it, the
+    even ones or the odd ones."""
 
 
 class Weight(msgspec.Struct, frozen=True):
@@ -187,6 +190,48 @@ def _layer(
     )
 
 
+def _experts_of_one_tensor() -> tuple[Weight, ...]:
+    """gpt-oss's router and experts: Hugging Face has the rows of gate and up in turns. All have biases."""
+
+    def one(name: str, gguf: str, rows: str, of_all: Literal["all", "even", "odd"]) -> Source:
+        return Source(f"{_HF}mlp.experts.{name}_proj", f"{_GGUF}ffn_{gguf}_exps.weight", rows, of_all=of_all)
+
+    router = Weight(
+        "router",
+        (Source(f"{_HF}mlp.router.weight", f"{_GGUF}ffn_gate_inp.weight", "expert_count"),),
+        columns="hidden",
+        layers="mixture",
+    )
+    gate_up = Weight(
+        "experts_gate_up",
+        (one("gate_up", "gate", "expert_width", "even"), one("gate_up", "up", "expert_width", "odd")),
+        columns="hidden",
+        each_expert=True,
+        layers="mixture",
+    )
+    down = Weight(
+        "experts_down", (one("down", "down", "hidden", "all"),), "expert_width", each_expert=True, layers="mixture"
+    )
+    biases = tuple(
+        msgspec.structs.replace(
+            _bias(weight, "expert_biases"),
+            each_expert=True,
+            layers="mixture",
+            sources=tuple(
+                msgspec.structs.replace(
+                    source,
+                    hugging_face=f"{source.hugging_face}_bias",
+                    gguf=source.gguf.removesuffix("weight") + "bias",
+                )
+                for source in weight.sources
+            ),
+        )
+        for weight in (gate_up, down)
+    )
+    router_bias = msgspec.structs.replace(_bias(router, "expert_biases"), layers="mixture")
+    return (router, router_bias, gate_up, down, *biases)
+
+
 def _experts(router: str, experts: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
     """A router and its experts, whose matrices Hugging Face has one by one, and GGUF in one tensor for all."""
 
@@ -323,7 +368,21 @@ QWEN3_MOE = Family(
 )
 """Qwen3's mixtures of experts, such as 30B-A3B: the dense ones', with experts in all layers or most."""
 
-_ALL = (LLAMA, MISTRAL, GRANITE, SMOLLM3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, OLMO2, OLMO3, MIXTRAL, QWEN3_MOE)
+GPT_OSS = Family(
+    name="gpt_oss",
+    hugging_face="gpt_oss",
+    gguf="gpt-oss",
+    weights=_ONCE,
+    layer_weights=_layer(
+        _QKV_IN_HALVES,
+        Weight("sinks", (Source(_HF + "self_attn.sinks", _GGUF + "attn_sinks.weight", "heads"),)),
+        *_experts_of_one_tensor(),
+        norms=(_PRE[0], _norm("mlp_norm", _HF + "post_attention_layernorm", _GGUF + "post_attention_norm")),
+    ),
+)
+"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped gate, sinks, every other layer local."""
+
+_ALL = (LLAMA, MISTRAL, GRANITE, SMOLLM3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, OLMO2, OLMO3, MIXTRAL, QWEN3_MOE, GPT_OSS)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 _LATENT = "keys and values are kept as one latent row (MLA), for which there are no kernels"

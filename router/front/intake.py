@@ -23,7 +23,7 @@ from router.front.grammars import GrammarTrials
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
 from router.front.parsers.choose import Parsing, opens_thinking
-from router.front.parsers.forced import budgeted, forced_calls
+from router.front.parsers.forced import ReasoningBudget, budgeted, forced_calls
 from router.front.resume import Context, pack, resume_key
 from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize, tokenize_end
 from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, check_ids, prompt_field
@@ -79,8 +79,7 @@ class Intake:
             elif (budget := call.reasoning_budget) is not None:
                 if call.constraint is not None:
                     raise FieldError("reasoning_budget", f"is not allowed with {call.constraint_field}")
-                tokens = min(budget, self._model.context_tokens)
-                bound = budgeted((form and form.parsing) or Parsing(), self._model.added_ids, tokens)
+                bound = budgeted((form and form.parsing) or Parsing(), self._model.added_ids, self._budget(budget))
                 call = await self._held(call, bound, "reasoning_budget")
             kept = kept_tokens(call, self._model, self._config)
             if kept is not None and len(prompt.ids) > kept:
@@ -171,8 +170,12 @@ class Intake:
         """Return the call held to calling a tool. Raises as `_constrained` does."""
         name = call.tool_choice.name
         tools = [tool for tool in call.tools if name in ("", tool.name)]
-        constraint = forced_calls(parsing, tools, self._model.added_ids, call.reasoning_budget)
+        budget = None if call.reasoning_budget is None else self._budget(call.reasoning_budget)
+        constraint = forced_calls(parsing, tools, self._model.added_ids, budget)
         return await self._held(call, constraint, "tool_choice")
+
+    def _budget(self, tokens: int) -> ReasoningBudget:
+        return ReasoningBudget(min(tokens, self._model.context_tokens), self._model.stop_ids)
 
     async def _held(self, call: GenerateCall, constraint: Constraint, field: str) -> GenerateCall:
         """Return the call with a constraint of ours, which `field` asks for. Raises as `_constrained` does."""

@@ -8,9 +8,9 @@ client takes a part for the whole.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -35,6 +35,7 @@ CONNECTION = "connection"
 """Where a request's state holds the `ChunkWriter` of its connection, if the server is ours."""
 
 log = logging.getLogger("headrace.router.http")
+T = TypeVar("T")
 
 
 class ChunkWriter(Protocol):
@@ -270,6 +271,29 @@ def _internal(what: str) -> ApiError:
     """Log our own fault, with the exception being handled if there is one; the caller learns no details."""
     log.error(what, exc_info=True)
     return ApiError("INTERNAL", "the server failed on this request")
+
+
+async def while_connected(work: Awaitable[T], receive: Receive) -> T | None:
+    """Do `work` until the client disconnects: then it is cancelled, and None returned. The request's body must have
+    been read, or be of no interest."""
+    job = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({job, watch}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        # Also reached when the server cancels us; the work must have ended before we go.
+        watch.cancel()
+        job.cancel()
+        results = await asyncio.gather(job, watch, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return None if job.cancelled() else job.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -49,16 +49,9 @@ class FieldsReader(Generic[R]):
     def read(self, body: bytes) -> R:
         """Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault."""
         try:
-            request = self._decoder.decode(body)
+            request = decoded(self._decoder, body)
         except msgspec.ValidationError as error:
             raise self._located(str(error)) from error
-        except msgspec.DecodeError as error:
-            raise invalid("", f"the body is not valid JSON: {error}") from error
-        except UnicodeDecodeError as error:
-            what = f"{error.reason} at byte {error.start} of a string"
-            raise invalid("", f"the body is not valid UTF-8: {what}") from error
-        except RecursionError as error:
-            raise invalid("", "the body is nested too deeply") from error
         refuse_unsupported(request, self.unsupported)
         return request
 
@@ -80,6 +73,21 @@ class FieldsReader(Generic[R]):
         field = f"{path}.{shown}" if path else shown
         what = f"is not a field here; is {alike[0]} meant?" if alike else "is not supported"
         return UnknownFieldError("INVALID_ARGUMENT", f"{field}: {what}", field)
+
+
+def decoded(decoder: "msgspec.json.Decoder[R]", body: bytes) -> R:
+    """Decode a body. Raises `ApiError` INVALID_ARGUMENT for what is no JSON, and msgspec's ValidationError."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        raise invalid("", f"the body is not valid JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        what = f"{error.reason} at byte {error.start} of a string"
+        raise invalid("", f"the body is not valid UTF-8: {what}") from error
+    except RecursionError as error:
+        raise invalid("", "the body is nested too deeply") from error
 
 
 def refuse_unsupported(given: object, unsupported: Mapping[str, tuple[object, ...]], path: str = "") -> None:

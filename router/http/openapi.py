@@ -20,6 +20,7 @@ from router.front import validate
 from router.front.frontend import Frontend
 from router.http import chat_fields, openai, tokens
 from router.http.adapters import messages_request, responses_request
+from router.http.adapters.described import MessageErrorReply, MessageReply, ResponseReply
 from router.http.answers import RESUME_TOKEN_HEADER
 from router.http.fields import FieldsReader
 from router.http.openai_reply import Reply, ReplyChoice
@@ -48,6 +49,10 @@ LIMITS: dict[str, Schema] = {
     "length_penalty": _within(*LENGTH_PENALTIES),
     "timeout": {"exclusiveMinimum": 0, "maximum": validate.MAX_TIMEOUT_S},
     "stop": {"minLength": 1, "maxItems": validate.MAX_STOP_STRINGS},
+    "stop_sequences": {"minLength": 1, "maxItems": validate.MAX_STOP_STRINGS},
+    "max_output_tokens": _COUNT,
+    "MessagesRequest.max_tokens": _COUNT,
+    "input": {"minLength": 1, "minItems": 1, "maxItems": responses_request.MAX_ITEMS},
     "stop_token_ids": {"minimum": 0, "maxItems": validate.MAX_STOP_TOKEN_IDS},
     "messages": {"minItems": 1, "maxItems": validate.MAX_MESSAGES},
     "Message.role": {"enum": list(chat_fields.ROLES)},
@@ -82,6 +87,10 @@ _REFUSED = {
     "503": "No worker, or one was lost.",
 }
 _EVENTS: Schema = {"text/event-stream": {"schema": {"description": "Server-sent events, each with data in JSON."}}}
+_EVENTS_OF = {
+    "MessageReply": "`message_start`, blocks that begin, grow and end, `message_delta`, `message_stop`",
+    "ResponseReply": "`response.created`, items that are added, grow and are done, `response.completed`",
+}
 _OF_TOKENS = ("400", "401", "403", "404", "413", "429", "499", "503")
 _LABEL: Schema = {
     "name": "x-request-id",
@@ -235,7 +244,8 @@ def describe() -> dict[str, Any]:
             **_json(reply),
             **_EVENTS,
         }
-        stream = "The answer, or with `stream` its events: each a `Reply` with the new part of the answer."
+        kind = reply["$ref"].rpartition("/")[2]
+        stream = f"The answer, or with `stream` its events: {_EVENTS_OF.get(kind, 'each a `Reply` with what is new')}."
         token = {"schema": {"type": "string"}, "description": "Of a resumable stream: its secret name."}
         return {
             "post": {
@@ -287,13 +297,14 @@ def describe() -> dict[str, Any]:
         {"name": FIELD, "in": "header", "schema": {"type": "string"}, "description": "The last event received."},
         {"name": "last_event_id", "in": "query", "schema": {"type": "string"}, "description": "The same."},
     ]
-    anthropics = _json({"type": "object"})
+    anthropics = _json(writer.of(MessageErrorReply))
+    message_reply, response_reply = writer.of(MessageReply), writer.of(ResponseReply)
     text = writer.body(_with_options(openai.COMPLETION, "TokenizeText"))
     paths: dict[str, Schema] = {
         "/v1/chat/completions": generates("Go on with a chat", openai.CHAT),
         "/v1/completions": generates("Go on with a text or token ids", openai.COMPLETION),
-        "/v1/responses": generates("OpenAI's newer shape", responses_request.RESPONSES, {"type": "object"}),
-        "/v1/messages": generates("Anthropic's shape", messages_request.MESSAGES, {"type": "object"}, anthropics),
+        "/v1/responses": generates("OpenAI's newer shape", responses_request.RESPONSES, response_reply),
+        "/v1/messages": generates("Anthropic's shape", messages_request.MESSAGES, message_reply, anthropics),
         "/v1/messages/count_tokens": counts(
             "The tokens of a message's prompt",
             [writer.body(messages_request.COUNTING)],

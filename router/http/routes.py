@@ -5,7 +5,6 @@ envelope. Requests are named by the server; a caller's `x-request-id` travels al
 generation goes on in `router/front/frontend.py`.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +27,7 @@ from router.front.outlet import Outlet
 from router.front.resume import unknown_token
 from router.http.adapters.messages_request import parse_messages
 from router.http.adapters.responses_request import parse_response
-from router.http.answers import StreamedAnswer, WholeAnswer, error_response, json_response
+from router.http.answers import StreamedAnswer, WholeAnswer, error_response, json_response, while_connected
 from router.http.bodies import Bodies, BodyRefusal
 from router.http.formats import early_envelope
 from router.http.gate import caller_of
@@ -183,7 +182,7 @@ class _Generate:
         answer: ASGIApp = WholeAnswer(events, parsed.form, self._token_bytes, outlet)
         if parsed.stream:
             answer = StreamedAnswer(events, parsed.form, self._token_bytes, outlet=outlet)
-        await _attended(answer, scope, receive, send)
+        await while_connected(answer(scope, receive, send), receive)
 
 
 class _Streams:
@@ -221,32 +220,12 @@ class _Streams:
         had = [Position(one.next_index, one.text_bytes) for one in at]
         outlet = Outlet()
         events = self._frontend.resume(token, had, tenant, outlet)
-        await _attended(StreamedAnswer(events, None, self._token_bytes, at, outlet), scope, receive, send)
+        answer = StreamedAnswer(events, None, self._token_bytes, at, outlet)
+        await while_connected(answer(scope, receive, send), receive)
 
 
 def _token_bytes(frontend: Frontend, token: int) -> tuple[bytes, bool]:
     return frontend.model.token_bytes(token)
-
-
-async def _attended(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Give `answer` until the client disconnects. The request's body must have been read, or be of no interest."""
-    work = asyncio.ensure_future(answer(scope, receive, send))
-    watch = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        # Also reached when the server cancels us; `work` must have closed its iterator before we go.
-        watch.cancel()
-        work.cancel()
-        results = await asyncio.gather(work, watch, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _label(value: str) -> str:

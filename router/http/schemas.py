@@ -48,6 +48,8 @@ class SchemaWriter:
             return _reference(name)
         schema: Schema = {"type": "object", "properties": {}}
         self.components[name] = schema  # before its fields: one may hold another of its kind
+        if found.tag_field is not None:
+            schema["properties"][found.tag_field] = {"const": found.tag}
         neutral = self._neutral.get(name, {})
         is_request = found.forbid_unknown_fields
         for field in found.fields:
@@ -59,7 +61,8 @@ class SchemaWriter:
             else:
                 schema["properties"][key] = self._schema(field.type, self._limit(name, key) if is_request else {})
         lacking = {field.name for field in structs.fields(found.cls) if msgspec.UnsetType in get_args(field.type)}
-        if required := [field.encode_name for field in found.fields if field.required and field.name not in lacking]:
+        required = [field.encode_name for field in found.fields if field.required and field.name not in lacking]
+        if required := [*([found.tag_field] if found.tag_field is not None else []), *required]:
             schema["required"] = required
         if is_request:
             schema["additionalProperties"] = False

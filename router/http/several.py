@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from router.front.api import Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
 
 Generate = Callable[[GenerateCall], AsyncGenerator[GenerateEvent, None]]
 
@@ -35,7 +35,7 @@ async def generate_all(generate: Generate, calls: Sequence[GenerateCall]) -> Asy
         while left:
             at, event = await said.get()
             if isinstance(event, Exception):
-                raise event
+                raise _numbered(event, at) if isinstance(event, ApiError) and len(calls) > 1 else event
             if isinstance(event, Started):
                 starts[at] = event
                 if len(starts) < len(calls):
@@ -52,6 +52,16 @@ async def generate_all(generate: Generate, calls: Sequence[GenerateCall]) -> Asy
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _numbered(error: ApiError, at: int) -> ApiError:
+    """Return the error of a prompt with its place among the others."""
+    name = error.field.partition("[")[0]
+    if name not in ("prompt", "token_ids"):
+        return error
+    field = f"prompt[{at}]{error.field[len(name) :]}"
+    message = f"{field}: {error.message.removeprefix(f'{error.field}: ')}"
+    return ApiError(error.code, message, field, retry_after_s=error.retry_after_s)
 
 
 def _merged(starts: Sequence[Started]) -> Started:

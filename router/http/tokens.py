@@ -14,9 +14,9 @@ from router.front.access import as_tenant, tenant_for
 from router.front.api import ApiError, invalid
 from router.front.frontend import Frontend
 from router.http.adapters.messages_request import parse_count
-from router.http.answers import error_response, json_response
+from router.http.answers import error_response, json_response, while_connected
 from router.http.bodies import Bodies, BodyRefusal
-from router.http.fields import FieldsReader
+from router.http.fields import FieldsReader, decoded
 from router.http.gate import caller_of
 from router.http.openai import Int, Parsed, parse_chat, parse_completion
 
@@ -49,17 +49,17 @@ IDS = FieldsReader(DetokenizeRequest, {})
 def parse_tokenize(body: bytes) -> tuple[Parsed, TokenizeOptions]:
     """Read a `/tokenize` body: `messages`, or a `prompt` that is text. Raises `ApiError` INVALID_ARGUMENT."""
     try:
-        fields = _fields.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        OPTIONS.read(body)  # which says what is wrong
-        raise
+        fields = decoded(_fields, body)
+    except msgspec.ValidationError as error:
+        raise invalid("", "the body must be a JSON object, with prompt or messages in it") from error
     names = TokenizeOptions.__struct_fields__
     options = OPTIONS.read(msgspec.json.encode({name: fields.pop(name) for name in names if name in fields}))
     rest = msgspec.json.encode(fields)
     if "messages" in fields:
         return parse_chat(rest), options
     if "prompt" not in fields:
-        raise invalid("prompt", "or messages is required")
+        OPTIONS.read(rest)  # which says if a field is misspelt
+        raise invalid("prompt", "is required, or messages")
     parsed = parse_completion(rest)
     if not isinstance(parsed.call.prompt, str):
         raise invalid("prompt", "must be text: these are token ids already")
@@ -91,7 +91,9 @@ class TokenRoutes:
         self, request: Request, reply: Callable[[Request, bytes], Awaitable[object]], api: str = ""
     ) -> Response:
         try:
-            return json_response(await reply(request, await self._bodies.read(request)))
+            body = await self._bodies.read(request)
+            made = await while_connected(reply(request, body), request.receive)
+            return Response(status_code=499) if made is None else json_response(made)
         except BodyRefusal as refusal:
             return refusal.response(request.url.path)
         except ClientDisconnect:

@@ -23,7 +23,7 @@ NEEDS = {
     "llm": ("llm==0.36",),
     "anthropic": ("anthropic==2.12.0",),
     "aiperf": ("aiperf==0.13.0",),
-    "lm_eval": ("lm_eval[api]==0.4.13",),
+    "lm_eval": ("lm_eval[api]==0.4.13", "transformers==5.23.0"),
 }
 INSTALL_LIMIT_S = 420
 

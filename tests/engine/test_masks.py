@@ -36,7 +36,7 @@ def both(logits: torch.Tensor, rows: list[Row]) -> list[int]:
     """Return what is drawn, on which both agree; logits are left as they were."""
     before = logits.clone()
     drawn = sample(logits, rows)
-    assert draw_tokens(logits, rows, CONFIG).tolist() == drawn
+    assert draw_tokens(logits, rows, CONFIG, CONFIG).tolist() == drawn
     assert torch.equal(logits, before)
     return drawn  # type: ignore[return-value]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from engine.messages import Fault
 from engine.types import Beam, FinishReason, RequestRecord, TokenLogprobs
 from router.core.events import Complete
+from tests.sim import grammar
 from tests.sim.clock import Process, Violation
 from tests.sim.shadow import expected_answers, expected_logprobs, expected_output, expected_prompt_logprobs
 
@@ -89,6 +90,8 @@ class Client:
             got = got[: self.stop_after]
         elif got != self.want:
             raise Violation(f"{self.name}: ended with {got}, the uninterrupted run is {self.want}")
+        if self.record.constraint is not None and not grammar.accepts(self.record.constraint, got):
+            raise Violation(f"{self.name}: {got} does not keep its constraint")
         if end.stats.output_tokens != len(got):
             raise Violation(f"{self.name}: {end.stats.output_tokens} tokens counted, {len(got)} came")
         self._over(f"complete ({end.reason.value})", now)

@@ -7,7 +7,15 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from engine.types import BeamParams, EarlyStopping, RequestId, RequestRecord, SamplingParams
+from engine.types import (
+    BeamParams,
+    Constraint,
+    ConstraintKind,
+    EarlyStopping,
+    RequestId,
+    RequestRecord,
+    SamplingParams,
+)
 from router.config import RouterConfig
 from tests.sim.clock import Violation
 from tests.sim.faults import DATA_KINDS, KINDS, SHM_KINDS, Fault
@@ -46,6 +54,8 @@ WEIGHTS = {
 ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy", "move")
 SEARCHES = 0.2
 """Share of the requests that are beam searches where they fit."""
+CONSTRAINED = 0.3
+"""Share of the requests that are held to a constraint."""
 MIN_OVERLAP = 4
 RECOVERS = True
 """Whether lost workers and broken streams must be recovered from, exactly and without a trace."""
@@ -98,7 +108,20 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         announced=rng.random() < 0.6,
     )
     _search(plan, Random(f"searches {seed}"))
+    _constrain(plan, Random(f"constraints {seed}"))
     return plan
+
+
+def _constrain(plan: Plan, rng: Random) -> None:
+    """Hold some of the requests to a grammar, samples of one call to the same."""
+    asked: dict[str, Constraint | None] = {}
+    for ask in plan.asks:
+        record = ask.record
+        constraint = Constraint(ConstraintKind.REGEX, "x" * rng.randint(1, 40)) if rng.random() < CONSTRAINED else None
+        if record.group:
+            constraint = asked.setdefault(record.group, constraint)
+        if constraint is not None and record.beams is None:
+            ask.record = replace(record, constraint=constraint, ignore_eos=False)
 
 
 def _search(plan: Plan, rng: Random) -> None:

@@ -20,9 +20,10 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import Handoff, MemoryUse
 from engine.plan import banned_tokens, end_tokens, finish_reason
-from engine.step import Candidates, Drawn, LatestDraws, Row, StepPlan
-from engine.types import Beam, BlockId, RequestRecord, TokenLogprobs
+from engine.step import Candidates, Drawn, DrawnRun, LatestDraws, Row, StepPlan, forced_token
+from engine.types import Beam, BlockId, DrawnToken, RequestRecord, TokenLogprobs
 from kernels.compilations import Compilations
+from tests.sim import grammar
 from tests.sim.clock import Process, Violation
 from transfer import digest
 
@@ -43,11 +44,15 @@ def root(record: RequestRecord) -> int:
     return mix(past, int(record.adapter, 16)) if record.adapter else past
 
 
-def draw(row: int, key: tuple[int, int, int], banned: tuple[int, ...]) -> int:
+def draw(row: int, key: tuple[int, int, int], banned: tuple[int, ...], choices: tuple[int, ...] = ()) -> int:
     """Return what a seeded sampler draws: as much a function of its key (seed, sample index and position) as of the
-    last row."""
+    last row. With `choices`: of these, unbanned ones if there are any."""
     seed, sample_index, position = key
-    token = ((row >> 23) ^ (seed * 0xC2B2AE3D + sample_index * 0x9E3779B1 + position * 0x85EBCA77)) % VOCAB
+    number = (row >> 23) ^ (seed * 0xC2B2AE3D + sample_index * 0x9E3779B1 + position * 0x85EBCA77)
+    if choices:
+        choices = tuple([token for token in choices if token not in banned]) or choices
+        return choices[number % len(choices)]
+    token = number % VOCAB
     while token in banned:
         token = (token + 1) % VOCAB
     return token
@@ -90,8 +95,10 @@ def expected_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
     past, told = root(record), []
     for token in record.tokens[: record.prompt_tokens]:
         past = mix(past, token)
-    for token in expected_output(record):
-        told.append(log_probs(past, token, record.logprobs))
+    output = expected_output(record)
+    for at, token in enumerate(output):
+        is_forced = record.constraint is not None and len(grammar.allowed(record.constraint, output[:at])) == 1
+        told.append(TokenLogprobs(token, 0.0) if is_forced else log_probs(past, token, record.logprobs))
         past = mix(past, token)
     return told
 
@@ -104,7 +111,8 @@ def expected_output(record: RequestRecord) -> list[int]:
     output: list[int] = []
     while True:
         key = (record.seed, record.sample_index, record.prompt_tokens + len(output))
-        token = draw(past, key, banned_tokens(record, len(output), STOP_IDS))
+        choices = () if record.constraint is None else grammar.allowed(record.constraint, output)
+        token = draw(past, key, banned_tokens(record, len(output), STOP_IDS), choices)
         output.append(token)
         if finish_reason(record, len(output), token, STOP_IDS) is not None:
             return output
@@ -200,6 +208,7 @@ class ShadowRunner:
     def __init__(self, kv: ShadowKV) -> None:
         self.kv = kv
         self.plans_ahead = False
+        self.jumps = True
         self.copies = 0
         self.computed_tokens = 0
         self._latest = LatestDraws()
@@ -259,8 +268,27 @@ class ShadowRunner:
             return []
         if row.candidates:
             return [candidates(past, row.candidates, row.banned)]
+        if row.record.constraint is not None:
+            return [self._constrained(past, row)]
         token, wanted = draw(past, row.draw_key, row.banned), row.record.logprobs
         return [token if wanted is None else log_probs(past, token, wanted)]
+
+    def _constrained(self, past: int, row: Row) -> Drawn:
+        record, output = row.record, [*row.tokens[row.record.prompt_tokens :]]
+        assert record.constraint is not None
+        if row.allowed:
+            return int.from_bytes(row.allowed, "little").bit_length() - 1  # known, and dropped
+        choices = grammar.allowed(record.constraint, output)
+        if self.plans_ahead and output and output[-1] == grammar.END:
+            return 0  # it ended in the step before, which nobody knew
+        if not choices:
+            raise Violation(f"{self.kv.process}: {row.request} goes on behind {output}: that breaks its constraint")
+        token = draw(past, row.draw_key, row.banned, choices)
+        told: DrawnToken = token if record.logprobs is None else log_probs(past, token, record.logprobs)
+        if len(choices) == 1:
+            told = forced_token(token, record)
+        more = grammar.run(record, [*output, token]) if self.jumps else []
+        return DrawnRun((told, *[forced_token(one, record) for one in more])) if more else told
 
     def scores(self, row: Row) -> list[TokenLogprobs]:
         """Return what the rows in memory say of the tokens behind them."""
@@ -312,7 +340,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int, 
         manager=manager,
         memory=MemoryUse(),
         compilations=Compilations(),
-        matchers=None,
+        matchers=grammar.SlowCompiler(process),
         adapters=frozenset(ADAPTERS),
     )
 

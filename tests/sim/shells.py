@@ -64,7 +64,7 @@ class SimInbox:
 
     def take(self) -> list[object]:
         items, self._items = self._items, []
-        return items
+        return [item for item in items if item is not None]
 
 
 class SimThread:

@@ -117,7 +117,8 @@ class TritonAttention:
             name: config_for(ConfigKey(name, layout.head_dim, group, layout.block_size, dtype, arch))
             for name in (PLAIN, SHARED, "prefill", "rope_kv_write")
         } | {name: config_for(ConfigKey(name, 0, 0, 0, shape.dtype, arch)) for name in ("rms_norm", "silu_mul")}
-        self._configs["sample"] = config_for(ConfigKey("sample", 0, 0, 0, "float32", arch))
+        for name in ("sample", "mask_logits"):
+            self._configs[name] = config_for(ConfigKey(name, 0, 0, 0, "float32", arch))
         self._experts = expert_configs(shape.dtype, arch)
         self._rows_per_tile = rows_per_tile(self._configs["prefill"], group)
         # Mutable: buffers by kind, window and size, the step under way, its decoding rows, and the plans for their
@@ -247,7 +248,7 @@ class TritonAttention:
             return sample(logits.cpu(), draws)
         if not draws:
             return torch.empty(0, dtype=torch.int64, device=self.device)
-        tokens = draw_tokens(logits, draws, self._configs["sample"])
+        tokens = draw_tokens(logits, draws, self._configs["sample"], self._configs["mask_logits"])
         logprobs = step_logprobs(logits, draws, tokens)
         self._plan_ahead()
         return tokens if logprobs is None else QueuedDraws(tokens, logprobs)

@@ -9,34 +9,32 @@ from engine.batch import upload
 from engine.sampling import adjusted, is_adjusted
 from engine.step import Row
 from kernels.configs import KernelConfig
+from kernels.mask_logits import mask_logits
 from kernels.sample import SamplingRows, sample
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Row], config: KernelConfig) -> Tensor:
-    """int64 `[draws]` on the logits' device, without waiting for it. `logits` float32 `[>= draws, vocab]`."""
+def draw_tokens(logits: Tensor, draws: Sequence[Row], config: KernelConfig, masking: KernelConfig) -> Tensor:
+    """int64 `[draws]` on the logits' device, without waiting for it. `logits` float32 `[>= draws, vocab]`.
+    `config` and `masking`: of the kernels that draw, and that apply masks."""
     plain = logits = logits[: len(draws)]
     if any(map(is_adjusted, draws)):
         logits = torch.stack([adjusted(row, want) for row, want in zip(logits, draws, strict=True)])
     if any(want.allowed for want in draws):
-        _constrain(logits, plain, draws)
+        _constrain(logits, plain, draws, masking)
     if all(want.record.sampling.temperature == 0.0 for want in draws):
         return logits.argmax(-1)
     return sample(logits.contiguous(), _rows(draws, logits.device), config)
 
 
-def _constrain(logits: Tensor, plain: Tensor, draws: Sequence[Row]) -> None:
-    """Leave out, in place, what the rows' masks forbid: a bit for each token goes to the device, and is spread there.
-    Where that leaves nothing of a row, it is left out of the `plain` logits instead, as on the CPU."""
+def _constrain(logits: Tensor, plain: Tensor, draws: Sequence[Row], config: KernelConfig) -> None:
+    """Leave out, in place, what the rows' masks forbid, which go to the device as they are, a bit for each token. Where
+    that leaves nothing of a row, it is left out of the `plain` logits instead, as on the CPU."""
     places = [at for at, want in enumerate(draws) if want.allowed]
-    masks = torch.frombuffer(bytearray(b"".join(draws[at].allowed for at in places)), dtype=torch.uint8)
-    octets = upload(masks.view(len(places), -1, 1), logits.device)
-    places_there = upload(torch.tensor(places), logits.device)
-    bits = torch.bitwise_and(octets >> torch.arange(8, dtype=torch.uint8, device=logits.device), 1)
-    forbidden = bits.view(len(places), -1)[:, : logits.shape[1]] == 0
-    kept = logits[places_there].masked_fill(forbidden, float("-inf"))
-    is_empty = (kept == float("-inf")).all(-1, keepdim=True)
-    rescued = plain[places_there].masked_fill(forbidden, float("-inf"))
-    logits[places_there] = torch.where(is_empty, rescued, kept)
+    nbytes = 4 * ((logits.shape[1] + 31) // 32)
+    packed = bytearray().join(draws[at].allowed.ljust(nbytes, b"\0") for at in places)
+    masks = torch.frombuffer(packed, dtype=torch.int32).view(len(places), -1)
+    there = upload(torch.tensor(places), logits.device)
+    mask_logits(logits, plain.contiguous(), upload(masks, logits.device), there, config)
 
 
 def _rows(draws: Sequence[Row], device: torch.device) -> SamplingRows:

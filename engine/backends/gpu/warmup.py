@@ -18,7 +18,7 @@ from engine.backends.workspace import blank_row
 from engine.config import StepLimits
 from engine.plan import MAX_LOGPROBS
 from engine.runner import Runner
-from engine.step import Row, StepPlan
+from engine.step import Row, StepPlan, only
 from engine.types import BlockId
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ def _asking(row: Row, *, prompt: bool = True) -> Row:
 
 
 def single_tokens(reach: Reach) -> StepPlan:
-    """Rows of one token, also of prompts that were cached but for their last."""
-    return StepPlan((reach.row(1, 2),))
+    """Rows of one token, also of prompts that were cached but for their last; with a mask."""
+    return StepPlan((msgspec.structs.replace(reach.row(1, 2), allowed=only(1)),))
 
 
 def shared_prefix(reach: Reach) -> StepPlan | None:

@@ -48,9 +48,25 @@ def _qwen3_moe(path: Path, raw: dict[str, Any]) -> ExpertOptions:
     )
 
 
+def _gpt_oss(path: Path, raw: dict[str, Any]) -> ExpertOptions:
+    return ExpertOptions(
+        count=int(raw["num_local_experts"]),
+        chosen=int(raw.get("num_experts_per_tok") or raw["experts_per_token"]),
+        width=int(raw["intermediate_size"]),
+        over_chosen=True,
+        biases=True,
+        alpha=float(raw.get("swiglu_alpha", ALPHA)),
+        limit=float(raw.get("swiglu_limit", LIMIT)),
+    )
+
+
+ALPHA, LIMIT = 1.702, 7.0
+"""The clamped gate's numbers where files do not say them: GGUF's never do."""
+
 _READERS: dict[str, Callable[[Path, dict[str, Any]], ExpertOptions]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
 }
 
 
@@ -69,13 +85,18 @@ def from_metadata(file: GGUFFile, architecture: str, family: str) -> ExpertOptio
         raise ModelError(file.path, f"a mixture of experts is not known of family {family}")
     if shared := number("expert_shared_count", 0):
         raise ModelError(file.path, f"{shared} experts that are shared by all rows are not supported")
-    # All files of both families normalise, and say nothing of it.
+    # All files of Mixtral and Qwen3 normalise, and say nothing of it.
     normalise = file.get(f"{architecture}.expert_weights_norm", True)
     layers = range(number("block_count"))
+    is_gpt_oss = family == "gpt_oss"
     return ExpertOptions(
         count=count,
         chosen=number("expert_used_count"),
         width=number("expert_feed_forward_length", number("feed_forward_length", 0)),
-        normalise=bool(normalise),
+        normalise=bool(normalise) and not is_gpt_oss,
+        over_chosen=is_gpt_oss,
+        biases=is_gpt_oss,
+        alpha=ALPHA if is_gpt_oss else 0.0,
+        limit=LIMIT if is_gpt_oss else 0.0,
         dense_layers=tuple(layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in file),
     )

@@ -174,6 +174,13 @@ def _gemma2(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Option
     }
 
 
+def _gpt_oss(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    """The ramp of its rotary table has no whole ends: no file says so."""
+    if isinstance(table.scaling, YarnRope):
+        table = msgspec.structs.replace(table, scaling=msgspec.structs.replace(table.scaling, truncate=False))
+    return _layers(table, metadata.windows(sizes.layers, 2, metadata.window(128))) | {"sinks": True}
+
+
 def _gemma3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     """Five local layers to a global one, which alone is scaled; local ones have a theta of their own."""
     windows = metadata.windows(sizes.layers, 6, metadata.window())
@@ -207,6 +214,7 @@ _READERS: dict[str, Callable[[_Metadata, HeaderSizes, RopeTable], Options]] = {
     "smollm3": _smollm3,
     "phi3": _phi3,
     "gemma2": _gemma2,
+    "gpt-oss": _gpt_oss,
     "gemma3": _gemma3,
     "olmo2": _olmo2,
 }

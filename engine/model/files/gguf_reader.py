@@ -105,7 +105,7 @@ class GGUFFile:
         return most_of((tensor.tensor_type.name, int(tensor.n_bytes)) for tensor in self._tensors.values())
 
     def read(self, name: str, part: int | None = None) -> FloatArray:
-        """Read a tensor, dequantized to 32 bits; or of one of three dimensions the matrix `part`."""
+        """Read a tensor, dequantized to 32 bits; or what it has of number `part` in its first dimension."""
         if (codes := self.codes(name, part)) is not None:
             return codes.widen()
         found, shape = self._find(name), self.shape(name)
@@ -129,8 +129,8 @@ class GGUFFile:
         found = self._find(name)
         if part is None:
             return found.data
-        if len(found.shape) != 3 or part >= self.shape(name)[0]:
-            raise ModelError(self.path, f"tensor {name} has shape {self.shape(name)}, and no matrix {part}")
+        if len(found.shape) < 2 or part >= self.shape(name)[0]:
+            raise ModelError(self.path, f"tensor {name} has shape {self.shape(name)}, and no part {part}")
         matrix: NDArray[Any] = found.data[part]
         return matrix
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import PICKLES, Activation, ModelConfig, ModelError
 from engine.model.families import Family, Source
@@ -22,6 +24,8 @@ _WRAPPINGS = {
 }
 """How names of a language model's tensors are changed where others are beside them, told by the name of one."""
 
+_ROWS = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
+
 
 class HFModel:
     """Fulfils `Checkpoint`. The model is named after its directory."""
@@ -40,6 +44,8 @@ class HFModel:
         self._where = {name: shard for shard in self.shards for name in shard.tensors}
         self._wrapping = self._wrapped()
         said = raw.get("quantization_config") or whole.get("quantization_config")
+        self._latest: tuple[str, Codes | None] | None = None
+        """The codes of all experts that were asked for last: they are read expert by expert."""
         self._quantization = None if not said else Quantization(path / "config.json", said, self._where)
 
     def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
@@ -79,10 +85,25 @@ class HFModel:
         return None if self._quantization is None else self._quantization.find(name)
 
     def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
-        return self.read(self.tensor_name(source, layer, expert))
+        name = self.tensor_name(source, layer, expert)
+        if not source.of_all:
+            return self.read(name)
+        if (codes := self.expert_codes(source, layer, expert)) is not None:
+            return codes.widen()
+        return np.ascontiguousarray(self._holder(name).read(name, expert).T[_ROWS[source.of_all]])
 
     def expert_codes(self, source: Source, layer: int, expert: int) -> Codes | None:
-        return self.codes(self.tensor_name(source, layer, expert))
+        name = self.tensor_name(source, layer, expert)
+        if not source.of_all:
+            return self.codes(name)
+        if self._latest is None or self._latest[0] != name:
+            self._latest = name, self.codes(name)
+        if (whole := self._latest[1]) is None:
+            return None
+        rows = len(whole.codes) // self.config.expert_count
+        one, wanted = whole.rows(expert * rows, (expert + 1) * rows), _ROWS[source.of_all]
+        offsets = None if one.offsets is None else one.offsets[wanted]
+        return Codes(np.ascontiguousarray(one.codes[wanted]), one.scales[wanted], offsets, one.form)
 
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)

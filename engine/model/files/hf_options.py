@@ -26,6 +26,7 @@ DEFAULTS: dict[str, Raw] = {
     "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "mistral": {"sliding_window": 4096},
     "olmo3": {"sliding_window": 4096},
+    "gpt_oss": {"sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0},
 }
 """What the published files of a family leave to the classes of transformers."""
 
@@ -111,6 +112,11 @@ def _gemma2(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     return _one_table(path, raw, table, _windows(path, raw, layers, kinds)) | _gemma(path, raw)
 
 
+def _gpt_oss(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    kinds = [FULL if at % 2 else SLIDING for at in range(layers)]
+    return _one_table(path, raw, table, _windows(path, raw, layers, kinds)) | {"sinks": True}
+
+
 def _gemma3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """Scalings count for global layers only; local ones have a theta of their own."""
     every = int(raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6)
@@ -177,6 +183,7 @@ _READERS: dict[str, Callable[[Path, Raw, int, Table], Options]] = {
     "granite": _granite,
     "smollm3": _smollm3,
     "gemma2": _gemma2,
+    "gpt_oss": _gpt_oss,
     "gemma3": _gemma3,
     "olmo3": _olmo3,
 }

@@ -18,14 +18,16 @@ from engine.model.prepared.weights import check_shape, pieces_of, prepared_weigh
 
 
 def shard_index(source: HFModel, dtype: str, stamps: dict[Path, Stamp]) -> ShardIndex | None:
-    """Return where every weight lies; None where one is stored in another type than `dtype`, or in
-    codes. Raises ModelError naming a missing or misshapen tensor."""
+    """Return where every weight lies; None where one is stored in another type than `dtype`, in codes,
+    or transposed. Raises ModelError naming a missing or misshapen tensor."""
     if source.is_quantized:
         return None
     shapes: dict[str, tuple[int, ...]] = {}
     stretches: dict[Path, list[Stretch]] = {file.path: [] for file in source.shards}
     for key, weight, layer in prepared_weights(source):
         at_bytes, shapes[key] = 0, weight.shape(source.config)
+        if any(piece.of_all for piece in weight.sources):
+            return None
         for piece, expert in pieces_of(source, weight):
             name = source.tensor_name(piece, layer, expert)
             stored = source.stored(name)

@@ -73,9 +73,15 @@ class SafetensorsFile:
             raise ModelError(self.path, f"tensor {name}: dtype {tensor.dtype}, where integers are expected")
         return self.raw(name).view(_INTEGERS[tensor.dtype]).reshape(tensor.shape)
 
-    def read(self, name: str) -> FloatArray:
-        """Read the tensor in 32 bits; KeyError if the file does not have it."""
+    def read(self, name: str, part: int | None = None) -> FloatArray:
+        """Read the tensor in 32 bits, or what it has of number `part` in its first dimension; KeyError if the file does
+        not have it."""
         _, dtype, shape, first, size = self.tensors[name]
+        if part is not None:
+            if len(shape) < 2 or part >= shape[0]:
+                raise ModelError(self.path, f"tensor {name} has shape {shape}, and no part {part}")
+            size //= shape[0]
+            first, shape = first + part * size, shape[1:]
         if dtype not in _DTYPES:
             raise ModelError(self.path, f"tensor {name}: dtype {dtype} is not supported")
         values = self._bytes[first : first + size].view(np.dtype(_DTYPES[dtype]))

@@ -7,7 +7,8 @@ as most marks are, are no text: a grammar names them by their ids.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from engine.text.messages import Tool
 from engine.types import Constraint, ConstraintKind, FieldError
@@ -18,9 +19,16 @@ _LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible":
 _ANY = "(?s:.*)"
 
 
-def budgeted(parsing: Parsing, ids: Mapping[str, int], budget: int) -> Constraint:
-    """Return the constraint to at most `budget` tokens of reasoning: then its block is closed, and anything may follow.
-    Raises FieldError for a model whose reasoning has no tokens of its own around it."""
+class ReasoningBudget(NamedTuple):
+    """The most tokens of a think block, and the tokens that end an answer: inside of one there are none."""
+
+    tokens: int
+    stop_ids: Collection[int]
+
+
+def budgeted(parsing: Parsing, ids: Mapping[str, int], budget: ReasoningBudget) -> Constraint:
+    """Return the constraint to reasoning within its budget: then its block is closed, and anything may follow. Raises
+    FieldError for a model whose reasoning has no tokens of its own around it."""
     rules = _bounded(parsing, ids, budget)
     opened = ids[OPEN]
     start = "thought <[*]>*" if parsing.is_open else f"<[^{opened}]>* (<[{opened}]> thought <[*]>*)?"
@@ -28,7 +36,7 @@ def budgeted(parsing: Parsing, ids: Mapping[str, int], budget: int) -> Constrain
 
 
 def forced_calls(
-    parsing: Parsing, tools: Sequence[Tool], ids: Mapping[str, int], budget: int | None = None
+    parsing: Parsing, tools: Sequence[Tool], ids: Mapping[str, int], budget: ReasoningBudget | None = None
 ) -> Constraint:
     """Return the constraint to calls of `tools`, to one where the parsing is of a single call. `ids` has the tokens
     that were added to the vocabulary, by name; `budget` is that of `budgeted`, and raises as it does."""
@@ -85,14 +93,13 @@ def _thinking(parsing: Parsing, ids: Mapping[str, int]) -> tuple[str, list[str]]
     return "thought" if parsing.is_open else f"({_mark(OPEN, ids)} thought)?", rules
 
 
-def _bounded(parsing: Parsing, ids: Mapping[str, int], budget: int) -> list[str]:
-    """Return the rules of a think block that is open, in tokens: no text in it is closer to its end than another."""
+def _bounded(parsing: Parsing, ids: Mapping[str, int], budget: ReasoningBudget) -> list[str]:
+    """Return the rules of a think block that is open, token by token, whatever their text."""
     if parsing.reasoning != "think" or not (OPEN in ids and CLOSE in ids):
         why = "this model does not think" if not parsing.reasoning else "this model's reasoning cannot be bounded"
         raise FieldError("reasoning_budget", why)
-    # None of the tokens that mark something, and none that ends the answer.
-    marks = ",".join(str(one) for one in sorted(set(ids.values())))
-    return [f"thought: <[^{marks}]>{{0,{budget}}} <[{ids[CLOSE]}]> /\\n{{0,2}}/"]
+    others = ",".join(str(one) for one in sorted({ids[OPEN], ids[CLOSE], *budget.stop_ids}))
+    return [f"thought: <[^{others}]>{{0,{budget.tokens}}} <[{ids[CLOSE]}]> /\\n{{0,2}}/"]
 
 
 def _mark(name: str, ids: Mapping[str, int]) -> str:

@@ -52,6 +52,23 @@ def test_what_is_almost_right_is_said(words: list[str], told: str, capsys: pytes
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["generate", "hi", "--n", "x"], "headrace: generate: --n: 'x' is not a whole number (`headrace help gen"),
+        (["generate"], "headrace: generate: the following arguments are required: prompt (`headrace help gen"),
+        (["report", "disagg", "--last", "x"], "headrace: report disagg: --last: invalid int value: 'x' (`headr"),
+    ],
+)
+def test_a_value_that_a_flag_does_not_take_is_one_line(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a slip's one line against a dozen that list every option."""
+    assert status_of(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(told) and said.count("\n") == 1, said
+
+
 @pytest.mark.parametrize("verb", ["up", "generate", "bench", "report", "help"])
 def test_help_is_also_a_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(["help", verb]) == 0

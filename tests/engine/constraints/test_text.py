@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from engine.constraints.grammar import explained
 from engine.constraints.text import (
     MAX_BYTES,
     MAX_CHOICES,
@@ -76,3 +77,34 @@ def test_brackets_in_strings_do_not_hide_how_deep_a_schema_is(depth: int) -> Non
     text = '{"]":' * depth + "1" + "}" * depth
     with pytest.raises(FieldError, match="nested more than"):
         check_constraint(Constraint(ConstraintKind.JSON_SCHEMA, text))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "told"),
+    [
+        (
+            ConstraintKind.REGEX,
+            'at 1(8): invalid regex "(a" (in regex): regex parse error:\n    (a\n    ^\nerror: unclosed group\n'
+            "   1 | start: /(a/\n              ^",
+            "is not an expression that can be kept to: unclosed group",
+        ),
+        (
+            ConstraintKind.LARK,
+            'at 3(8): unknown name: "foo"\n   3 | start: foo\n              ^',
+            'is not a grammar that can be kept to: line 3, column 8: unknown name: "foo"',
+        ),
+        (
+            ConstraintKind.JSON_SCHEMA,
+            "Pointer '/nope' does not exist",
+            "is not a schema that can be kept to: a $ref points to /nope, which is not there",
+        ),
+        (
+            ConstraintKind.JSON_SCHEMA,
+            "regex parse error:\n    (?=a)b\n    ^^^\nerror: look-around is not supported",
+            "is not a schema that can be kept to: in an expression: look-around is not supported",
+        ),
+    ],
+)
+def test_errors_speak_of_what_the_caller_wrote(kind: ConstraintKind, message: str, told: str) -> None:
+    """Guards callers from a compiler's view of a text that they never wrote."""
+    assert explained(kind, message) == told

@@ -59,6 +59,14 @@ GRANITE = {
 }
 
 
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "rope_parameters": YARN | {"truncate": False},
+    "tie_word_embeddings": False,
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16}
 
 
@@ -119,6 +127,8 @@ CASES: dict[str, Case] = {
         },
     ),
     "olmo2": Case("Olmo2"),
+    "gpt-oss": Case("GptOss", GPT_OSS),
+    "gpt-oss-clamped": Case("GptOss", GPT_OSS | {"swiglu_limit": 0.4, "swiglu_alpha": 1.3}),
     "mixtral": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral-window": Case("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 8}),
     "qwen3moe": Case("Qwen3Moe", EXPERTS | {"norm_topk_prob": True}),
@@ -156,6 +166,8 @@ def randomized(model: Any) -> Any:
                 weight.uniform_(around - 0.5, around + 0.5)
             elif name.endswith("bias"):
                 weight.normal_(0, 0.5)
+            elif name.endswith("sinks"):
+                weight.normal_(1, 1)
             else:
                 weight.normal_(0, 0.15)
     model.generation_config.eos_token_id = None
@@ -187,8 +199,13 @@ def rotary_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 ARCHITECTURES = {
-    "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "olmo3": "olmo2"
-}  # fmt: skip
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+}
 PERMUTED = ("llama", "granite", "smollm3")
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -204,6 +221,7 @@ GGUF_NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
@@ -211,7 +229,7 @@ GGUF_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-POST_NORMED = ("gemma2", "gemma3", "olmo2")
+POST_NORMED = ("gemma2", "gemma3", "olmo2", "gpt-oss")
 
 
 def save_gguf(model: Any, path: Path, tokens: int = VOCAB) -> str:
@@ -247,7 +265,10 @@ def save_gguf(model: Any, path: Path, tokens: int = VOCAB) -> str:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if ".experts." in name:
-            _write_experts(writer, name, weight.numpy())
+            _write_experts(writer, name, weight.numpy(), interleaved=architecture == "gpt-oss")
+            continue
+        if name.endswith(".sinks"):
+            writer.add_tensor(f"blk.{name.split('.')[2]}.attn_sinks.weight", weight.numpy())
             continue
         writer.add_tensor(_gguf_name(name, architecture), _gguf_values(name, weight.numpy(), architecture, config))
     writer.write_header_to_file()
@@ -257,13 +278,16 @@ def save_gguf(model: Any, path: Path, tokens: int = VOCAB) -> str:
     return str(path)
 
 
-def _write_experts(writer: gguf.GGUFWriter, name: str, values: np.ndarray) -> None:
-    layer = name.split(".")[2]
+def _write_experts(writer: gguf.GGUFWriter, name: str, values: np.ndarray, interleaved: bool) -> None:
+    layer, leaf = name.split(".")[2], "bias" if name.endswith("bias") else "weight"
+    if interleaved and values.ndim == 3:
+        values = values.swapaxes(1, 2)
     parts = {"down": values}
     if "gate_up" in name:
-        parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
+        halves = (values[:, ::2], values[:, 1::2]) if interleaved else np.split(values, 2, axis=1)
+        parts = dict(zip(("gate", "up"), halves, strict=True))
     for part, matrices in parts.items():
-        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(matrices))
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{leaf}", np.ascontiguousarray(matrices))
 
 
 def _gguf_name(name: str, architecture: str) -> str:
@@ -327,9 +351,15 @@ def _write_olmo2(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
 
 
+def _write_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
 _WRITERS: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "granite": _write_granite,
     "gemma2": _write_gemma2,
+    "gpt-oss": _write_gpt_oss,
     "gemma3": lambda writer, config: writer.add_sliding_window(config.sliding_window),
     "phi3": lambda writer, config: writer.add_sliding_window(config.sliding_window or 0),
     "olmo2": _write_olmo2,

@@ -20,7 +20,8 @@ ANSWER_TOKENS = 64
 
 # What no GGUF file can say: its converter drops it, or the format's readers have another constant.
 HUGGING_FACE_ALONE = (
-    "qwen2-window", "mistral-window", "gemma2", "gemma3", "mixtral-window", "qwen3moe-unnormalised"
+    "qwen2-window", "mistral-window", "gemma2", "gemma3", "mixtral-window", "qwen3moe-unnormalised",
+    "gpt-oss-clamped",
 )
 
 
@@ -51,11 +52,6 @@ def compare(source: str, model: Any, cache: Path) -> None:
         wanted = model(torch.tensor([prompt]), use_cache=False).logits[0]
     assert wanted[-1].std() > 0.1, "a flat reference would prove nothing"
     with torch.inference_mode():
-        try:
-            ours.step([1] * 20)
-        except NotImplementedError as error:
-            pytest.skip(str(error))
-        ours.length = 0
         first, last = ours.step(prompt[:41]), ours.step(prompt[41:])
         torch.testing.assert_close(first, wanted[40], atol=1e-4, rtol=0)
         torch.testing.assert_close(last, wanted[-1], atol=1e-4, rtol=0)

@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from engine.backends.attention import TorchAttention
@@ -20,6 +21,7 @@ from engine.model.config import ModelConfig, ModelError
 from engine.model.llama import Llama, load_model
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import map_weights
+from engine.model.prepared.panels import panel_weights
 from engine.storage.paged import PagedKV
 from engine.types import BlockId
 from kernels.native import native
@@ -177,6 +179,54 @@ def test_experts_stay_as_small_as_they_came(kind: str, stored: str, tmp_path: Pa
         torch.testing.assert_close(
             attention.mix(x, layer.mixture), TorchAttention(4).mix(x, other.mixture), atol=1e-4, rtol=1e-4
         )
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def mxfp4(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random blocks `[.., columns / 32, 16]`, their scales, and the values `[.., columns]` that they stand for."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(121, 126, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
+    values = torch.where(codes & 8 > 0, -1.0, 1.0) * E2M1[codes & 7]
+    return blocks, scales, (values * (2.0 ** (scales.float() - 127))[..., None]).flatten(-2)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Guards gpt-oss's own files: blocks of rows of gate and up in turns, all experts in one tensor, where a plain file
+    has them transposed. What is prepared of both is the same, and on the CPU it stays in 8 bits."""
+    model = build("gpt-oss")
+    packed: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for seed, (name, weight) in enumerate(model.named_parameters()):
+            if name.endswith(("gate_up_proj", "down_proj")):
+                experts, columns, rows = weight.shape
+                blocks, scales, values = mxfp4((experts, rows, columns), seed)
+                weight.copy_(values.transpose(1, 2))
+                packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    plain = prepare(save_hf(model, tmp_path / "plain"), tmp_path / "c")
+    source = save_hf(model, tmp_path / "packed")
+    file = tmp_path / "packed" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if f"{name}_blocks" not in packed}
+    assert len(packed) == 16 and len(kept) < len(load_file(file))
+    save_file(kept | packed, file)
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    folder = prepare(source, tmp_path / "c")
+    found, wanted = map_weights(folder), map_weights(plain)
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+    panels = panel_weights(folder, found)
+    for name in ("experts_gate_up", "experts_down"):
+        stack = panels[f"layers.2.{name}"]
+        assert isinstance(stack, PanelStack) and stack.kind == "q8"
+        assert torch.equal(torch.stack([unpack(stack[at]) for at in range(stack.count)]), found[f"layers.2.{name}"])
+    gate, up = (model.model.layers[2].mlp.experts.gate_up_proj[..., at::2].transpose(1, 2) for at in (0, 1))
+    assert torch.equal(found["layers.2.experts_gate_up"], torch.cat([gate, up], 1))
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3moe-unnormalised"])

@@ -58,21 +58,15 @@ def test_answers_are_the_references_alone_in_a_batch_chunked_cached_and_migrated
     model = build(case)
     folder = prepare(save_hf(model, tmp_path / "model"), tmp_path / "cache")
     config = EngineConfig(model_dir=str(folder), threads=1, attention=kernels, pool_bytes=8 << 20)  # type: ignore[arg-type]
-    try:
-        devices = open_device(config), open_device(config)
-    except NotImplementedError as error:
-        pytest.skip(str(error))
     engine = Colocated(
-        *devices,
+        open_device(config),
+        open_device(config),
         prefill_config=PrefillConfig(chunk_tokens=CHUNK_TOKENS),
         check=True,
     )
     served.append(engine)
     prompt = prompt_of(100)
-    try:
-        alone = engine.run([record("alone", prompt)])
-    except NotImplementedError as error:
-        pytest.skip(str(error))
+    alone = engine.run([record("alone", prompt)])
     cached = engine.run([record("cached", [*prompt, *prompt_of(9, seed=1)])])
     batch = engine.run([record(f"batch-{n}", prompt_of(tokens, seed=n)) for n, tokens in enumerate((100, 41, 70))])
     again = engine.run([record("again", prompt)])

@@ -17,6 +17,7 @@ from tests.kernels.contract.measure import Case, Watched
 from tests.kernels.contract.other_cases import (
     convert_case,
     copy_case,
+    mask_case,
     norm_case,
     rope_case,
     sample_case,
@@ -36,6 +37,7 @@ BUILDERS = {
     "copy_blocks": copy_case,
     "convert_blocks": convert_case,
     "sample": sample_case,
+    "mask_logits": mask_case,
     "route_experts": route_case,
     "plan_experts": count_case,
     "gate_up_experts": gate_up_case,

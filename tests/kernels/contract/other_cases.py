@@ -8,6 +8,7 @@ from kernels import (
     block_convert,
     block_copy,
     configs,
+    mask_logits,
     rms_norm,
     rope_kv_write,
     sample,
@@ -174,6 +175,21 @@ def sample_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "top_k_ptr": "*i32",
         },
         constants={"VOCAB": 128256, "TILE": config.tile},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def mask_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=case_name(key),
+        kernel=mask_logits.mask_logits_kernel,
+        types={
+            **dict.fromkeys(("logits_ptr", "plain_ptr"), "*fp32"),
+            "masks_ptr": "*i32",
+            "places_ptr": "*i64",
+        },
+        constants={"VOCAB": 128256, "WORDS": 4008, "TILE": config.tile},
         warps=config.warps,
         stages=config.stages,
     )

@@ -11,7 +11,7 @@ from router.app import RouterApp
 from router.client.channel import ClientSecrets
 from router.client.client import AsyncClient, SyncClient
 from router.client.errors import NOBODY, ApiError
-from router.client.requests import generate_request
+from router.client.requests import GatheredAnswer, generate_request
 from router.config import RouterConfig
 from router.status.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
@@ -91,6 +91,24 @@ def test_options_reach_the_worker(cluster: Callable[..., None]) -> None:
         assert record.remaining_s is not None and 50 < record.remaining_s <= 60, "the client's own deadline"
 
     cluster(body)
+
+
+def test_log_probabilities_of_the_prompt_are_the_callers_too() -> None:
+    """Guards programs that score texts: the server told them, and the client dropped them."""
+    told = [pb.TokenLogprobs(token=at, logprob=-at, top=[pb.Alternative(token=9, logprob=-0.5)]) for at in (1, 2, 3)]
+    gathered = GatheredAnswer()
+    for event in (
+        pb.GenerateResponse(started=pb.Started(request_id="r")),
+        pb.GenerateResponse(delta=pb.Delta(text="a", token_ids=[3], logprobs=told[2:], prompt_logprobs=told[:2])),
+        pb.GenerateResponse(delta=pb.Delta(text="b", token_ids=[3], sample=1)),
+        pb.GenerateResponse(finished=pb.Finished(sample=1)),
+        pb.GenerateResponse(finished=pb.Finished()),
+    ):
+        gathered.take(event)
+    first, second = gathered.samples()
+    assert [one.logprob for one in first.prompt_logprobs] == [-1, -2] and first.prompt_logprobs[0].top[0].token == 9
+    assert first.logprobs == (-3,) and first.token_logprobs == (told[2],)
+    assert second.prompt_logprobs == first.prompt_logprobs, "the samples share the prompt"
 
 
 @pytest.mark.parametrize("options", [{"temprature": 1}, {"max_tokens": "many"}, {"seed": -1}, {"stop": 3}])

@@ -183,3 +183,27 @@ def test_a_demanded_call_becomes_a_constraint(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ApiError, match=message) as caught:
             take(asked)
         assert caught.value.field == "tool_choice"
+
+
+def test_a_budget_of_thinking_becomes_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `budget_tokens`, which was let pass and kept by nobody, and callers whose model does not think."""
+
+    async def approved(self: GrammarTrials, constraint: Constraint, field: str) -> Constraint:
+        return constraint
+
+    monkeypatch.setattr(GrammarTrials, "approved", approved)
+    asked = msgspec.structs.replace(ASKED, tools=(), reasoning_budget=7)
+    plain = qwen("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for text, why in ((plain, "does not think"), (qwen(), "cannot be bounded")):
+        with pytest.raises(ApiError, match=why) as caught:
+            take(asked, text)
+        assert caught.value.field == "reasoning_budget"
+    marked = qwen()
+    marked.added_ids = dict(marked.added_ids) | {"<think>": 300, "</think>": 301}
+    bound = take(asked, marked).record.constraint
+    assert bound is not None and "{0,7}" in bound.text and "<[301]>" in bound.text
+    with pytest.raises(ApiError, match="not allowed with response_format"):
+        take(msgspec.structs.replace(asked, constraint=JSON_OBJECT, constraint_field="response_format"), marked)
+    forced = msgspec.structs.replace(ASKED, tool_choice=ToolChoice("required"), reasoning_budget=10**9)
+    held = take(forced, marked).record.constraint
+    assert held is not None and f"{{0,{marked.context_tokens}}}" in held.text and "<tool_call>" in held.text

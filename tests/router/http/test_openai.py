@@ -1,16 +1,19 @@
 """Reading OpenAI request bodies: what is accepted, and that every refusal names its field. Values of any
 kind in any field are tried in test_fuzz.py, ranges in tests/router/front/test_validate.py."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from router.front.api import ApiError, ChatMessage, SamplingOverrides, Tool, ToolCall, ToolChoice
+from router.front.api import ApiError, ChatMessage, GenerateCall, SamplingOverrides, Tool, ToolCall, ToolChoice
 from router.http.fields import HARMLESS
 from router.http.openai import UNSUPPORTED, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import error_reply
+from tests.router.http.fakes import TEXT, FakeFrontend, ask
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -381,3 +384,18 @@ def test_bad_timeout_headers(value: str) -> None:
     with pytest.raises(ApiError) as caught:
         timeout_from(value, "x-request-timeout-s")
     assert caught.value.field == "x-request-timeout-s"
+
+
+@pytest.mark.parametrize(
+    ("field", "told"), [("prompt", "prompt[1]"), ("token_ids[3]", "prompt[1][3]"), ("temperature", "temperature")]
+)
+def test_of_several_prompts_an_error_says_which(field: str, told: str) -> None:
+    class Refusing(FakeFrontend):
+        async def generate(self, call: GenerateCall, outlet: object = None) -> Any:
+            if call.prompt == "b":
+                raise ApiError("INVALID_ARGUMENT", f"{field}: is wrong", field)
+            await asyncio.sleep(1)
+            yield
+
+    error = ask(Refusing(), "POST", TEXT, json={"prompt": ["a", "b"]}).json()["error"]
+    assert (error["param"], error["message"]) == (told, f"{told}: is wrong")

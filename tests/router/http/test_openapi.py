@@ -3,14 +3,21 @@ front keeps to it is tried by tests/clients/test_schemathesis.py."""
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 
+from engine.types import FinishReason
 from router.http import openapi
+from router.http.adapters.described import MessageErrorReply, MessageReply, ResponseReply
 from router.http.openai_reply import whole
 from router.http.routes import build_app
-from tests.router.http.fakes import FakeState, ask
+from router.http.schemas import ErrorEnvelope
+from tests.router.http import test_messages, test_responses
+from tests.router.http.fakes import FakeFrontend, FakeState, ask, refusal
 from tests.router.http.test_fuzz import CheckingFrontend
 
 DOCUMENT = openapi.describe()
@@ -36,6 +43,32 @@ def test_a_route_that_is_not_described_is_found() -> None:
     more = {"paths": {**DOCUMENT["paths"], "/v1/more": {"get": {}}}}
     assert openapi.undescribed(more) == ["get /v1/more is described and not served"]
     assert build_app is not None and whole is not None
+
+
+ERROR = FakeFrontend(refusal("UNAVAILABLE"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        (MessageReply, lambda: ask(test_messages.script(), "POST", "/v1/messages", content=test_messages.body())),
+        (MessageErrorReply, lambda: ask(ERROR, "POST", "/v1/messages", content=test_messages.body())),
+        (ResponseReply, lambda: responded()),
+        (ResponseReply, lambda: responded(tools=[test_responses.TOOL], max_output_tokens=5, tool_choice="required")),
+        (ResponseReply, lambda: responded(reason=FinishReason.LENGTH)),
+        (ErrorEnvelope, lambda: ask(ERROR, "POST", "/v1/responses", content=b'{"input": "x"}')),
+    ],
+)
+def test_the_adapters_answer_what_they_are_described_to(kind: Any, answer: Callable[[], httpx.Response]) -> None:
+    """Guards against fields that no description has, and those that are described and missing."""
+    told = answer().json()
+    assert msgspec.to_builtins(msgspec.convert(told, kind)) == told
+    assert kind.__name__ in DOCUMENT["components"]["schemas"]
+
+
+def responded(reason: FinishReason = FinishReason.STOP, **fields: object) -> httpx.Response:
+    asked = test_responses.body(**fields)
+    return ask(test_responses.script(asked, reason=reason), "POST", "/v1/responses", content=asked)
 
 
 def numbers(name: str) -> list[tuple[str, dict[str, Any]]]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from router.config import RouterConfig
 from router.http.routes import build_app
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText
+from tests.router.http.fakes import FakeFrontend, FakeState, ask
 from tests.secrets_of_tests import SECRETS
 
 
@@ -74,3 +76,57 @@ def test_what_is_wrong_is_named(path: str, body: object, status: int, param: str
 def test_bodies_have_the_limit_of_all() -> None:
     reply = post("/tokenize", {"prompt": "x" * (4 << 20)})
     assert reply.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b'{"prompt": "x"', "the body is not valid JSON"),
+        (b'{"prompt": "x",}', "the body is not valid JSON"),
+        (b"[1]", "the body must be a JSON object"),
+        (b'{"prompt": "\xff"}', "the body is not valid"),
+        (b'{"promt": "x"}', "promt: is not"),
+        (b"{}", "prompt: is required, or messages"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_told(sent: bytes, says: str) -> None:
+    """Guards a caller with a comma too many, who was told that there is no field `prompt`."""
+    reply = ask(FakeFrontend(), "POST", "/tokenize", content=sent)
+    assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(says)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
+def test_nobody_tokenizes_for_a_client_that_has_left(path: str) -> None:
+    """Guards the threads that tokenize: who disconnects gives his turn away."""
+
+    class Waiting(FakeFrontend):
+        is_cancelled = False
+
+        async def tokenize(self, *_: object, **more: object) -> Any:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.is_cancelled = True
+                raise
+
+        detokenize = tokenize
+
+    frontend = Waiting()
+    body = b'{"prompt": "x"}' if path == "/tokenize" else b'{"tokens": [1]}'
+    body = b'{"messages": [{"role": "user", "content": "x"}]}' if "count" in path else body
+    come = iter([{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.sleep(0)
+        return next(come)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": [], "query_string": b"",
+    }  # fmt: skip
+    app = build_app(frontend, FakeState())  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 5))
+    assert frontend.is_cancelled

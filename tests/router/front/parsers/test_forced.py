@@ -12,7 +12,7 @@ from engine.constraints.text import check_constraint
 from engine.text.messages import Tool
 from engine.types import Constraint, FieldError
 from router.front.parsers.choose import Parsing, parser_of
-from router.front.parsers.forced import budgeted, forced_calls
+from router.front.parsers.forced import ReasoningBudget, budgeted, forced_calls
 from tests.engine.text.test_control import byte_level
 from tests.router.front.parsers.test_parsers import joined
 
@@ -120,12 +120,14 @@ def test_a_think_block_is_closed_at_its_budget_and_anything_follows(is_open: boo
     made = tokenizer()
     added = {token.content: index for index, token in made.get_added_tokens_decoder().items()}
     parsing = Parsing(reasoning="think", is_open=is_open)
-    bound = budgeted(parsing, added, 4)
+    budget = ReasoningBudget(4, {made.token_to_id("<|im_end|>")})
+    bound = budgeted(parsing, added, budget)
     opened = "" if is_open else "<think>"
     assert written(bound, made, opened + "a b?</think>\n\nYes <think> {no}. <tool_call>")
     assert written(bound, made, opened + "</think>") and not written(bound, made, opened + "abcde</think>x")
     assert written(bound, made, "No.") is not is_open, "a model that opens the block by itself need not"
-    call = forced_calls(Parsing(tools="hermes", reasoning="think", is_open=is_open), TOOLS, added, 4)
+    assert not written(bound, made, f"{opened}ab<|im_end|>")
+    call = forced_calls(Parsing(tools="hermes", reasoning="think", is_open=is_open), TOOLS, added, budget)
     assert written(call, made, f"{opened}abcd</think>\n{hermes(*F)}")
     assert not written(call, made, f"{opened}abcde</think>\n{hermes(*F)}")
 
@@ -135,4 +137,4 @@ def test_a_think_block_is_closed_at_its_budget_and_anything_follows(is_open: boo
 )
 def test_a_budget_that_cannot_be_kept_is_refused(parsing: Parsing, marks: list[str]) -> None:
     with pytest.raises(FieldError, match="reasoning_budget"):
-        budgeted(parsing, {name: 300 + at for at, name in enumerate(marks)}, 4)
+        budgeted(parsing, {name: 300 + at for at, name in enumerate(marks)}, ReasoningBudget(4, ()))
