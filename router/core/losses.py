@@ -69,14 +69,13 @@ class Losses:
         for call in list(self._table.calls.values()):
             if call.source == life:
                 call.source = None
-            is_offered = call.decode == name and call.state is State.OFFERED
-            took = call.decode == name and not is_offered
+            is_its = call.decode == name
             if life != back and not announced:
-                if is_offered:
+                if is_its and call.state is State.OFFERED:
                     call.missing[life] = self._death(call, life, now, was_accepted=False)
-                elif took or life in call.failed_prefills:
+                elif is_its or life in call.failed_prefills:
                     self.blame(call, life, now)
-            if call.decode == name:
+            if is_its:
                 self._recover(call, announced, now, out)
 
     def give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:

@@ -29,6 +29,8 @@ from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize, to
 from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, check_ids, prompt_field
 
 T = TypeVar("T")
+END_TOKENS = 32
+"""The last tokens of a prompt show whether a think block is open."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -125,7 +127,8 @@ class Intake:
         parsing = Parsing(
             tools=tools if chat.tools else "",
             reasoning="" if reasoning == "none" else reasoning,
-            is_open=opens_thinking(chat, prompt.text),
+            # By its ids: where its mark is a control token, the text has no name of it.
+            is_open=opens_thinking(chat, self._model.text_of(prompt.ids[-END_TOKENS:])),
             single=not call.parallel_tool_calls or bool(call.tool_choice.name),
         )
         return msgspec.structs.replace(form, parsing=parsing if parsing.tools or parsing.reasoning else None)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
+from engine.constraints.text import schema_constraint
 from engine.types import SamplingParams
 from router.front.api import ApiError, ChatMessage, Delta, GenerateCall
 from router.grpc.client import Client
@@ -14,6 +15,9 @@ from router.grpc.client import Client
 KINDS = ("answered", "left", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT")
 """How requests of the mix end."""
 GREEDY = SamplingParams(temperature=0.0)
+_CITY = {"type": "object", "properties": {"capital_of_the_country": {"enum": ["Paris", "Rome"]}}}
+_CITY |= {"required": ["capital_of_the_country"], "additionalProperties": False}
+FORCED = schema_constraint(_CITY, "constraint")
 
 
 def _prompt(rng: random.Random, count: int) -> list[int]:
@@ -85,10 +89,14 @@ class Traffic(Clients):
             chat = [ChatMessage("user", "Count from one to twenty, in words, with commas.")]
             yield GenerateCall(prompt=chat, sampling=GREEDY, max_tokens=40, stop=(", t", "s")), 0
             yield _call(_prompt(rng, 60), 16, n=2), 0
+            # Its keys are forced: tokens without a step.
+            yield GenerateCall(prompt=chat, sampling=GREEDY, max_tokens=60, constraint=FORCED), 0
             yield _call(_prompt(rng, 40), 60), 3
             # What cannot be in time is refused when it comes, if that can be foreseen: of an answer it cannot.
             yield _call(_prompt(rng, 700), 16, timeout_s=0.2), 0
-            yield GenerateCall(prompt=_prompt(rng, 60), sampling=GREEDY, max_tokens=300, timeout_s=0.6), 0
+            # The longer time is for machines on which the shorter one is too short for a first token.
+            late_s = rng.choice((0.6, 2.4))
+            yield GenerateCall(prompt=_prompt(rng, 60), sampling=GREEDY, max_tokens=600, timeout_s=late_s), 0
             yield _call([1, 2], -1), 0
 
     def _ask(self, call: GenerateCall, leave_after: int) -> None:

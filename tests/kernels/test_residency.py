@@ -85,6 +85,8 @@ def test_the_kernel_is_asked_as_it_is_launched(monkeypatch: pytest.MonkeyPatch) 
         return _Compiled(255)
 
     monkeypatch.setattr(subject, "decode_kernel", SimpleNamespace(warmup=warmup))
-    assert residency(subject._compiled(2, torch.float32, pool, config, 4), HOPPER) == 2
+    scores = subject._Scores(None, 30.0, torch.zeros(2))
+    assert residency(subject._compiled(2, torch.float32, pool, config, 4, 40, scores), HOPPER) == 2
+    assert (asked["WINDOW"], asked["SOFTCAP"], asked["SINKS"]) == (40, 30.0, True)
     assert (asked["HEADS"], asked["GROUP"], asked["TABLE_BLOCKS"], asked["TILE"]) == (2, 2, 4, config.tile)
     assert (asked["num_warps"], asked["num_stages"]) == (config.warps, config.stages)

@@ -1,9 +1,12 @@
 """Log probabilities on the demo model in 32-bit against transformers, within 0.001: of drawn tokens and alternatives,
-by both schedulers, cold and from the cache, and by the whole cluster over both fronts."""
+by both schedulers, cold and from the cache, and by the whole cluster over both fronts, also where a worker is lost."""
 
 import json
+import os
+import signal
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +179,49 @@ def test_the_cluster_agrees_over_both_fronts(
         values = choice["logprobs"]["token_logprobs"]
         assert values == pytest.approx([one.logprob for one in told], abs=1e-4)
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"] or "bytes:" in str(choice["logprobs"]["tokens"])
+
+
+def test_an_answer_that_moves_agrees_on_both_sides(
+    model_dir: Path, prompts: list[list[int]], reference: Reference
+) -> None:
+    """Guards recovery: what the lost worker has said stays, and what the next one says is of the same model and
+    tokens."""
+    router = RouterConfig(grpc_port=0, http_port=0)
+    config = ClusterConfig(launcher="process", decode_workers=2, router=router, cache_dir="unused")
+    stop = threading.Event()
+    with Cluster(config, make_launcher("process"), model_dir=str(model_dir)) as running, Client(
+        running.start().grpc
+    ) as client:
+        watcher = threading.Thread(target=running.watch, args=(stop,), daemon=True)
+        watcher.start()
+        try:
+            call = GenerateCall(
+                prompt=prompts[1], max_tokens=48, ignore_eos=True, sampling=SAMPLINGS[0], logprobs=ALTERNATIVES
+            )
+            home = _run(client, msgspec.structs.replace(call, max_tokens=2), lambda _: None)[1].stats.decode_worker
+            pid, killed = running.workers[home].pid, list[int]()
+
+            def lose(told: int) -> None:
+                if told >= 8 and not killed:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(told)
+
+            told, end = _run(client, call, lose)
+        finally:
+            stop.set()
+            watcher.join(30)
+    assert killed and killed[0] < 48 == len(told)
+    assert end.stats.decode_worker != home, "it was not there that was lost"
+    check(reference, prompts[1], told)
+
+
+def _run(client: Client, call: GenerateCall, see: Callable[[int], None]) -> tuple[list[TokenLogprobs], Finished]:
+    """Return all values of an answer and its end; `see` is told how many there are, each time that more have come."""
+    told: list[TokenLogprobs] = []
+    for event in client.generate(call):
+        if isinstance(event, Delta):
+            told += event.logprobs
+            see(len(told))
+        elif isinstance(event, Finished):
+            end = event
+    return told, end

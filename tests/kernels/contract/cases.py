@@ -15,6 +15,7 @@ from tests.kernels.contract.largest_cases import largest_cases
 from tests.kernels.contract.launched import launched_cases
 from tests.kernels.contract.measure import Case, Watched
 from tests.kernels.contract.other_cases import (
+    coded_case,
     convert_case,
     copy_case,
     mask_case,
@@ -38,6 +39,7 @@ BUILDERS = {
     "convert_blocks": convert_case,
     "sample": sample_case,
     "mask_logits": mask_case,
+    "coded_linear": coded_case,
     "route_experts": route_case,
     "plan_experts": count_case,
     "gate_up_experts": gate_up_case,

@@ -7,6 +7,7 @@ import triton
 from kernels import (
     block_convert,
     block_copy,
+    coded_linear,
     configs,
     mask_logits,
     rms_norm,
@@ -63,6 +64,39 @@ def norm_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "eps": "fp32",
         },
         constants={"HIDDEN": hidden, "PAD": triton.next_power_of_2(hidden), "RESIDUAL": True},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def coded_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """A decode step's product, of at most 16 rows, without a bias."""
+    offsets = {"offsets_ptr": "*fp32"} if key.dtype == "q4" else {}
+    absent = {} if offsets else {"offsets_ptr": None}
+    return Case(
+        name=case_name(key),
+        kernel=coded_linear.coded_linear_kernel,
+        types={
+            "x_ptr": "*bf16",
+            "codes_ptr": "*i8" if key.dtype == "q8" else "*u8",
+            "scales_ptr": "*fp32",
+            **offsets,
+            "out_ptr": "*bf16",
+            "count": "i32",
+        },
+        constants={
+            **absent,
+            "bias_ptr": None,
+            "WIDTH": 4096,
+            "COLUMNS": 4096,
+            "KIND": key.dtype,
+            "PART": 32,
+            "OFFSETS": bool(offsets),
+            "BIAS": False,
+            "ROWS": coded_linear.FEW_ROWS,
+            "TILE": config.tile,
+            "STEP": coded_linear.STEP,
+        },
         warps=config.warps,
         stages=config.stages,
     )

@@ -54,6 +54,14 @@ def test_an_offer_that_was_lost_unheard_is_no_blame() -> None:
     assert not call.missing and not call.victims, "it was the router"
 
 
+def test_an_offer_to_another_worker_is_none_of_its_business() -> None:
+    """Guards a request on its way to one worker against blame for another."""
+    parts = cluster()
+    call = parts.offer("a")
+    parts.join("d1")
+    assert lose(parts, "d1") == [] and call.state is State.OFFERED and not call.missing and not call.unheard
+
+
 @pytest.mark.parametrize(("emitted", "reason"), [((7, STOP_ID), "stop"), ((7, 8, 9), "length")])
 def test_a_complete_answer_is_complete(emitted: tuple[int, ...], reason: str) -> None:
     parts = cluster()

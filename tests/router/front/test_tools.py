@@ -73,6 +73,18 @@ def test_a_block_that_the_template_opens_is_known() -> None:
     assert form is not None and form.parsing is not None and form.parsing.is_open
 
 
+def test_a_block_whose_mark_is_a_control_token_is_known() -> None:
+    """Guards models whose tokenizer calls the mark special: a prompt's text has no name of such a token."""
+    made = files("byte level")
+    settings = msgspec.structs.replace(made.settings, context_tokens=4000)
+    special = json.loads(made.tokenizer.replace("<|end|>", "<think>"))
+    assert next(one for one in special["added_tokens"] if one["content"] == "<think>")["special"]
+    opening = "{{ messages[0].content }}<think>\n{# </think> #}"
+    replaced = msgspec.structs.replace(made, template=opening, settings=settings, tokenizer=json.dumps(special))
+    form = take(msgspec.structs.replace(ASKED, tools=()), model(replaced)).form
+    assert form is not None and form.parsing is not None and form.parsing.is_open
+
+
 def test_tools_whose_calls_nobody_could_read_are_refused() -> None:
     """Guards clients from calls that come as text: the configuration says which parser, or that there is none."""
     unknown = qwen("{{ tools }}{{ messages[0].content }}")

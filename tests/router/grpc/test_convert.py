@@ -77,7 +77,7 @@ FULL = GenerateCall(
     constraint=Constraint(ConstraintKind.REGEX, "a+"),
     constraint_field="regex",
 )
-NOT_SENT = {"form", "tool_choice", "parallel_tool_calls", "traceparent", "session"}
+NOT_SENT = {"form", "tool_choice", "parallel_tool_calls", "reasoning_budget", "traceparent", "session"}
 """Some belong to HTTP alone, the others travel as metadata."""
 FINISHED = Finished(
     reason=FinishReason.LENGTH,

@@ -1,0 +1,82 @@
+"""The quantized product of the GPU against its specification, in every form of codes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.coded_linear import coded_linear, reference
+from kernels.coded_weight import CodedWeight
+from kernels.configs import KernelConfig
+from kernels.panels import FACTORS, Kind
+from tests.kernels.cases import DEVICE
+
+KINDS: list[Kind] = ["q4", "q8", "a8", "h8", "x8", "f8"]
+CONFIG = KernelConfig(tile=32, warps=4, stages=2, rows=32)
+
+
+def weight_of(kind: Kind, rows: int, columns: int) -> CodedWeight:
+    noise = torch.Generator().manual_seed(rows + columns)
+    codes = torch.randint(0, 256, (rows, columns // 2 if kind == "q4" else columns), generator=noise).to(torch.uint8)
+    if kind == "f8":
+        codes = torch.where((codes & 127) > 80, codes & 191, codes)  # values of about one
+    parts, factors = FACTORS[kind]
+    scales = torch.rand(rows, columns // 32 * parts, generator=noise).half().float() / 64
+    offsets = torch.randn(scales.shape, generator=noise).half().float() / 8 if factors == 2 else None
+    codes = codes if kind in ("q4", "f8") else codes.view(torch.int8)
+    return CodedWeight(kind, codes.to(DEVICE), scales.to(DEVICE), None if offsets is None else offsets.to(DEVICE))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(40, 32), (70, 160), (32, 256)])
+def test_products(kind: Kind, rows: int, columns: int) -> None:
+    """Guards half bytes, groups, tiles that are not full in any of three directions, and the bias."""
+    weight = weight_of(kind, rows, columns)
+    noise = torch.Generator().manual_seed(1)
+    bias = torch.randn(rows, generator=noise).to(DEVICE)
+    for count, dtype, of in ((1, torch.float32, bias), (17, torch.float16, None), (50, torch.float32, None)):
+        x = torch.randn(count, columns, generator=noise).to(DEVICE, dtype)
+        got, want = coded_linear(x, weight, of, CONFIG), reference(x, weight, of)
+        error = 1e-5 if dtype == torch.float32 else 2e-3
+        scale = float((x.double().abs() @ weight.widen(dtype).double().abs().T).max())
+        assert got.dtype == dtype and float((got.double() - want).abs().max()) <= error * scale
+
+
+@pytest.mark.parametrize("kind", ["q4", "f8"])
+def test_a_rows_bits_are_its_own(kind: Kind) -> None:
+    """Guards an order of sums that would follow the size of the batch, in tiles of one height. Rows keep their place in
+    a tile, since the interpreter's library computes them by that."""
+    weight, config = weight_of(kind, 40, 96), replace(CONFIG, rows=16)
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    whole = coded_linear(x, weight, None, config)
+    for first, end in ((0, 1), (0, 11), (16, 30), (16, 40), (32, 40)):
+        assert torch.equal(coded_linear(x[first:end].contiguous(), weight, None, config), whole[first:end])
+
+
+def test_nothing_beside_the_matrix_is_read() -> None:
+    """Guards masks: what lies behind the last row and column is NaN."""
+    weight = weight_of("q8", 33, 32)
+    padded = torch.full((64, 32), float("nan"), device=DEVICE)
+    padded[:5] = 1.0
+    scales = torch.full((40, 1), float("nan"), device=DEVICE)
+    scales[:33] = weight.scales
+    inner = CodedWeight("q8", weight.codes, scales[:33])
+    got = coded_linear(padded[:5], inner, None, CONFIG)
+    assert torch.isfinite(got).all() and got.shape == (5, 33)
+
+
+def test_no_rows_at_all() -> None:
+    assert coded_linear(torch.empty(0, 32, device=DEVICE), weight_of("q4", 40, 32), None, CONFIG).shape == (0, 40)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight = weight_of("q4", 40, 64)
+    for x in (torch.zeros(3, 32), torch.zeros(64, 3).T, torch.zeros(64)):
+        with pytest.raises(ValueError, match="does not fit 64 columns"):
+            coded_linear(x.to(DEVICE), weight, None, CONFIG)
+    with pytest.raises(ValueError, match="does not fit 40 rows"):
+        coded_linear(torch.zeros(3, 64, device=DEVICE), weight, torch.zeros(41, device=DEVICE), CONFIG)
+    with pytest.raises(ValueError, match="are no q8 codes"):
+        CodedWeight("q8", weight.codes, weight.scales)
+    with pytest.raises(ValueError, match=r"want float32 factors \(40, 4\)"):
+        CodedWeight("h8", torch.zeros(40, 64, dtype=torch.int8), weight.scales)
