@@ -51,6 +51,7 @@ ALLOWED = {
         "engine.dialing",
         "engine.handshake",
         "engine.messages",
+        "engine.packed_logprobs",
         "engine.plan",
     ),
     "cluster": (

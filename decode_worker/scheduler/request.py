@@ -9,6 +9,7 @@ import msgspec
 from engine.kv.manager import Lease
 from engine.kv.tiers.stashes import Stash
 from engine.messages import FirstToken, Handoff, PeerAddress, RequestStats
+from engine.packed_logprobs import PackedLogprobs
 from engine.plan import StageClock
 from engine.types import Incarnation, RequestRecord, TokenLogprobs
 
@@ -182,7 +183,7 @@ class Request:
     preempted: Preempted | None = None
     yielding: bool = False
     """The router wants to place it elsewhere, as soon as all of its KV is here."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     """Those of its output so far, where they are asked for and another router may have to be told."""
 
     scores: list[TokenLogprobs] = field(default_factory=list)
@@ -202,12 +203,14 @@ class Request:
         return scores
 
     def __post_init__(self) -> None:
-        self.logprobs += self.record.emitted_logprobs
+        if self.record.emitted_logprobs:
+            self.logprobs.extend(self.record.emitted_logprobs)
+            self.record = msgspec.structs.replace(self.record, emitted_logprobs=())
 
     def keep(self, tokens: Sequence[TokenLogprobs]) -> None:
         """Keep the log probabilities of the newest tokens for a router that may come."""
         if self.record.context:
-            self.logprobs += tokens
+            self.logprobs.extend(tokens)
 
     def __repr__(self) -> str:
         """Leave the tokens out: logs show this."""

@@ -19,6 +19,7 @@ import msgspec
 
 from engine import identity
 from engine.messages import RequestStats
+from engine.packed_logprobs import PackedLogprobs
 from engine.types import RequestRecord, TokenLogprobs
 from router.core.registry import Life, ModelKey
 from router.core.sessions import Pin, Session
@@ -86,7 +87,7 @@ class Call:
     is_counted: bool = False
     """True once the work that it brings is part of the shares of its beginnings (`router.core.reuse`)."""
     emitted: "array[int]" = field(default_factory=lambda: array("I"))
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     """Those of `emitted`, where they are asked for and another router may have to be told."""
     losses: int = 0
     """Placements that ended because the decode worker that had accepted them was lost."""
@@ -139,9 +140,8 @@ class Call:
 
     def rewrite(self) -> None:
         """Make what was emitted history of the record: the next placement goes on behind it."""
-        more: dict[str, object] = {"emitted_logprobs": tuple(self.logprobs)} if self.logprobs else {}
-        if self.emitted:
-            more["prompt_logprobs"] = None  # they came with the first token
+        # Those of `emitted` are put into each offer, and not kept unpacked here.
+        more: dict[str, object] = {"prompt_logprobs": None} if self.emitted else {}  # they came with the first token
         self.record = msgspec.structs.replace(self.record, tokens=self.tokens, **more)
         self._chains.clear()
         bound, believed = self.cached_tokens_bound, self.believed_prefill_tokens

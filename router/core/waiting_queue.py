@@ -155,6 +155,8 @@ class WaitingQueue:
         record = call.record
         if call.deadline_s is not None:
             record = msgspec.structs.replace(record, remaining_s=max(call.deadline_s - now, 0.0))
+        if call.logprobs:
+            record = msgspec.structs.replace(record, emitted_logprobs=call.logprobs.part(0))
         place = Place(record=record, placement=call.placement, prefill=prefill, losses=call.losses, fork_of=host)
         # It was bound to where its KV is, or the policy says why.
         bound = host is not None or call.source is not None

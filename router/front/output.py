@@ -12,11 +12,11 @@ from typing import Protocol
 
 import msgspec
 
+from engine.packed_logprobs import PackedLogprobs
 from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import SamplingParams
 from router.front.api import Delta
-from router.front.logprobs import PackedLogprobs
 from router.front.parsers.pieces import AnswerParser
 
 

@@ -24,8 +24,8 @@ MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 TOKEN_BYTES = 52
 """The memory that a token id is taken to cost: an int, and its place in the record, the request and the output."""
-VALUE_BYTES = 160
-"""The memory that a log probability is taken to cost, with the token that it is of."""
+VALUE_BYTES = 20
+"""The memory that a log probability is taken to cost, packed, with the token that it is of and where it begins."""
 MAX_NAMES = 4096
 """Lives of routers whose names are remembered."""
 MAX_HANDOVERS = 3
@@ -44,8 +44,8 @@ class Remembered:
     @property
     def size(self) -> int:
         request = self.request
-        values = sum(1 + len(one.top) for one in request.logprobs)
-        return TOKEN_BYTES * len(request.tokens) + VALUE_BYTES * values + len(request.record.context)
+        held = TOKEN_BYTES * len(request.tokens) + VALUE_BYTES * request.logprobs.values
+        return held + len(request.record.context)
 
 
 T = TypeVar("T")
@@ -208,7 +208,7 @@ def orphan(request: Request, tokens: list[int], now: float) -> Orphan:
         placement=request.placement,
         prefill=request.prefill.worker.name,
         tokens=tokens,
-        logprobs=request.logprobs[: len(tokens)],
+        logprobs=list(request.logprobs.part(0, len(tokens))),
         age_s=now - request.accepted,
         remaining_s=remaining_s,
         losses=request.owner.losses,

@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from engine.backends.attention import TorchAttention
 from engine.backends.determinism import deviations
+from engine.backends.gpu.attention import TritonAttention
+from engine.backends.gpu.pool import DeviceKV
 from engine.backends.native_attention import NativeAttention
 from engine.backends.workspace import estimate_workspace, measure_workspace, trial_row
 from engine.batch import ForwardBatch
@@ -24,6 +26,7 @@ from engine.model.prepared.loading import map_weights
 from engine.model.prepared.panels import panel_weights
 from engine.storage.paged import PagedKV
 from engine.types import BlockId
+from kernels.launch import interpreted
 from kernels.native import native
 from kernels.panels import PanelStack, pack_stack, unpack
 from tests.engine.model.checkpoints import BASE, VOCAB, build, randomized, save_gguf, save_hf
@@ -62,7 +65,7 @@ def logits_of(model: Llama, attention: TorchAttention, steps: list[list[tuple[in
 
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
-@pytest.mark.parametrize("case", ["mixtral", "qwen3moe-unnormalised"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3moe-unnormalised", "gpt-oss"])
 def test_a_sequence_has_the_same_bits_in_any_company(case: str, kernels: str, tmp_path: Path) -> None:
     """Guards recovery and migration, which recompute tokens in other chunks and other company: with experts, which of
     their rows come together depends on everybody. Alone, in a batch, in chunks, and behind a cached prefix."""
@@ -81,7 +84,7 @@ def test_a_sequence_has_the_same_bits_in_any_company(case: str, kernels: str, tm
 
 
 @needs_native
-@pytest.mark.parametrize("case", ["mixtral", "qwen3moe", "qwen3moe-sparse"])
+@pytest.mark.parametrize("case", ["mixtral", "mixtral-window", "qwen3moe", "qwen3moe-sparse", "gpt-oss-clamped"])
 def test_native_kernels_equal_transformers(case: str, tmp_path: Path) -> None:
     """Guards experts in panels: the wrong expert's, or rows that come back to another place."""
     model, prompt = build(case), prompt_of()
@@ -97,6 +100,26 @@ def test_native_kernels_equal_transformers(case: str, tmp_path: Path) -> None:
         answer.append(int(ours.step(answer[-1:]).argmax()))
     ours.close()
     assert greedy_gap(model, prompt, answer) == 0.0
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt-oss-clamped"])
+def test_gpu_kernels_equal_transformers(case: str, tmp_path: Path) -> None:
+    """Guards the same on a GPU's kernels, here in Triton's interpreter: a prompt, then a decode step."""
+    if not interpreted():
+        pytest.skip("for Triton's interpreter")
+    model, prompt = build(case), prompt_of(41)
+    ours = load_model(prepare(save_hf(model, tmp_path / "m"), tmp_path / "c"), packed=False)
+    layout = ours.config.kv_layout(16)
+    kv = DeviceKV(layout, 4, torch.device("cpu"))
+    attention = TritonAttention(ours.config, layout, "cpu", max_batch=2, programs=2)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt]), use_cache=False).logits[0]
+        for start, end in ((0, 40), (40, 41)):
+            row = trial_row(prompt[:end], start, [BlockId(at) for at in (3, 0, 2)])
+            batch = ForwardBatch.build([row], 16, row_multiple=attention.row_multiple)
+            attention.begin(batch, kv)
+            logits = ours.forward(batch, kv, attention)[0]
+            torch.testing.assert_close(logits, wanted[end - 1], atol=1e-4, rtol=0)
 
 
 def dense_and_split(experts: int) -> tuple[Any, Any]:

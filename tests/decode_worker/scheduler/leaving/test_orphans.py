@@ -38,6 +38,7 @@ from engine.messages import (
     Tokens,
     frames,
 )
+from engine.packed_logprobs import PackedLogprobs
 from engine.plan import MAX_OUTPUT_VALUES
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord, TokenLogprobs
 from transfer.handoff.commands import Emit
@@ -613,11 +614,13 @@ def test_the_longest_answer_with_log_probabilities_fits_into_a_message(alternati
         context=b"x",
     )
     place = Place(record=record, placement=1, prefill=HERE)
+    packed = PackedLogprobs()
+    packed.extend([one] * count)
     request: Any = SimpleNamespace(
         record=record,
         placement=1,
         prefill=SimpleNamespace(worker=SimpleNamespace(name="p0")),
-        logprobs=[one] * count,
+        logprobs=packed,
         accepted=0.0,
         deadline=0.0,
         owner=SimpleNamespace(losses=0),
