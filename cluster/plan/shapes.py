@@ -8,7 +8,22 @@ import msgspec
 from cluster.config import ConfigError
 from cluster.plan.planner import Shape
 from engine.model.config import CONFIG_FILE, ExpertOptions, ModelConfig, ModelError
-from engine.model.families import FAMILIES, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
+from engine.model.families import (
+    FAMILIES,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    OLMO2,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    SMOLLM3,
+    Family,
+)
 from engine.model.prepared.cache import stored_dtype
 
 _SIZELESS = (
@@ -51,6 +66,14 @@ def _published(
     )
 
 
+def _gemma(
+    layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, family: Family, head_dim: int = 256
+) -> ModelConfig:
+    vocab, context = (256000, 8192) if family is GEMMA2 else (262144, 32768)
+    sizes = layers, hidden, heads, kv_heads, intermediate, vocab, context
+    return _published(*sizes, head_dim=head_dim, tied=True, family=family)
+
+
 _LLAMA_8B = _published(32, 4096, 32, 8, 14336, 128256, 131072)
 _LLAMA_70B = _published(80, 8192, 64, 8, 28672, 128256, 131072)
 _QWEN25_7B = _published(28, 3584, 28, 4, 18944, 152064, 32768, family=QWEN2)
@@ -90,6 +113,20 @@ PUBLISHED: dict[str, ModelConfig] = {
     "deepseek-r1-distill-qwen-32b": msgspec.structs.replace(_QWEN25_32B, context_tokens=131072),
     "deepseek-r1-distill-llama-8b": _LLAMA_8B,
     "deepseek-r1-distill-llama-70b": _LLAMA_70B,
+    "gemma-2-2b": _gemma(26, 2304, 8, 4, 9216, GEMMA2),
+    "gemma-2-9b": _gemma(42, 3584, 16, 8, 14336, GEMMA2),
+    "gemma-2-27b": _gemma(46, 4608, 32, 16, 36864, GEMMA2, head_dim=128),
+    "gemma-3-270m": _gemma(18, 640, 4, 1, 2048, GEMMA3),
+    "gemma-3-1b": _gemma(26, 1152, 4, 1, 6912, GEMMA3),
+    "granite-3.1-8b": _published(40, 4096, 32, 8, 12800, 49155, 131072, tied=True, family=GRANITE),
+    "mistral-nemo": _published(40, 5120, 32, 8, 14336, 131072, 131072, family=MISTRAL),
+    "mistral-small-24b": _published(40, 5120, 32, 8, 32768, 131072, 32768, family=MISTRAL),
+    "olmo-2-7b": _published(32, 4096, 32, 32, 11008, 100352, 4096, family=OLMO2),
+    "olmo-2-13b": _published(40, 5120, 40, 40, 13824, 100352, 4096, family=OLMO2),
+    "phi-3.5-mini": _published(32, 3072, 32, 32, 8192, 32064, 131072, head_dim=96, family=PHI3),
+    "phi-4": _published(40, 5120, 40, 10, 17920, 100352, 16384, family=PHI3),
+    "phi-4-mini": _published(32, 3072, 24, 8, 8192, 200064, 131072, tied=True, family=PHI3),
+    "smollm3-3b": _published(36, 2048, 16, 4, 11008, 128256, 65536, tied=True, family=SMOLLM3),
     "smollm2-135m": _published(30, 576, 9, 3, 1536, 49152, 8192, head_dim=64, tied=True),
     "smollm2-1.7b": _published(24, 2048, 32, 32, 8192, 49152, 8192, head_dim=64, tied=True),
 }

@@ -139,7 +139,7 @@ class TorchAttention:
         qk = qkv[:, : self._heads + kv_heads]
         if norms is not None:
             q, k = qk.split([self._heads, kv_heads], 1)
-            qk = torch.cat([_norm(q, norms.q, norms.eps), _norm(k, norms.k, norms.eps)], 1)
+            qk = torch.cat([norm_rows(q, norms.q, norms.eps), norm_rows(k, norms.k, norms.eps)], 1)
         if rotation is not None:
             qk = _rotated(qk, rotation)
         q, k = qk.split([self._heads, kv_heads], 1)
@@ -163,7 +163,7 @@ class TorchAttention:
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
             x += delta
-        return _norm(x, weight, eps)
+        return norm_rows(x, weight, eps)
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -177,7 +177,8 @@ class TorchAttention:
         return sample(logits, draws)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of each row, times `weight`, which may be of a wider type: the product is rounded once."""
     if weight.dtype is x.dtype:
         return rms_norm(x, weight.shape, weight, eps)
     return rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)

@@ -13,9 +13,16 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
-from engine.backends.attention import AttentionBackend, AttentionOptions, HeadNorms, LayerInput, Mixture, Rotation
+from engine.backends.attention import (
+    AttentionBackend,
+    AttentionOptions,
+    HeadNorms,
+    LayerInput,
+    Mixture,
+    Rotation,
+    norm_rows,
+)
 from engine.batch import ForwardBatch
 from engine.model.config import ModelConfig, ModelError, Progress
 from engine.model.families import FAMILIES, layer_key
@@ -112,7 +119,7 @@ class Llama:
             normed = kernels.norm(rows.contiguous(), None, self._norm, self.config.norm_eps)
             product = kernels.linear(normed, self._head)
         else:
-            wanted = rms_norm(rows, (self.config.hidden,), self._norm, self.config.norm_eps)
+            wanted = norm_rows(rows, self._norm, self.config.norm_eps)
             product = linear(wanted, self._head)
         wide = product.float() if out is None else out.copy_(product)
         self._finish(wide)

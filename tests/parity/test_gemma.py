@@ -118,7 +118,8 @@ def served(gemma: Path, model_dir: Path) -> Iterator[Addresses]:
 def test_headrace_generate_goes_on_with_a_text(served: Addresses, capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["generate", "--server", served.grpc, "--raw", "--temperature", "0", "--max-tokens", "12"]
     assert cli.main([*flags, "The capital of France is"]) == 0
-    assert "Paris" in capfd.readouterr().out
+    # What it says greedily: it is small, and no answer to a question.
+    assert "the capital of the country of France" in capfd.readouterr().out
 
 
 def test_a_chat_is_told_that_there_is_no_template(served: Addresses, capfd: pytest.CaptureFixture[str]) -> None:
