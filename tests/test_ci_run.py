@@ -26,7 +26,7 @@ fi
 """
 NOTHING = "#!/bin/bash\nexit 0\n"
 STEPS = {"check", "contract", "extras", "bundle", "test", "slow", "parity", "observe", "chaos", "clients", "sim"}
-STEPS |= {"rayup", "demo"}
+STEPS |= {"models", "rayup", "demo"}
 
 
 class Steps:
