@@ -1,10 +1,14 @@
 """Released config.json files, by the fields that count: each is accepted, and read as its model was trained."""
 
+import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from engine.model.config import (
@@ -17,7 +21,9 @@ from engine.model.config import (
     YarnRope,
 )
 from engine.model.files.checkpoint import find_family
-from engine.model.files.hf_model import model_config, text_side
+from engine.model.files.hf_model import HFModel, model_config, text_side
+from engine.model.prepared.weights import pieces_of, prepared_weights
+from tests.engine.model.checkpoints import build, save_hf
 
 Raw = dict[str, Any]
 
@@ -317,3 +323,31 @@ def test_is_read_as_transformers_reads_it(name: str) -> None:
 def test_what_is_not_obeyed_is_refused(raw: Raw, names: str) -> None:
     with pytest.raises(ModelError, match=names):
         read(raw)
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"), [("", "language_model."), ("model.", "model.language_model.")], ids=["before", "since 4.52"]
+)
+def test_text_side_of_a_model_with_images_is_read(inner: str, outer: str, tmp_path: Path) -> None:
+    """Guards both ways in which checkpoints with images name the text side's tensors."""
+    plain = Path(save_hf(build("gemma3"), tmp_path / "plain"))
+    wrapped = tmp_path / "wrapped"
+    shutil.copytree(plain, wrapped)
+    said = msgspec.json.decode((plain / "config.json").read_bytes())
+    whole = {"model_type": "gemma3", "text_config": said, "vision_config": {"hidden_size": 8}}
+    (wrapped / "config.json").write_bytes(msgspec.json.encode(whole))
+    for shard in wrapped.glob("*.safetensors"):
+        tensors = load_file(shard)
+        renamed = {
+            outer + name.removeprefix(inner) if name.startswith(inner) else name: tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(renamed | {"vision_tower.weight": torch.zeros(2)}, shard)
+    (wrapped / "model.safetensors.index.json").unlink(missing_ok=True)
+    one, other = HFModel(plain), HFModel(wrapped)
+    assert msgspec.structs.replace(other.config, name=one.config.name) == one.config
+    for _, weight, layer in prepared_weights(one):
+        for source, expert in pieces_of(one, weight):
+            names = [model.tensor_name(source, layer, expert) for model in (one, other)]
+            assert names[0] != names[1] or not names[0].startswith(inner)
+            assert (one.read(names[0]) == other.read(names[1])).all()
