@@ -233,9 +233,10 @@ class ModelRunner:
         return launched
 
     def _begin_masks(self, draws: list[Row]) -> "Future[list[Mask]] | None":
-        """Begin to compute what rows with a constraint may draw, where all their tokens are known."""
+        """Begin to compute what rows with a constraint may draw, where all their tokens are known, and nobody else has
+        to wait for those of the step before: what comes behind them is the business of the same matchers."""
         constrained = [row for row in draws if _wants_mask(row)]
-        if not constrained or any(row.follows for row in constrained):
+        if not constrained or any(row.follows and needs_tokens(row) for row in draws):
             return None
         return self._matchers.begin(constrained)
 

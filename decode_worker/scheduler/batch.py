@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from decode_worker.scheduler.alike import Alike
+from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
 from decode_worker.scheduler.pace import Pace
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.samples.beams import Beams
@@ -283,10 +284,11 @@ class Batch:
         self, request: Request, drawn: Sequence[DrawnToken]
     ) -> tuple[Sequence[DrawnToken], FinishReason | None]:
         """Add the request's next tokens up to one that is the last. Return those that were added, and why it is over,
-        if it is. One whose blocks are still to come gets no more than there is room for, and at least one: what could
-        only come there is found again."""
+        if it is. One whose blocks are still to come gets no more than there is room for beside a token of every attempt
+        that may follow, and at least one: what could only come there is found again."""
         if not request.arrived:
-            drawn = drawn[: max(1, self._kv.room_tokens(request.lease) - len(request.tokens))]
+            room = self._kv.room_tokens(request.lease) - len(request.tokens)
+            drawn = drawn[: max(1, room - (MAX_ATTEMPTS - 1 - request.prefill.tries))]
         before, reason = len(request.tokens), None
         for token in map(id_of, drawn):
             request.tokens.append(token)

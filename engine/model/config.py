@@ -233,6 +233,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             dtype=dtype or self.dtype,
         )
 
+    def without_idle_windows(self) -> "ModelConfig":
+        """Return the same without windows that hold all of the context, as of the Phi-3 models for long ones: what a
+        window costs is for nothing there."""
+        options = tuple(
+            msgspec.structs.replace(layer, window=0) if layer.window >= self.context_tokens else layer
+            for layer in self.layer_options
+        )
+        is_plain = all(layer == PLAIN_LAYER for layer in options)
+        return msgspec.structs.replace(self, layer_options=() if is_plain else options)
+
     def check(self, path: Path) -> "ModelConfig":
         """Return itself, or raise ModelError where the sizes cannot be those of a model."""
         for field in _SIZES:

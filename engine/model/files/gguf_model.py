@@ -91,4 +91,4 @@ class GGUFModel:
             activation=self.family.activation,
             experts=experts.from_metadata(file, architecture, self.family.name),
             **family_options(file, architecture, HeaderSizes(layers, hidden, heads, head_dim, vocab)),
-        ).check(path)
+        ).check(path).without_idle_windows()

@@ -72,6 +72,11 @@ class _Metadata:
         return [window if (at + 1) % every else 0 for at in range(layers)]
 
 
+_WHOLE_FACTORS = ("attn_factor", "yarn_attn_factor")
+"""Where OLMo 3's files have what config.json calls `attention_factor`: all of it. Other families' readers multiply it
+with YaRN's own, so that nobody knows what a file means."""
+
+
 def _rope_table(file: GGUFFile, metadata: _Metadata, head_dim: int) -> RopeTable:
     dims = int(metadata.number("rope.dimension_count", head_dim))
     table = RopeTable(
@@ -94,8 +99,13 @@ def _rope_table(file: GGUFFile, metadata: _Metadata, head_dim: int) -> RopeTable
         return msgspec.structs.replace(table, scaling=LinearRope(factor=factor))
     if kind != "yarn":
         raise ModelError(file.path, f"rope scaling {kind!r} is not supported")
+    scale = yarn_scale(factor)
     for key in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_ext_factor"):
-        if file.get(metadata.name(f"rope.scaling.{key}")) is not None:
+        if file.get(metadata.name(f"rope.scaling.{key}")) is None:
+            continue
+        if metadata.name("") == "olmo2." and key in _WHOLE_FACTORS:
+            scale = metadata.number(f"rope.scaling.{key}")
+        else:
             raise ModelError(file.path, f"metadata {metadata.name('rope.scaling')}.{key} is not supported")
     yarn = YarnRope(
         factor=factor,
@@ -103,7 +113,7 @@ def _rope_table(file: GGUFFile, metadata: _Metadata, head_dim: int) -> RopeTable
         beta_fast=metadata.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=metadata.number("rope.scaling.yarn_beta_slow", 1.0),
     )
-    return msgspec.structs.replace(table, scaling=yarn, scale=yarn_scale(factor))
+    return msgspec.structs.replace(table, scaling=yarn, scale=scale)
 
 
 def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from engine.model.files import experts
 from engine.model.files.checkpoint import find_family, most_of, read_json
 from engine.model.files.hf_options import DEFAULTS, family_options
 from engine.model.files.hf_quantization import Matrix, Quantization
+from engine.model.files.hf_rope import context_tokens
 from engine.model.files.hf_text import text_files
 from engine.model.files.safetensors_reader import SafetensorsFile, StoredTensor
 from engine.text.files import TextFiles
@@ -195,7 +196,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             head_dim=int(raw.get("head_dim") or raw["hidden_size"] // max(raw["num_attention_heads"], 1)),
             intermediate=int(raw["intermediate_size"]),
             vocab=int(raw["vocab_size"]),
-            context_tokens=int(raw["max_position_embeddings"]),
+            context_tokens=context_tokens(raw),
             norm_eps=float(raw["rms_norm_eps"]),
             tied=bool(raw.get("tie_word_embeddings", family.tied)),
             qkv_bias=family.qkv_bias or bias,
@@ -206,7 +207,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             activation=_activation(path, family, raw),
             experts=experts.from_config(path, family.name, raw),
             **family_options(path, family.name, raw),
-        ).check(path)
+        ).check(path).without_idle_windows()
     except KeyError as error:
         raise ModelError(path, f"{error.args[0]} is missing") from error
     except (TypeError, ValueError) as error:

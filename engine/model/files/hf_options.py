@@ -23,10 +23,20 @@ DEFAULTS: dict[str, Raw] = {
         "rms_norm_eps": 1e-6,
         "sliding_window": 4096,
     },
-    "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma2": {
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     "mistral": {"sliding_window": 4096},
+    "mixtral": {"rope_theta": 1_000_000.0},
     "olmo3": {"sliding_window": 4096},
-    "gpt_oss": {"sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0},
+    "phi3": {"original_max_position_embeddings": 4096},
+    "qwen2": {"max_window_layers": 28},
+    "qwen3": {"head_dim": 128, "max_window_layers": 28},
+    "smollm3": {"rope_theta": 2_000_000.0},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0},
 }
 """What the published files of a family leave to the classes of transformers."""
 
@@ -76,9 +86,16 @@ def _qwen(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """The window counts only if `use_sliding_window`, from layer `max_window_layers` on."""
     if not raw.get("use_sliding_window"):
         return _no_window(path, raw | {"sliding_window": None}, layers, table)
-    first = int(raw.get("max_window_layers", layers))
+    first = int(raw["max_window_layers"])
     kinds = [SLIDING if at >= first else FULL for at in range(layers)]
     return _one_table(path, raw, table, _windows(path, raw, layers, kinds))
+
+
+def _qwen_moe(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    """The window counts only if `use_sliding_window`, then for all layers."""
+    if not raw.get("use_sliding_window"):
+        return _no_window(path, raw | {"sliding_window": None}, layers, table)
+    return _window_on_all(path, raw, layers, table)
 
 
 def _granite(path: Path, raw: Raw, layers: int, table: Table) -> Options:
@@ -122,9 +139,8 @@ def _gemma3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     every = int(raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6)
     kinds = [SLIDING if (at + 1) % every else FULL for at in range(layers)]
     windows = _windows(path, raw, layers, kinds)
-    found = rope_parameters(path, raw, 1_000_000.0)
-    local = found.get(SLIDING, {"rope_theta": raw.get("rope_local_base_freq") or 10000.0})
-    return _two_tables(table(found[FULL]), table(local), windows) | _gemma(path, raw)
+    found = rope_parameters(path, raw, 1_000_000.0, raw.get("rope_local_base_freq") or 10000.0)
+    return _two_tables(table(found[FULL]), table(found[SLIDING]), windows) | _gemma(path, raw)
 
 
 def _gemma(path: Path, raw: Raw) -> Options:
@@ -142,9 +158,8 @@ def _olmo3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """Scalings count for layers without a window."""
     kinds = [SLIDING if (at + 1) % 4 else FULL for at in range(layers)]
     windows = _windows(path, raw, layers, kinds)
-    found = rope_parameters(path, raw, 500_000.0)
-    local = found.get(SLIDING, {"rope_theta": found[FULL]["rope_theta"]})
-    return _two_tables(table(found[FULL]), table(local), windows)
+    found = rope_parameters(path, raw, 500_000.0, raw.get("rope_theta") or 500_000.0)
+    return _two_tables(table(found[FULL]), table(found[SLIDING]), windows)
 
 
 def _two_tables(everywhere: RopeTable, local: RopeTable, windows: Sequence[int]) -> Options:
@@ -176,7 +191,7 @@ def _window(path: Path, raw: Raw) -> int:
 _READERS: dict[str, Callable[[Path, Raw, int, Table], Options]] = {
     "qwen2": _qwen,
     "qwen3": _qwen,
-    "qwen3_moe": _qwen,
+    "qwen3_moe": _qwen_moe,
     "mistral": _window_on_all,
     "mixtral": _window_on_all,
     "phi3": _window_on_all,

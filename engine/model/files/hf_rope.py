@@ -16,8 +16,11 @@ LAYER_TYPES = (FULL, SLIDING)
 Parameters = dict[str, Any]
 
 
-def rope_parameters(path: Path, raw: dict[str, Any], default_theta: float = 10000.0) -> dict[str, Parameters]:
-    """Return the parameters by type of layer, what is said of none under the first. Raises ModelError."""
+def rope_parameters(
+    path: Path, raw: dict[str, Any], default_theta: float = 10000.0, local_theta: float | None = None
+) -> dict[str, Parameters]:
+    """Return the parameters by type of layer, what is said of none under the first. `local_theta`: of a family whose
+    local layers have parameters of their own, where none says another. Raises ModelError."""
     said = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(said, dict):
         raise ModelError(path, f"rope_parameters {said!r} is not a table")
@@ -25,8 +28,12 @@ def rope_parameters(path: Path, raw: dict[str, Any], default_theta: float = 1000
     theta, share = raw.get("rope_theta") or default_theta, raw.get("partial_rotary_factor")
     original = raw.get("original_max_position_embeddings")
     found = {}
-    for kind, each in (nested or {FULL: said}).items():
-        parameters = {"rope_theta": theta, **{key: value for key, value in each.items() if value is not None}}
+    by_kind = nested or {FULL: said}
+    if local_theta is not None:
+        by_kind = {FULL: {}, SLIDING: {}, **by_kind}
+    for kind, each in by_kind.items():
+        usual = local_theta if local_theta is not None and kind == SLIDING else theta
+        parameters = {"rope_theta": usual, **{key: value for key, value in each.items() if value is not None}}
         if share is not None:
             parameters.setdefault("partial_rotary_factor", share)
         if original is not None:
@@ -34,6 +41,17 @@ def rope_parameters(path: Path, raw: dict[str, Any], default_theta: float = 1000
         parameters.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
         found[kind] = parameters
     return found
+
+
+def context_tokens(raw: dict[str, Any]) -> int:
+    """Return the longest context: `max_position_embeddings`, or what YaRN makes of the original one where it says both.
+    Publishers who leave YaRN to their readers (Qwen) have them add it alone."""
+    longest = int(raw["max_position_embeddings"])
+    said = raw.get("rope_parameters") or raw.get("rope_scaling")
+    if not isinstance(said, dict) or said.get("rope_type", said.get("type")) != "yarn":
+        return longest
+    factor, original = said.get("factor"), said.get("original_max_position_embeddings")
+    return max(longest, int(float(factor) * int(original))) if factor and original else longest
 
 
 def rope_table(path: Path, parameters: Parameters, context_tokens: int, head_dim: int) -> RopeTable:

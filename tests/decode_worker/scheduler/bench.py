@@ -1,5 +1,7 @@
 """A decode scheduler alone with a prefill worker that does what a test says: for the tests of each part."""
 
+from collections.abc import Sequence
+
 from decode_worker.scheduler.events import FromPeer, PeerUp
 from decode_worker.scheduler.request import Request
 from engine.messages import (
@@ -80,9 +82,9 @@ class Fetching(Bench):
         self.tell(FromPeer(P, Offer(handoff, 0, offers)))
         self.tell(Received(handoff, 0, error, 0.1, 0 if error else len(offers)))
 
-    def name_token(self, handoff: Handoff, token: int = 9, chunks: int = 1) -> None:
+    def name_token(self, handoff: Handoff, token: int = 9, chunks: int = 1, more: Sequence[int] = ()) -> None:
         said = FirstToken(
-            handoff=handoff, token=token, chunks=chunks, queue_s=0.0, run_s=0.0, cached_tokens=0
+            handoff=handoff, token=token, more=list(more), chunks=chunks, queue_s=0.0, run_s=0.0, cached_tokens=0
         )
         self.tell(FromPeer(P, said))
 

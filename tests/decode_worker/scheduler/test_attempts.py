@@ -375,3 +375,18 @@ def test_a_worker_named_for_what_needs_none_any_more() -> None:
         tried.land(tried.asked().handoff, "its bytes are others")
     tried.router(UsePrefill(RequestId("a"), 1, OTHER))
     assert tried.request("a").state is RequestState.LOCAL
+
+
+@pytest.mark.parametrize("count", [1, 4, 30])
+def test_a_run_leaves_room_for_what_later_attempts_name(count: int) -> None:
+    """Guards a worker against the blocks that nobody has promised: each attempt names tokens, and is lost."""
+    bench = Attempts(growth_tokens=MAX_ATTEMPTS)
+    bench.begin(max_tokens=100)
+    for number in range(MAX_ATTEMPTS):
+        handoff = bench.asked().handoff
+        bench.name_token(handoff, 20 + number, more=range(30, 29 + count))
+        assert number < len(bench.request("a").output) <= 1 + number + count
+        bench.land(handoff, "its bytes are others")
+    bench.router(UsePrefill(RequestId("a"), 1, None))
+    assert bench.request("a").state is RequestState.LOCAL
+    assert bench.step() is not None

@@ -1,0 +1,100 @@
+"""What GGUF headers of released models say of their layers, and what none says and the family's constants do."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from engine.model.config import ModelError, YarnRope
+from engine.model.files.gguf_options import HeaderSizes, Options, family_options
+from engine.model.files.gguf_reader import GGUFFile
+
+Number = int | float | str
+
+GEMMA2_27B = HeaderSizes(layers=46, hidden=4608, heads=32, head_dim=128, vocab=256000)
+GEMMA3_27B = HeaderSizes(layers=62, hidden=5376, heads=32, head_dim=128, vocab=262208)
+MISTRAL_7B = HeaderSizes(layers=32, hidden=4096, heads=32, head_dim=128, vocab=32000)
+FIRST_MISTRAL: dict[str, Number] = {
+    "context_length": 32768,
+    "feed_forward_length": 14336,
+    "rope.freq_base": 10000.0,
+    "rope.dimension_count": 128,
+}
+OLMO3_YARN: dict[str, Number] = {
+    "rope.freq_base": 500000.0,
+    "attention.sliding_window": 4096,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": 8192,
+}
+
+
+def options(folder: Path, architecture: str, sizes: HeaderSizes, header: dict[str, Number]) -> Options:
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    for key, value in header.items():
+        name = f"{architecture}.{key}"
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        else:
+            writer.add_float32(name, value)
+    writer.add_tensor("output_norm.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return family_options(GGUFFile(folder / "model.gguf"), architecture, sizes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "scale"),
+    [
+        ("gemma2", GEMMA2_27B, 144**-0.5),
+        ("gemma2", GEMMA2_27B._replace(layers=42, hidden=3584, heads=16, head_dim=256), 256**-0.5),
+        ("gemma3", GEMMA3_27B, 168**-0.5),
+        ("gemma3", GEMMA3_27B._replace(layers=48, hidden=3840, heads=16, head_dim=256), 256**-0.5),
+    ],
+)
+def test_scores_of_gemma_27b_are_scaled_as_its_config_json_has_them(
+    architecture: str, sizes: HeaderSizes, scale: float, tmp_path: Path
+) -> None:
+    """Guards `query_pre_attn_scalar`, which no file holds: by 1 / sqrt(head_dim) answers would be a little worse."""
+    header: dict[str, Number] = {"attention.sliding_window": 1024, "rope.freq_base": 1e6}
+    assert options(tmp_path, architecture, sizes, header)["attention_scale"] == pytest.approx(scale)
+
+
+def test_mistral_7b_v01_has_its_window_back(tmp_path: Path) -> None:
+    """Guards the window that the converter drops."""
+    layers = options(tmp_path, "llama", MISTRAL_7B, FIRST_MISTRAL)["layer_options"]
+    assert [layer.window for layer in layers] == [4096] * 32
+
+
+@pytest.mark.parametrize(
+    ("sizes", "other"),
+    [
+        (MISTRAL_7B, {"rope.freq_base": 1_000_000.0}),  # v0.2
+        (MISTRAL_7B._replace(vocab=32768), {"rope.freq_base": 1_000_000.0}),  # v0.3
+        (MISTRAL_7B, {"feed_forward_length": 11008, "context_length": 4096}),  # Llama 2 7B
+        (MISTRAL_7B._replace(vocab=128256), {"context_length": 8192, "rope.freq_base": 500_000.0}),  # Llama 3 8B
+    ],
+)
+def test_others_of_its_shape_have_no_window(sizes: HeaderSizes, other: dict[str, Number], tmp_path: Path) -> None:
+    assert options(tmp_path, "llama", sizes, FIRST_MISTRAL | other)["layer_options"] == ()
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor"])
+def test_olmo_3_says_the_whole_factor_of_yarn(key: str, tmp_path: Path) -> None:
+    """Guards released files, whose converter copies config.json's `attention_factor`."""
+    sizes = HeaderSizes(layers=8, hidden=4096, heads=32, head_dim=128, vocab=100278)
+    found = options(tmp_path, "olmo2", sizes, OLMO3_YARN | {f"rope.scaling.{key}": 1.25})
+    assert isinstance(found["ropes"][0].scaling, YarnRope) and found["ropes"][0].scale == 1.25
+    assert (found["ropes"][1].scaling, found["ropes"][1].scale) == (None, 1.0)
+    assert [(layer.window, layer.rope) for layer in found["layer_options"]] == ([(4096, 1)] * 3 + [(0, 0)]) * 2
+
+
+def test_a_factor_of_unknown_meaning_is_refused(tmp_path: Path) -> None:
+    header = OLMO3_YARN | {"rope.scaling.attn_factor": 1.25, "attention.sliding_window": 0}
+    with pytest.raises(ModelError, match=r"qwen3\.rope\.scaling\.attn_factor is not supported"):
+        options(tmp_path, "qwen3", MISTRAL_7B, header)
