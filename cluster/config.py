@@ -32,6 +32,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """A GGUF file, a Hugging Face directory, or a name on the hub (`Qwen/Qwen3-0.6B`), which is downloaded; empty means
     the demo model."""
+    context_tokens: int = 0
+    """The longest context that is served, where it is to be shorter than the model's own; 0: the model's. A model with
+    LongRoPE has its short table up to the context that it was first trained with (docs/models.md)."""
     secret_file: str = ""
     """The file of the secret by which its processes know each other: one a line, two while one replaces the other; made
     where there is none. Empty: one is drawn at each start. Workers that are started alone need it."""
@@ -94,6 +97,7 @@ DTYPE_KEYS = ("prefill.engine.dtype", "decode.engine.dtype")
 
 _MAY_BE_ZERO = frozenset(
     {
+        "context_tokens",
         "prefill_workers",
         "stop_grace_s",
         "restart.limit",

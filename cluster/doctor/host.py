@@ -20,7 +20,7 @@ from rich.text import Text
 from cluster.config import ClusterConfig, ConfigError
 from cluster.doctor.check import Check, Level
 from cluster.doctor.gpu import allocator_checks, gpu_checks
-from cluster.doctor.models import model_checks
+from cluster.doctor.models import configured_model, model_checks
 from cluster.memory import available_bytes
 from cluster.processes.processors import usable_cores
 from cluster.processes.spec import model_cache
@@ -51,6 +51,7 @@ def examine(config: ClusterConfig, environ: Mapping[str, str], deep: bool = Fals
         _kernels,
         _clocks,
         lambda: _folders(config, environ),
+        lambda: iter([configured_model(config.model)]),
         lambda: model_checks(model_cache(config.cache_dir, environ)) if deep else iter(()),
         lambda: _ray(config, environ),
         lambda: gpu_checks(_gpu_wanted(config)),

@@ -1,14 +1,41 @@
-"""`headrace doctor --deep`: reads every prepared model of this host's cache, and holds it against its digests."""
+"""The models of `headrace doctor`: the configured one by its headers; with `--deep`, every prepared one of this host's
+cache against its digests.
+"""
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.doctor.check import Check
+from cluster.model_hub import hub_model
 from cluster.sizes import format_size
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError, read_prepared
 from engine.model.prepared.checked import DIGESTS_FILE, check_folder, check_pieces, file_digest
 from engine.model.prepared.shards import ShardIndex, by_reference, contents
+
+
+def configured_model(model: str) -> Check:
+    """Say of which family and format the configured model is, by its headers: no weights are read."""
+    from cluster.plan.shapes import find_shape
+
+    if hub_model(model) is not None:
+        return Check("model", "ok", f"{model} of the Hugging Face hub: the start finds it, or says why not")
+    if model and not (path := Path(model).expanduser()).exists():
+        return Check("model", "fail", f"{path}: no such file or directory", "name another: --model")
+    try:
+        shape = find_shape(model)
+    except ModelError as error:
+        return Check("model", "fail", str(error), "docs/models.md says what runs")
+    if shape.not_run or shape.model is None:
+        return Check("model", "fail", shape.not_run, "docs/models.md says what runs")
+    windows = [str(window) for window in shape.model.windows if window]
+    parts = [
+        f"{shape.name}: family {shape.model.family}, weights in {shape.stored}",
+        f"{shape.layers} layers, context of {shape.context_tokens} tokens",
+        *([f"windows of {', '.join(windows)}"] if windows else []),
+        *([f"{shape.model.expert_count} experts"] if shape.model.experts else []),
+    ]
+    return Check("model", "ok", ", ".join(parts))
 
 
 def model_checks(cache: Path) -> Iterator[Check]:

@@ -55,7 +55,7 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     dtype = asked.dtype or configured
     kv_dtype, ranks = asked.kv_dtype or engine.kv_dtype_of(dtype), asked.tp or 1
     sizes = token_sizes(shape, kv_dtype, asked.block_size or engine.block_size, ranks)
-    context = asked.context or shape.context_tokens
+    context = asked.context or (config.context_tokens if own else 0) or shape.context_tokens
     if not context:
         raise ConfigError("flag --context: needed, since nothing says how long the model's is")
     if asked.lengths and max(asked.lengths) > context:

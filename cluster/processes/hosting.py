@@ -151,7 +151,8 @@ def prepared(source: ModelSource, report: Callable[[int, int], None] | None = No
     from engine.model.prepared.cache import prepare
 
     cache = model_cache(source.cache_dir, os.environ)
-    return str(prepare(located(source.model) or None, cache, source.dtype, report, source.mapped))
+    model = located(source.model) or None
+    return str(prepare(model, cache, source.dtype, report, source.mapped, source.context_tokens))
 
 
 def moved(spec: ChildSpec, host: str) -> ChildSpec:

@@ -46,6 +46,7 @@ def model_source(config: ClusterConfig) -> ModelSource:
         model=config.model,
         cache_dir=config.cache_dir,
         dtype=model_dtype(config),
+        context_tokens=config.context_tokens,
         mapped=any(engine.device == "cpu" for engine in engines),
     )
 

@@ -50,6 +50,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     cache_dir: str = ""
     dtype: str = "float32"
+    context_tokens: int = 0
     mapped: bool = True
     """Whether any worker maps the weights, as those on a CPU do (`engine.model.prepared.cache.prepare`)."""
 

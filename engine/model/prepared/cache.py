@@ -80,11 +80,13 @@ def prepare(
     dtype: str = "float32",
     progress: Progress | None = None,
     mapped: bool = True,
+    context_tokens: int = 0,
 ) -> Path:
     """Return the prepared folder of a model, made if it is not there yet. `source` None is the demo model. `progress`
     hears how many bytes of weights have been written, and of how many, while they are converted, or read, the first
     time after a boot. With `mapped` False, for workers on a GPU, weights that are stored in `dtype` are not converted
-    at all, but left where they are.
+    at all, but left where they are. `context_tokens`: of a shorter context than the model's own, which makes another
+    folder, with a fingerprint of its own: LongRoPE's table is chosen by it; 0: the model's own.
 
     Safe to call from many processes at once: one converts, the others wait for it. Raises ModelError.
     """
@@ -92,26 +94,28 @@ def prepare(
         raise ModelError(source or DEMO_FILE, f"unknown dtype {dtype!r}: {', '.join(_DTYPES)}")
     path = Path(source).expanduser() if source is not None else find_demo_model()
     cache = cache_dir if cache_dir is not None else default_cache_dir(Path.home())
-    parts = _source_files(path)
+    parts, limit = _source_files(path), context_tokens
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if not mapped and path.is_dir() and (referred := _refer(path, parts, dtype, cache)) is not None:
+        if not mapped and path.is_dir() and (referred := _refer(path, parts, dtype, cache, limit)) is not None:
             return referred
-        return _convert(path, parts, dtype, cache, progress)
+        return _convert(path, parts, dtype, cache, limit, progress)
     except OSError as error:
         raise ModelError(error.filename or cache, f"preparing {path}: {error.strerror}") from error
 
 
-def _convert(path: Path, parts: list[Path], dtype: str, cache: Path, progress: Progress | None) -> Path:
+def _convert(
+    path: Path, parts: list[Path], dtype: str, cache: Path, limit: int, progress: Progress | None
+) -> Path:
     """Return the folder of a model with its weights in it, made if it is not there yet."""
     from engine.model.prepared.codes_file import write_codes
     from engine.model.prepared.weights import prepared_codes, write_weights
 
-    fingerprint = _hash(f"{_digest(path, parts, cache)} {dtype} {CONVERTER_VERSION}")
+    fingerprint = _hash(f"{_digest(path, parts, cache)} {dtype} {CONVERTER_VERSION}{_named(limit)}")
 
     def write(folder: Path) -> None:
         source = _opened(path)
-        _write_beside(folder, source, dtype, fingerprint)
+        _write_beside(folder, source, dtype, fingerprint, limit)
         write_weights(source, dtype, folder, progress)
         if dtype == "float32":
             write_codes(folder, prepared_codes(source))
@@ -119,34 +123,43 @@ def _convert(path: Path, parts: list[Path], dtype: str, cache: Path, progress: P
     return _made_once(cache / fingerprint, write, progress)
 
 
-def _refer(path: Path, parts: list[Path], dtype: str, cache: Path) -> Path | None:
+def _refer(path: Path, parts: list[Path], dtype: str, cache: Path, limit: int) -> Path | None:
     """Return the folder of a directory that leaves its weights there, made if it is not there yet; None where a weight
     is stored in another type than `dtype`."""
     from engine.model.files import hf_model, reference
 
     stamps = {part: Stamp.of(part.absolute()) for part in parts}
-    key = msgspec.json.encode([list(stamps.values()), dtype, CONVERTER_VERSION])
+    key = msgspec.json.encode([list(stamps.values()), dtype, CONVERTER_VERSION, *([limit] if limit else [])])
     target = cache / hashlib.blake2b(key, digest_size=16, person=b"by reference").hexdigest()
     if _is_sound(target, None):
         return target
     source = hf_model.HFModel(path)
     if (index := reference.shard_index(source, dtype, stamps)) is None:
         return None
-    fingerprint = _hash(f"{reference.described(source, parts)} {dtype} {CONVERTER_VERSION} by reference")
+    fingerprint = _hash(f"{reference.described(source, parts)} {dtype} {CONVERTER_VERSION} by reference{_named(limit)}")
 
     def write(folder: Path) -> None:
-        _write_beside(folder, source, dtype, fingerprint)
+        _write_beside(folder, source, dtype, fingerprint, limit)
         index.save(folder)
 
     return _made_once(target, write)
 
 
-def _write_beside(folder: Path, source: "Checkpoint", dtype: str, fingerprint: str) -> None:
-    """Write all of a prepared model but its weights."""
-    text = source.text()
+def _named(limit: int) -> str:
+    return f" context {limit}" if limit else ""
+
+
+def _write_beside(folder: Path, source: "Checkpoint", dtype: str, fingerprint: str, limit: int) -> None:
+    """Write all of a prepared model but its weights. Raises ModelError for a longer context than the model's."""
+    config = source.config
+    if limit > config.context_tokens:
+        raise ModelError(source.path, f"context_tokens is {limit}, and the model's context {config.context_tokens}")
+    if limit:
+        config = msgspec.structs.replace(config, context_tokens=limit).without_idle_windows()
+    text = source.text().of_model(config)
     text.save(folder)
-    drawable = text.settings.tokens if 0 < text.settings.tokens < source.config.vocab else 0
-    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint, drawable=drawable)
+    drawable = text.settings.tokens if 0 < text.settings.tokens < config.vocab else 0
+    config = msgspec.structs.replace(config, dtype=dtype, fingerprint=fingerprint, drawable=drawable)
     (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
 
 

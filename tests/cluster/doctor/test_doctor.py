@@ -18,6 +18,7 @@ from cluster.doctor.check import Check
 from cluster.doctor.environment import collect
 from cluster.doctor.gpu import gpu_checks
 from cluster.doctor.host import examine, print_checks
+from cluster.doctor.models import configured_model
 from cluster.resolve import Resolved, Setting
 from cluster.rundir import ProcessIdentity, RunDir
 from engine.config import EngineConfig, TierConfig
@@ -47,6 +48,35 @@ def test_this_host_is_fit(tmp_path: Path) -> None:
     assert not [check for check in checks.values() if check.level == "fail"]
     assert {"memory", "memfd", "shared memory", "file limit", "wall clock", "ray", "gpu"} <= checks.keys()
     assert all(check.fix for check in checks.values() if check.level == "fail")
+
+
+@pytest.mark.parametrize(
+    ("raw", "level", "says"),
+    [
+        ({"model_type": "qwen2"}, "ok", "family qwen2, weights in bfloat16, 2 layers, context of 64 tokens"),
+        ({"model_type": "mistral", "sliding_window": 32}, "ok", "windows of 32"),
+        ({"model_type": "qwen2", "hidden_act": "relu"}, "fail", "relu"),
+        ({"model_type": "deepseek_v3"}, "fail", "MLA"),
+    ],
+)
+def test_model_is_named_by_family_and_format(raw: dict[str, object], level: str, says: str, tmp_path: Path) -> None:
+    """Guards a model that only the start would refuse, after minutes."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"), 64)
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    whole = {**sizes, **counts, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", **raw}
+    (folder / "config.json").write_bytes(msgspec.json.encode(whole))
+    check = configured_model(str(folder))
+    assert check.level == level and says in check.found, check
+
+
+def test_demo_model_is_known_by_its_file() -> None:
+    assert "family llama, weights in" in configured_model("").found
+
+
+def test_model_that_is_not_there_is_said() -> None:
+    assert configured_model("./nowhere.gguf").level == "fail"
 
 
 def test_deep_reads_prepared_models(tmp_path: Path) -> None:
