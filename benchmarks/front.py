@@ -73,6 +73,7 @@ class HexText:
 
     name = "hex"
     vocab_size = VOCABULARY + 1
+    drawable_tokens = vocab_size
     context_tokens = CONTEXT_TOKENS
     stop_ids = frozenset({VOCABULARY})
     dialect = Dialect()

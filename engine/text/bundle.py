@@ -35,6 +35,7 @@ class TextModel:
         settings = files.settings
         self.name = settings.name
         self.vocab_size = settings.vocab_size
+        self.drawable_tokens = min(settings.tokens or settings.vocab_size, settings.vocab_size)
         self.context_tokens = settings.context_tokens
         self.stop_ids: frozenset[int] = frozenset(settings.stop_ids)
         self.model_dir = model_dir

@@ -33,6 +33,8 @@ class ServedModel(Protocol):
 
     name: str
     vocab_size: int
+    drawable_tokens: int
+    """Ids from here on are in the vocabulary and of no token: the engine never draws them."""
     context_tokens: int
     stop_ids: frozenset[int]
     dialect: Dialect

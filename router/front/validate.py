@@ -135,8 +135,11 @@ def _check_logits(call: GenerateCall, model: ServedModel) -> None:
     if len(call.allowed_token_ids) > MAX_ALLOWED_IDS:
         raise FieldError("allowed_token_ids", f"at most {MAX_ALLOWED_IDS} are allowed")
     _check_ids("allowed_token_ids", call.allowed_token_ids, model.vocab_size)
+    drawable = [token for token in call.allowed_token_ids if token < model.drawable_tokens]
+    if call.allowed_token_ids and not drawable:
+        raise FieldError("allowed_token_ids", f"has no token: ids from {model.drawable_tokens} on stand for none")
     ends = {*call.stop_token_ids, *(() if call.ignore_eos else model.stop_ids)}
-    if call.allowed_token_ids and call.min_tokens and ends.issuperset(call.allowed_token_ids):
+    if call.allowed_token_ids and call.min_tokens and ends.issuperset(drawable):
         raise FieldError("allowed_token_ids", "would end the answer at once, which min_tokens forbids")
 
 

@@ -38,6 +38,7 @@ class TinyModel:
 
     name = "tiny"
     vocab_size = 100
+    drawable_tokens = 100
     stop_ids = frozenset({99})
     context_tokens = 64
     sampling = SamplingParams()

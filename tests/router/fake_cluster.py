@@ -51,6 +51,7 @@ class ByteText:
 
     name = "bytes"
     vocab_size = 300
+    drawable_tokens = 300
     context_tokens = 512
     stop_ids = frozenset({END})
     dialect = Dialect()

@@ -178,6 +178,17 @@ def test_a_prompt_has_the_name_that_its_caller_gave_it(prompt: object, field: st
     assert prompt_field(prompt) == field
 
 
+def test_allowed_tokens_need_one_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards an answer of tokens that nobody allowed: matrices have rows for ids that the engine never draws."""
+    monkeypatch.setattr(ByteText, "drawable_tokens", 298)
+    check(allowed_token_ids=(297, 299))
+    with pytest.raises(FieldError, match="ids from 298 on") as caught:
+        check(allowed_token_ids=(298, 299))
+    assert caught.value.field == "allowed_token_ids"
+    with pytest.raises(FieldError, match="end the answer at once"):
+        check(allowed_token_ids=(256, 299), min_tokens=2)
+
+
 def test_allowed_tokens_that_only_end_the_answer_do_not_go_with_min_tokens() -> None:
     """Guards a step from a row of which nothing may be drawn."""
     check(allowed_token_ids=(256,))

@@ -24,6 +24,7 @@ EXPECTED = {200, 400, 404, 413}
 class Model:
     name = "tiny"
     vocab_size = 100
+    drawable_tokens = 100
     stop_ids = frozenset({99})
     context_tokens = 64
     sampling = SamplingParams()
