@@ -199,7 +199,9 @@ class DecodeScheduler:
         commands = self.endings.settle(self.preemption.resume(now), now)
         self.batch.fill(now)
         if self.batch.is_under_way:
-            return (self.batch.plan([], now) if self.batch.goes_on() else None), commands
+            # Of a run of whoever departs, a step may have had no room for all.
+            goes_on = not self.departures.incomplete and self.batch.goes_on()
+            return (self.batch.plan([], now) if goes_on else None), commands
         while self.preemption.make_room(now):
             self.batch.fill(now)
         # Whoever departs has a row once more: one that is only ready waits until there is one for it.

@@ -20,7 +20,7 @@ from cluster.rundir import start_of
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 HERE = Path(__file__).relative_to(ROOT)
-FENCE = re.compile(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"(?:^<!-- ((?:(?!-->).)*) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(
     r"(?:    )?(?:\$ )?(?:\.venv/bin/|(?:headrace|make|ray|curl|docker|kubectl|prometheus|pip|python3?|git) [a-z'./-])"
 )

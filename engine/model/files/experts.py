@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.model.config import ExpertOptions, ModelError
-from engine.model.files.gguf_reader import GGUFFile
+
+# A machine that reads config.json alone may have no gguf package.
+if TYPE_CHECKING:
+    from engine.model.files.gguf_reader import GGUFFile
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -70,7 +73,7 @@ _READERS: dict[str, Callable[[Path, dict[str, Any]], ExpertOptions]] = {
 }
 
 
-def from_metadata(file: GGUFFile, architecture: str, family: str) -> ExpertOptions | None:
+def from_metadata(file: "GGUFFile", architecture: str, family: str) -> ExpertOptions | None:
     """Return the experts of a GGUF file; None where it has none. Raises ModelError for a family without."""
 
     def number(key: str, default: int | None = None) -> int:

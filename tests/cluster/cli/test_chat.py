@@ -66,7 +66,8 @@ class Parrot:
 
 def arguments(**more: object) -> argparse.Namespace:
     given = {"server": "x", "system": "", "max_tokens": 9, "min_tokens": 0, "seed": None, "stats": False}
-    given |= {"stop": [], "ignore_eos": False}
+    given |= {"stop": [], "ignore_eos": False, "logit_bias": [], "json_schema": None, "regex": None, "choice": []}
+    given |= {"grammar": None}
     return argparse.Namespace(**{**dict.fromkeys(SamplingOverrides.__struct_fields__), **given, **more})
 
 

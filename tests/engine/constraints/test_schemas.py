@@ -40,9 +40,10 @@ def _written(schema: dict[str, Any], number: int, vocabulary: LLTokenizer, liked
     while len(output) < LIMIT:
         (mask,) = matchers.masks([row_of(record, [1, *output], len(output), len(output) + 1, [], ends)])
         assert isinstance(mask, bytes), mask
-        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-        near = [token for token in liked if bits[token]]
-        token = near[0] if near and chosen.random() < LIKED else int(chosen.choice(np.flatnonzero(bits)))
+        # A mask ends with the last byte that allows something.
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+        near = [token for token in liked if token in allowed]
+        token = near[0] if near and chosen.random() < LIKED else int(chosen.choice(allowed))
         if token in ends:
             return vocabulary.decode_str(output), True
         output.append(token)

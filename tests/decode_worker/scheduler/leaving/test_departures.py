@@ -31,7 +31,7 @@ from engine.messages import (
     Yielded,
 )
 from engine.plan import STAGES
-from engine.step import StepPlan
+from engine.step import DrawnRun, StepPlan
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord, SamplingParams
 from transfer.handoff.commands import (
     Emit,
@@ -201,6 +201,35 @@ def test_a_reader_that_is_early_gets_whole_blocks_at_once() -> None:
     bench._do(bench.scheduler.complete(plan, [77], bench.now))
     (first,) = bench.of(FirstToken)
     assert isinstance(first, FirstToken) and (first.token, first.chunks) == (77, 2)
+
+
+def test_a_run_is_computed_to_its_end_though_steps_are_planned_ahead() -> None:
+    """Guards a departure that waits until everybody else has ended: a step had no room for all of its run, and whoever
+    departs has rows only in steps behind which nothing is under way."""
+    bench = Bench(64, local_chunk_tokens=2)
+    bench.running(7, max_tokens=60)
+    other = RequestRecord(request=RequestId("b"), tokens=[1, 2], prompt_tokens=2, max_tokens=60, seed=0)
+    bench.router(Place(record=other, placement=1, prefill=PeerAddress("", "")))
+    bench.step()
+    bench.step()
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert plan is not None and [row.request for row in plan.rows] == [A, "b"]
+    drawn = [DrawnRun((90, 91, 92, 93, 94, 95)) if row.request == A else 7 for row in plan.rows]
+    bench._do(bench.scheduler.complete(plan, drawn, bench.now))
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    under_way, computed = list[StepPlan](), 0
+    for _ in range(12):
+        plan, commands = bench.scheduler.plan(bench.now)
+        bench._do(commands)
+        if plan is not None:
+            under_way.append(plan)
+            computed += sum(row.end - row.start for row in plan.rows if row.request == A)
+        if plan is None or len(under_way) == 2:
+            one = under_way.pop(0)
+            bench._do(bench.scheduler.complete(one, [8 for row in one.rows if row.draw], bench.now))
+        bench.scheduler.check()
+    assert computed == 6 and bench.scheduler.running_requests == 1
 
 
 def test_another_attempt_is_served_until_the_release() -> None:
