@@ -70,7 +70,12 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 def _add_loops(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("when it is sent").add_argument
-    add("--concurrency", metavar="N[,N...]", help="closed loop: requests at once, one level for each")
+    add(
+        "--concurrency",
+        type=_reading(_levels),
+        metavar="N[,N...]",
+        help="closed loop: requests at once, one level for each",
+    )
     add(
         "--rate",
         type=_reading(_loads),
@@ -166,7 +171,7 @@ def _agree(options: argparse.Namespace) -> None:
 
 def _concurrency(options: argparse.Namespace, base: Preset, workload: Workload) -> tuple[int, ...]:
     if options.concurrency is not None:
-        return tuple(int(part) for part in options.concurrency.split(","))
+        return tuple(options.concurrency)
     if workload.kind is base.workload.kind:
         return base.concurrency
     return (1,) if workload.kind is Kind.STREAM else (8,)
@@ -226,6 +231,11 @@ def _workload_flags(options: argparse.Namespace, base: Workload) -> dict[str, ob
         low, _, high = options.token_range.partition(":")
         given |= {"token_low": int(low), "token_high": int(high)}
     return given
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    """Parse how many requests are to run at once, level by level. Raises ValueError."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def _loads(text: str) -> tuple[float, ...]:

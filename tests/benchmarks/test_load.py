@@ -194,6 +194,7 @@ SLO = ["--slo", "ttft=1"]
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--concurrency", "two"], "--concurrency: 'two'"),
         (["--rate", "0"], "--rate: '0': each must be above zero and finite"),
         (["--rate", "-1"], "above zero"),
         (["--rate", "inf"], "finite"),
