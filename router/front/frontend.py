@@ -135,7 +135,7 @@ class Frontend:
     ) -> str:
         """Return the text of token ids; `field` is where the caller wrote them. Raises ApiError."""
         with self._admitted(tenant):
-            return await self._intake.detokenize(ids, model, field)
+            return await self._intake.detokenize(ids, model, tenant, field)
 
     @contextmanager
     def _admitted(self, tenant: str) -> Iterator[None]:

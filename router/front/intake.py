@@ -26,7 +26,15 @@ from router.front.parsers.choose import Parsing, opens_thinking
 from router.front.parsers.forced import ReasoningBudget, budgeted, forced_calls
 from router.front.resume import Context, pack, resume_key
 from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize, tokenize_end
-from router.front.validate import UnknownModelError, beam_params, chat_of, check_call, check_ids, prompt_field
+from router.front.validate import (
+    UnknownModelError,
+    beam_params,
+    chat_of,
+    check_call,
+    check_ids,
+    check_label,
+    prompt_field,
+)
 
 T = TypeVar("T")
 END_TOKENS = 32
@@ -149,9 +157,12 @@ class Intake:
         except FieldError as error:
             raise _refusal(error) from error
 
-    async def detokenize(self, ids: list[int], model: str | None = None, field: str = "token_ids") -> str:
+    async def detokenize(
+        self, ids: list[int], model: str | None = None, tenant: str = "", field: str = "token_ids"
+    ) -> str:
         """Return the text of token ids, control tokens by their names. Raises ApiError."""
         try:
+            check_label("tenant", tenant)
             check_ids(field, ids, model, self._model, self._config)
             return await self._decoded(len(ids), partial(self._model.text_of, ids))
         except FieldError as error:

@@ -69,9 +69,7 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
     if call.resumable and call.prompt_logprobs is not None:
         raise FieldError("resumable", "is not allowed with log probabilities of the prompt")
     for field, label in (("request_id", call.request_id), ("tenant", call.tenant), (SESSION_HEADER, call.session)):
-        if len(label) > MAX_LABEL_CHARS:
-            raise FieldError(field, f"must have at most {MAX_LABEL_CHARS} characters")
-        _check_text(field, label)
+        check_label(field, label)
     if call.truncate_prompt_tokens != -1:
         _count("truncate_prompt_tokens", call.truncate_prompt_tokens, 1, model.context_tokens - 1)
     if _check_text("cache_salt", call.cache_salt) > MAX_SALT_BYTES:
@@ -354,6 +352,13 @@ def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         at = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise FieldError(f"{field}[{at}]", f"is {ids[at]}, must lie in 0 to {vocab_size - 1}")
+
+
+def check_label(field: str, label: str) -> None:
+    """Raise FieldError for a name that nobody needs so long, or that is no text."""
+    if len(label) > MAX_LABEL_CHARS:
+        raise FieldError(field, f"must have at most {MAX_LABEL_CHARS} characters")
+    _check_text(field, label)
 
 
 def _check_text(field: str, text: str) -> int:

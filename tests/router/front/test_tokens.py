@@ -65,6 +65,7 @@ def ids_of(prompt: str, model: str = "bytes") -> Callable[[Intake], Awaitable[ob
         (lambda i: i.detokenize([1, 300]), "INVALID_ARGUMENT", "token_ids[1]"),
         (lambda i: i.detokenize([1] * 513, field="tokens"), "OUT_OF_RANGE", "tokens"),
         (lambda i: i.detokenize([1], "other"), "NOT_FOUND", "model"),
+        (lambda i: i.detokenize([1], tenant="t" * 129), "INVALID_ARGUMENT", "tenant"),
     ],
 )
 def test_what_cannot_be_counted_names_its_field(
