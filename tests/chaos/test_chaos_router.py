@@ -61,8 +61,8 @@ def asks(
 
 
 def stop_string(text: str) -> str:
-    """A piece of the answer behind its first quarter that does not occur before."""
-    start = len(text) // 4
+    """A piece of the answer, behind three quarters of it, that does not occur before."""
+    start = len(text) * 3 // 4
     return next(
         text[at : at + 6] for at in range(start, len(text)) if text.find(text[at : at + 6]) == at
     )
