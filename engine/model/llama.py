@@ -35,7 +35,7 @@ from engine.storage.paged import KVTensors
 from kernels.experts import ClampedGate, ExpertWeights, Routing
 from kernels.linear import Weight, linear
 from kernels.native import native
-from kernels.panels import Panels, PanelStack
+from kernels.panels import Panels, PanelStack, in_integers
 
 Weights = Mapping[str, Weight | PanelStack]
 """Weights by name; norms, biases and the embedding are plain."""
@@ -78,10 +78,12 @@ class _Layer:
 
 
 class Llama:
-    """A loaded model. `forward` changes nothing but the KV rows that `attention` writes."""
+    """A loaded model. `forward` changes nothing but the KV rows that `attention` writes. `in_integers`: some of its
+    products are taken in integers."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
+        self.in_integers = any(isinstance(item, Panels | PanelStack) and item.integer for item in weights.values())
         self._embedding = _plain(weights["embedding"])
         self._norm = _norm_weight(_plain(weights["norm"]), config)
         self._head = _matrix(weights.get("head", self._embedding))
@@ -198,12 +200,14 @@ def load_model(
     packed: bool = True,
     device: torch.device | str = "cpu",
     panels: bool = False,
+    integer: bool = False,
     progress: Progress | None = None,
 ) -> Llama:
     """Load a prepared model's weights and build the model on them. On the CPU they are mapped: no copy, pages shared by
     all workers of the host. With `packed`, its matrices are those packed for this processor, made by the first process
-    that needs them. `panels`: matrices in panels instead, for the native kernels. Another `device` gets a copy of the
-    plain ones, streamed from their files; `progress` hears of it.
+    that needs them. `panels`: matrices in panels instead, for the native kernels; with `integer`
+    codes are multiplied in integers. Another `device` gets a copy of the plain ones, streamed from their files;
+    `progress` hears of it.
 
     Raises ModelError where the folder is not whole or its family is not one of this file's, ValueError for panels of
     a model in another dtype than float32.
@@ -217,7 +221,8 @@ def load_model(
     weights, digests = load_weights(model_dir, device, progress)
     config = msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests))
     if panels:
-        return Llama(config, {**weights, **panel_weights(model_dir, weights)})
+        found = panel_weights(model_dir, weights)
+        return Llama(config, {**weights, **({n: in_integers(w) for n, w in found.items()} if integer else found)})
     if packed and device.type == "cpu":
         return Llama(config, weights | packed_weights(model_dir, weights))
     return Llama(config, weights)
