@@ -112,7 +112,7 @@ def _convert(
     fingerprint = _hash(f"{_digest(path, parts, cache)} {dtype} {CONVERTER_VERSION}{_named(limit)}")
 
     def write(folder: Path) -> None:
-        source = _opened(path)
+        source = opened(path)
         _write_beside(folder, source, dtype, fingerprint, limit)
         write_weights(source, dtype, folder, progress)
 
@@ -255,7 +255,7 @@ def stored_dtype(path: Path) -> str:
     return hf_model.stored_dtype(path) if path.is_dir() else gguf_reader.GGUFFile(path).stored_dtype()
 
 
-def _opened(path: Path) -> "Checkpoint":
+def opened(path: Path) -> "Checkpoint":
     """Open the source by the reader of its kind, which alone is imported: each needs a package of its own."""
     if path.is_dir():
         from engine.model.files.hf_model import HFModel
