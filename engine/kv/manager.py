@@ -45,6 +45,13 @@ class Lease:
     """Blocks that gave way to others of the same content, and that steps under way still read."""
     tail: Sequence[int] = ()
     """What is to be committed with its tail, when those steps have ended."""
+    windows: tuple[list[BlockId], ...] = ()
+    """The tables of the layer groups but the first, each as long as `blocks`; what is not held is GONE."""
+
+    @property
+    def tables(self) -> tuple[list[BlockId], ...]:
+        """The block table of every layer group."""
+        return (self.blocks, *self.windows)
 
 
 class KVCacheManager:
