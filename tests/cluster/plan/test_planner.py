@@ -19,6 +19,7 @@ from cluster.plan.planner import (
     weights_bytes,
 )
 from cluster.plan.shapes import PUBLISHED
+from engine.kv.groups import layer_groups
 from engine.kv.layout import KVLayout
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -242,3 +243,35 @@ def test_a_longer_context_costs_its_rotary_tables() -> None:
     long = msgspec.structs.replace(short, context_tokens=2 * short.context_tokens)
     more = weights_bytes(long, "float32") - weights_bytes(short, "float32")
     assert more == short.context_tokens * 128 * 4
+
+
+def test_windows_keep_no_more_than_their_window() -> None:
+    """Guards a plan that counts windows' layers for all of a long sequence: Gemma 3 270M, by hand."""
+    model = PUBLISHED["gemma-3-270m"]
+    kinds = [0 if layer % 6 == 5 else 512 for layer in range(model.layers)]
+    plain = Shape(name="gemma", layers=18, kv_heads=1, head_dim=256)
+    grouped = msgspec.structs.replace(plain, groups=layer_groups(kinds))
+    whole, sizes = token_sizes(plain, "bfloat16", 16), token_sizes(grouped, "bfloat16", 16)
+    assert sizes.token_bytes == whole.token_bytes
+    assert sizes.rank_block_bytes == whole.rank_block_bytes // 6, "a block has three layers of eighteen"
+    assert (sizes.block_layers, len(sizes.windows)) == (3, 5)
+    short, long = request(sizes, 512), request(sizes, 8192)
+    assert short.token_bytes == request(whole, 512).token_bytes, "it fits into its windows"
+    assert long.token_bytes == (3 * 8192 + 15 * 512) * 2 * 256 * 2
+    assert (long.blocks, long.window_blocks) == (512 + 5 * 33, 5 * 33)
+    assert long.rank_block_bytes < 0.23 * request(whole, 8192).rank_block_bytes
+    # A step of so many tokens is computed before anything slides away.
+    assert request(sizes, 8192, step_tokens=128).window_blocks == 5 * 41
+    pool = pool_of("rank", sizes, long.blocks, kv_bytes=long.rank_block_bytes)
+    assert (pool.requests, pool.tokens, pool.blocks) == (1, 8192, long.blocks)
+    layout = KVLayout(kv_heads=1, layers=3, block_size=16, head_dim=256, dtype="bfloat16", groups=grouped.groups)
+    assert sizes.rank_block_bytes == layout.block_bytes
+
+
+def test_groups_of_a_short_pool() -> None:
+    """Guards the longest sequence of a pool that is smaller than the windows."""
+    groups = layer_groups([0, 64])
+    sizes = token_sizes(Shape(name="g", layers=2, kv_heads=1, head_dim=8, groups=groups), "float32", 16)
+    tail = groups[1].tail_blocks(16)
+    longest = [pool_of("p", sizes, 1, kv_bytes=n * sizes.rank_block_bytes).tokens // 16 for n in range(1, 30)]
+    assert longest == [max(k for k in range(n + 1) if k + min(k, tail) <= n) for n in range(1, 30)]
