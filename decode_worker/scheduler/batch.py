@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from msgspec.structs import replace
+import msgspec
 
 from decode_worker.scheduler.alike import Alike
 from decode_worker.scheduler.drafting import Drafting
@@ -272,7 +272,7 @@ class Batch:
         follows = end > len(tokens)
         row = row_of(record, tokens, self._known(request), end, lease.blocks, self.stop_ids, follows=follows)
         if drafts:
-            row = replace(row, tokens=[*tokens, *drafts], end=end + len(drafts), drafts=len(drafts))
+            row = msgspec.structs.replace(row, tokens=[*tokens, *drafts], end=end + len(drafts), drafts=len(drafts))
         step.requests.append(request)
         step.rows[request] = row
         step.leases.append(lease)

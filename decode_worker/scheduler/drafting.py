@@ -22,7 +22,7 @@ TRUST = 2.0
 """The drafts that a new request is credited with, at the worker's mean."""
 FADING = 0.95
 """What a request's drafts count for after its next ones."""
-OTHER_WAY = 64
+OTHER_WAY = 61
 """One choice of so many is the other one."""
 OUTLIER = 3.0
 """A step that lasts more than so many times the mean has waited for something else."""
