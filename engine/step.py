@@ -33,6 +33,9 @@ class Row(msgspec.Struct, frozen=True):
     allowed: bytes = b""
     """A bit for each token, in 32-bit words, set where the record's constraint allows it; empty: all are allowed. The
     runner fills it in, while the device computes. Bits beyond the end are not set."""
+    windows: tuple[Sequence[BlockId], ...] = ()
+    """The tables of the other layer groups (`engine.kv.groups`), as `blocks` is the first one's; what a row does not
+    need in them is GONE."""
     drafts: int = 0
     """The last of `tokens` are guesses: so many. It draws in the place of each of them, and behind the last one: its
     result is what was drawn up to the first place that was guessed wrong (`draws_of`, `accepted`)."""
