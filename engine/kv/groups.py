@@ -27,6 +27,11 @@ class LayerGroup(msgspec.Struct, frozen=True):
         the tokens [a, b) may go when b <= position - window + 1."""
         return max(0, position - self.window + 1) // block_size if self.window else 0
 
+    def kept_from(self, tokens: int, block_size: int) -> int:
+        """Return the first block that is kept where `tokens` tokens are computed: the last of them may be computed
+        again, by a sample of the same prompt or where its draw was lost."""
+        return self.first_needed(max(0, tokens - 1), block_size)
+
     def tail_blocks(self, block_size: int, tokens: int = 1) -> int:
         """Return the most blocks that computing `tokens` tokens from any position on takes: the window before them and
         their own."""
