@@ -27,9 +27,9 @@ class LayerGroup(msgspec.Struct, frozen=True):
         the tokens [a, b) may go when b <= position - window + 1."""
         return max(0, position - self.window + 1) // block_size if self.window else 0
 
-    def kept_from(self, tokens: int, block_size: int) -> int:
-        """Return the first block that is kept where `tokens` tokens are computed: the last of them may be computed
-        again, by a sample of the same prompt or where its draw was lost."""
+    def first_migrated(self, tokens: int, block_size: int) -> int:
+        """Return the first block that whoever goes on with a sequence of so many tokens elsewhere needs: it may have to
+        compute the last of them again."""
         return self.first_needed(max(0, tokens - 1), block_size)
 
     def tail_blocks(self, block_size: int, tokens: int = 1) -> int:
@@ -56,6 +56,13 @@ def layer_groups(windows: Sequence[int]) -> tuple[LayerGroup, ...]:
         layers = by_kind[kind]
         groups += [LayerGroup(tuple(layers[at : at + size]), kind) for at in range(0, len(layers), size)]
     return tuple(groups)
+
+
+def migrated(groups: Sequence[LayerGroup], indices: range, tokens: int, block_size: int) -> list[tuple[int, int]]:
+    """Return which of the blocks `indices` of a sequence of `tokens` tokens go from one worker to another: index and
+    group of each, in order. `groups` are all of them; empty: one."""
+    firsts = [group.first_migrated(tokens, block_size) for group in groups] or [0]
+    return [(index, group) for index in indices for group, first in enumerate(firsts) if index >= first]
 
 
 def place(index: int, group: int, groups: int) -> int:

@@ -47,7 +47,7 @@ class WindowTables:
         self.doubled = 0
         self._holders: Counter[BlockId] = Counter()
         self._size = block_size
-        # The last token may be computed again, so one more is kept (`LayerGroup.kept_from`).
+        # The last token may be computed again, so one more is kept (`LayerGroup.first_migrated`).
         self._most = [group.tail_blocks(block_size, ahead_tokens + 1) for group in groups]
         self._pool = pool
         self._cache = cache
@@ -169,12 +169,12 @@ class WindowTables:
     def wanted(self, have_blocks: int, tokens: int) -> list[range]:
         """Return which blocks of each group are to come then."""
         last = -(-tokens // self._size)
-        return [range(max(have_blocks, group.kept_from(tokens, self._size)), last) for group in self.groups]
+        return [range(max(have_blocks, group.first_migrated(tokens, self._size)), last) for group in self.groups]
 
     def slide(self, lease: Lease, tokens: int) -> None:
         """Let go what is not needed any more where `tokens` tokens are computed."""
         for number, group in enumerate(self.groups):
-            first = min(group.kept_from(tokens, self._size), len(lease.blocks))
+            first = min(group.first_migrated(tokens, self._size), len(lease.blocks))
             if first > lease.starts[number]:
                 self._drop(lease, number, range(lease.starts[number], first))
                 lease.starts[number] = first
