@@ -65,7 +65,7 @@ class EngineDevice:
     """Counts this process's GPU kernels; on another device there are none."""
 
     def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
-        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
+        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups)
 
 
 def open_device(
@@ -88,6 +88,8 @@ def open_device(
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
+    if config.groups_layers:
+        raise ValueError("engine.layer_groups: schedulers do not plan for layer groups yet")
     kernels = config.kernels  # refused whether or not this machine has such a device
     if kernels == "triton" and config.deterministic == "on":
         raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")
@@ -107,7 +109,7 @@ def open_device(
             model_dir, device=config.device, panels=native is not None, coded=kernels == "triton", progress=progress
         )
         shape = model.config
-        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
+        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
         weights_bytes = model.weights_bytes + model.table_bytes
         is_tried = kernels != "triton" and config.deterministic != "off"
         stable = is_tried and _holds(model, config, _attention(model, native, stable=True))

@@ -148,11 +148,13 @@ class Llama:
         if self._embed_scale != 1.0:
             x *= self._embed_scale
         delta: Tensor | None = None
+        places = kv.layout.places
         for number, layer in enumerate(self._layers):
+            group, at = places[number]
             rotation = None if layer.rope is None else rotations[layer.rope]
             normed = self._normed(x, delta, layer.attention_norm, attention)
             qkv = self._qkv(normed, layer, attention)
-            given = LayerInput(number, qkv, rotation, batch, kv, layer.head_norms, layer.options)
+            given = LayerInput(at, qkv, rotation, batch, kv, layer.head_norms, layer.options, group)
             delta = linear(attention.attend(given), layer.output, layer.output_bias)
             delta = self._branch(delta, layer.attention_post_norm, attention)
             normed = self._normed(x, delta, layer.mlp_norm, attention)

@@ -97,6 +97,8 @@ class TritonAttention:
         share_tokens: int = 256,
     ) -> None:
         self.device = torch.device(device)
+        if layout.groups:
+            raise ValueError("engine.layer_groups: triton kernels read one block table for all layers (auto, or off)")
         if self.device.type != "cuda" and not interpreted():
             raise ValueError(f"Triton kernels need a CUDA device, not {device} (or TRITON_INTERPRET=1, for tests)")
         self.planning = Planning()
@@ -196,7 +198,7 @@ class TritonAttention:
         self._step = _Step(self._of_step(kind, rows), rows, None, None, slots)
 
     def attend(self, given: LayerInput) -> Tensor:
-        layer, qkv, rotation, batch, kv, norms, options = given
+        layer, qkv, rotation, batch, kv, norms, options, _ = given
         step = self._step
         if step is None:
             raise RuntimeError("attend before begin")
