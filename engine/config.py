@@ -16,7 +16,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     """The type that the model computes in: float32, float16 or bfloat16. "auto": on the CPU float32, whatever the file
     holds; on a GPU the 16-bit type of the checkpoint itself, and bfloat16 where that is kept in another. So a quantized
-    file is widened to bfloat16, and one in 32 bits is rounded to it: that is half the memory, half of what each step
+    file computes in bfloat16, and one in 32 bits is rounded to it: that is half the memory, half of what each step
     reads, and it overflows nowhere, as its exponents are float32's. To compute in 32 bits on a GPU, say float32.
     `cluster` settles it before the model is prepared; an engine that finds "auto" takes the type of `model_dir`."""
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
