@@ -16,7 +16,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     """The type that the model computes in: float32, float16 or bfloat16. "auto": on the CPU float32, whatever the file
     holds; on a GPU the 16-bit type of the checkpoint itself, and bfloat16 where that is kept in another. So a quantized
-    file is widened to bfloat16, and one in 32 bits is rounded to it: that is half the memory, half of what each step
+    file computes in bfloat16, and one in 32 bits is rounded to it: that is half the memory, half of what each step
     reads, and it overflows nowhere, as its exponents are float32's. To compute in 32 bits on a GPU, say float32.
     `cluster` settles it before the model is prepared; an engine that finds "auto" takes the type of `model_dir`."""
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
@@ -62,9 +62,32 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     the row behind it is dropped. Every token is the same either way. `auto`: on a GPU, which would wait for its next
     step otherwise; the CPU, which plans and computes with the same cores, gains nothing by it."""
 
+    layer_groups: Literal["auto", "on", "off"] = "auto"
+    """Keep layers with a sliding window apart from those without (docs/layer-groups.md): of the former, a sequence
+    holds only its window. `off`: all layers keep everything. Every token is the same either way. Only where the model
+    has both kinds, with a CPU's kernels, and without lower tiers; workers that share requests must agree. `auto`:
+    off."""
+
     jump_forward: bool = True
     """Tell tokens that a constraint forces (`docs/structured-output.md`) together with the token before them, without a
     step each. Every token is the same either way."""
+
+    speculation: Literal["auto", "off", "ngram", "suffix"] = "auto"
+    """Guess the next tokens from the request's own, and compute them beside the one that is known, as long as that is
+    measured to win (`docs/speculation.md`). Every token is the same either way where answers do not depend on a step's
+    other rows (`deterministic`), and elsewhere but for near ties. `auto`: n-grams on the CPU where that is so; off
+    where steps are planned ahead, which drafts have to wait for."""
+    draft_tokens: int = 3
+    """Most guesses in a row of a step, at least 1. Four rows cost the CPU's kernels little more than one, five do."""
+
+    @property
+    def may_draft(self) -> bool:
+        """True where steps may have drafts, if the device's answers do not depend on a step's other rows."""
+        return self.speculation != "off" and not (self.speculation == "auto" and self.plans_ahead)
+
+    @property
+    def groups_layers(self) -> bool:
+        return self.layer_groups == "on"
 
     @property
     def plans_ahead(self) -> bool:

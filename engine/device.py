@@ -15,13 +15,13 @@ from engine.backends.native_attention import NativeAttention, attends
 from engine.backends.workspace import measure_workspace
 from engine.config import EngineConfig, StepLimits
 from engine.cores import process_cores
+from engine.drafts import DRAFTERS, NewDrafter
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import MemoryUse
 from engine.model.config import ModelConfig, Progress
 from engine.model.llama import Llama, load_model
-from engine.model.prepared.loading import loaded_bytes
 from engine.runner import ModelRunner, Opened, Runner
 from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.text.files import TextFiles
@@ -62,11 +62,13 @@ class EngineDevice:
     """Says what answers with a constraint may go on with; None: such requests are refused."""
     adapters: frozenset[str] = frozenset()
     """The digests of the adapters that it can apply: none, until there are kernels for them."""
+    drafter: NewDrafter | None = None
+    """Guesses what requests go on with, in steps of a decode worker; None: nobody does."""
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
 
     def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
-        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
+        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups)
 
 
 def open_device(
@@ -89,6 +91,8 @@ def open_device(
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
+    if config.groups_layers:
+        raise ValueError("engine.layer_groups: schedulers do not plan for layer groups yet")
     kernels = config.kernels  # refused whether or not this machine has such a device
     if kernels == "triton" and config.deterministic == "on":
         raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")
@@ -104,10 +108,12 @@ def open_device(
 
         alone = alone_on(torch.device(config.device))
     with alone:
-        model = load_model(model_dir, device=config.device, panels=native is not None, progress=progress)
+        model = load_model(
+            model_dir, device=config.device, panels=native is not None, coded=kernels == "triton", progress=progress
+        )
         shape = model.config
-        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
-        weights_bytes = loaded_bytes(model_dir) + model.table_bytes
+        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
+        weights_bytes = model.weights_bytes + model.table_bytes
         is_tried = kernels != "triton" and config.deterministic != "off"
         stable = is_tried and _holds(model, config, _attention(model, native, stable=True))
         if config.device == "cpu":
@@ -130,6 +136,7 @@ def open_device(
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
         matchers=opened.runner.matchers,
+        drafter=_drafter(config, stable),
         is_deterministic=stable,
         arithmetic=_arithmetic(native, opened.kv),
         compilations=Compilations() if config.device == "cpu" else OWN,
@@ -147,6 +154,15 @@ def _matchers(model_dir: Path, vocab: int, jumps: bool) -> "Matchers | None":
         log.warning("llguidance is not installed: requests with a constraint are refused")
         return None
     return Matchers(partial(load_vocabulary, model_dir), vocab, jumps=jumps)
+
+
+def _drafter(config: EngineConfig, stable: bool) -> NewDrafter | None:
+    if config.draft_tokens < 1:
+        raise ValueError(f"engine.draft_tokens: {config.draft_tokens}; at least 1 (speculation = off has none)")
+    chosen = config.speculation
+    if chosen == "auto":
+        chosen = "ngram" if stable and config.may_draft else "off"
+    return DRAFTERS.get(chosen)
 
 
 def _open_on_cpu(

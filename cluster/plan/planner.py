@@ -184,9 +184,12 @@ def _weights(model: ModelConfig) -> Iterator[Weight]:
 def weights_bytes(model: ModelConfig, dtype: str, ranks: int = 1) -> int:
     """Return the bytes on each rank: the weights, and the rotary tables, one cosine and one sine per position and pair.
     """
-    rotated = sum(map(model.rotary_dims, model.ropes))
-    values = parameters(rank_shape(model, ranks)) + model.context_tokens * rotated
-    return values * DTYPE_BYTES[dtype]
+    return parameters(rank_shape(model, ranks)) * DTYPE_BYTES[dtype] + table_bytes(model, dtype)
+
+
+def table_bytes(model: ModelConfig, dtype: str) -> int:
+    """Return the bytes of the rotary tables, which every process computes for itself."""
+    return model.context_tokens * sum(map(model.rotary_dims, model.ropes)) * DTYPE_BYTES[dtype]
 
 
 def token_sizes(shape: Shape, kv_dtype: str, block_size: int, ranks: int = 1) -> TokenSizes:

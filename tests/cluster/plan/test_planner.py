@@ -188,6 +188,11 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         ("gemma-2-27b", 27_227_128_320),
         ("gemma-3-270m", 268_098_176),
         ("gemma-3-1b", 999_885_952),
+        ("gemma-3-4b", 3_880_263_168),
+        ("gemma-3-12b", 11_766_034_176),
+        ("gemma-3-27b", 27_009_346_304),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
         ("granite-3.1-8b", 8_170_848_256),
         ("mistral-nemo", 12_247_782_400),
         ("mistral-small-24b", 23_572_403_200),
@@ -210,6 +215,9 @@ def test_a_token_meets_few_of_the_experts() -> None:
     """Guards active sizes: 12.9 billion of Mixtral's 46.7, and 3.3 of Qwen3-30B-A3B's, as their publishers say."""
     mixtral, qwen = PUBLISHED["mixtral-8x7b"], PUBLISHED["qwen3-30b-a3b"]
     assert [round(active_parameters(model) / 1e9, 1) for model in (mixtral, qwen)] == [12.9, 3.4]
+    # 5.13 are said to be active of gpt-oss-120b, the embedding, which is looked up, not among them.
+    large = PUBLISHED["gpt-oss-120b"]
+    assert round((active_parameters(large) - large.vocab * large.hidden) / 1e9, 2) == 5.13
     assert active_parameters(PUBLISHED["llama-3-8b"]) == parameters(PUBLISHED["llama-3-8b"])
     # On two ranks each has half of every expert, and all of the router.
     assert mixtral.experts is not None
