@@ -1,8 +1,9 @@
 """Measures the CPU's kernels, and what `engine.deterministic` costs: `python -m benchmarks.deterministic`.
 
-One process, one model, several runners: the native kernels, which are always deterministic; PyTorch's with the mode on
-and off; and off with the weights as they are (not packed). They take turns within every round, so that other work on
-the machine strikes all alike, and the first one's ratio to each of the others is taken per round.
+One process, one model, several runners: the native kernels, which are always deterministic, in integers and in
+float32; PyTorch's with the mode on and off; and off with the weights as they are (not packed). They take turns within
+every round, so that other work on the machine strikes all alike, and the first one's ratio to each of the others is
+taken per round. With one thread, times are its processor time.
 """
 
 import argparse
@@ -66,6 +67,9 @@ def sides_of(folder: Path) -> dict[str, Side]:
     heads, kernels = packed.config.heads, native()
     sides: dict[str, Side] = {}
     if kernels is not None and packed.config.dtype == "float32":
+        whole = load_model(folder, panels=True, integer=True)
+        if whole.in_integers:
+            sides["native, integers"] = (whole, NativeAttention(heads, kernels))
         sides["native"] = (load_model(folder, panels=True), NativeAttention(heads, kernels))
     return sides | {
         "torch, on": (packed, TorchAttention(heads)),
@@ -126,18 +130,18 @@ class _Work:
 
     def prefill(self, sequence: int = 0) -> float:
         """Return tokens per second."""
-        began_s = time.perf_counter()
+        began_s = _now_s()
         for start in range(0, self._context, 128):
             end = min(start + 128, self._context)
             self._runner.run(StepPlan((self._row(sequence, start, end, end == self._context),)))
-        return self._context / (time.perf_counter() - began_s)
+        return self._context / (_now_s() - began_s)
 
     def decode(self, batch: int) -> float:
         """Return tokens per second over all sequences of the batch."""
-        began_s = time.perf_counter()
+        began_s = _now_s()
         for at in range(self._context, self._context + self._steps):
             self._runner.run(StepPlan(tuple(self._row(s, at, at + 1, True) for s in range(batch))))
-        return batch * self._steps / (time.perf_counter() - began_s)
+        return batch * self._steps / (_now_s() - began_s)
 
     def _row(self, sequence: int, start: int, end: int, draw: bool) -> Row:
         tokens = self._tokens[sequence]
@@ -150,6 +154,10 @@ class _Work:
             sampling=SamplingParams(temperature=0.0),
         )
         return Row(record.request, record, tokens, start, end, self._blocks[sequence], draw)
+
+
+def _now_s() -> float:
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def _table(lines: list[DeterminismLine], dtype: str, threads: int) -> Table:
