@@ -21,7 +21,6 @@ from engine.kv.tiers.tiers import Tiers
 from engine.messages import MemoryUse
 from engine.model.config import ModelConfig, Progress
 from engine.model.llama import Llama, load_model
-from engine.model.prepared.loading import loaded_bytes
 from engine.runner import ModelRunner, Opened, Runner
 from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.text.files import TextFiles
@@ -104,10 +103,12 @@ def open_device(
 
         alone = alone_on(torch.device(config.device))
     with alone:
-        model = load_model(model_dir, device=config.device, panels=native is not None, progress=progress)
+        model = load_model(
+            model_dir, device=config.device, panels=native is not None, coded=kernels == "triton", progress=progress
+        )
         shape = model.config
         layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
-        weights_bytes = loaded_bytes(model_dir) + model.table_bytes
+        weights_bytes = model.weights_bytes + model.table_bytes
         is_tried = kernels != "triton" and config.deterministic != "off"
         stable = is_tried and _holds(model, config, _attention(model, native, stable=True))
         if config.device == "cpu":

@@ -26,12 +26,13 @@ from engine.backends.attention import (
 from engine.batch import ForwardBatch
 from engine.model.config import ModelConfig, ModelError, Progress
 from engine.model.families import FAMILIES, layer_key
-from engine.model.prepared.loading import load_weights
-from engine.model.prepared.packed import packed_weights
+from engine.model.prepared.loading import PreparedWeights, load_weights
+from engine.model.prepared.packed import packed_weights, wide_weights
 from engine.model.prepared.panels import panel_weights
-from engine.model.prepared.shards import fingerprint_of
+from engine.model.prepared.shards import by_reference, fingerprint_of
 from engine.model.rope import rope_table
-from engine.storage.paged import KVTensors
+from engine.storage.paged import TORCH_DTYPES, KVTensors
+from kernels.coded_weight import CodedWeight
 from kernels.experts import ClampedGate, ExpertWeights, Routing
 from kernels.linear import Weight, linear
 from kernels.native import native
@@ -46,9 +47,11 @@ class _Layer:
     family does not have is None."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
+        dtype = TORCH_DTYPES[config.dtype]
+
         def maybe(name: str) -> Tensor | None:
             key = layer_key(layer, name)
-            return _plain(weights[key]) if key in weights else None
+            return _plain(weights[key]).to(dtype) if key in weights else None
 
         def matrix(name: str) -> Weight:
             return _matrix(weights[layer_key(layer, name)])
@@ -82,20 +85,23 @@ class Llama:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self._embedding = _plain(weights["embedding"])
-        self._norm = _norm_weight(_plain(weights["norm"]), config)
+        dtype = TORCH_DTYPES[config.dtype]
+        self._embedding = _matrix(weights["embedding"])
+        self._norm = _norm_weight(_plain(weights["norm"]).to(dtype), config)
         self._head = _matrix(weights.get("head", self._embedding))
+        self.weights_bytes = sum(_held_bytes(weight) for weight in weights.values())
+        """What the weights take as they are multiplied with."""
         self._layers = [_Layer(config, weights, layer) for layer in range(config.layers)]
         self._tables = [
-            tuple(part.to(self._embedding.device) for part in rope_table(config, table, self._embedding.dtype))
+            tuple(part.to(self.device) for part in rope_table(config, table, dtype))
             for table in config.ropes
         ]
         # Rounded to the type of what it multiplies, as Gemma's is.
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self._embedding.dtype))
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.device
+        return self._norm.device
 
     @property
     def table_bytes(self) -> int:
@@ -138,7 +144,7 @@ class Llama:
     def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
         """Return what the last layer leaves of every row, `[padded rows, hidden]`; see `forward`."""
         rotations = [Rotation(cos, sin, batch.positions) for cos, sin in self._tables]
-        x = self._embedding[batch.tokens]
+        x = self._embedded(batch.tokens)
         if self._embed_scale != 1.0:
             x *= self._embed_scale
         delta: Tensor | None = None
@@ -157,6 +163,14 @@ class Llama:
                 delta = linear(attention.gate(gate_up, self.config.activation), layer.down, layer.down_bias)
             delta = self._branch(delta, layer.mlp_post_norm, attention)
         return x if delta is None else x.add_(delta)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        embedding, dtype = self._embedding, TORCH_DTYPES[self.config.dtype]
+        if isinstance(embedding, Panels):
+            raise TypeError("rows of an embedding are not read from panels")
+        if isinstance(embedding, CodedWeight):
+            return embedding.lookup(tokens, dtype)
+        return embedding[tokens].to(dtype)
 
     def _normed(self, x: Tensor, delta: Tensor | None, norm: Tensor | None, attention: AttentionBackend) -> Tensor:
         """Add `delta` to `x` in place; return what the next product reads: the norm of the sum, or the sum."""
@@ -198,12 +212,13 @@ def load_model(
     packed: bool = True,
     device: torch.device | str = "cpu",
     panels: bool = False,
+    coded: bool = False,
     progress: Progress | None = None,
 ) -> Llama:
     """Load a prepared model's weights and build the model on them. On the CPU they are mapped: no copy, pages shared by
     all workers of the host. With `packed`, its matrices are those packed for this processor, made by the first process
-    that needs them. `panels`: matrices in panels instead, for the native kernels. Another `device` gets a copy of the
-    plain ones, streamed from their files; `progress` hears of it.
+    that needs them. `panels`: matrices in panels instead, for the native kernels; `coded`: as they are kept, for
+    Triton's interpreter. Another `device` gets a copy of what is kept, streamed from its files; `progress` hears of it.
 
     Raises ModelError where the folder is not whole or its family is not one of this file's, ValueError for panels of
     a model in another dtype than float32.
@@ -214,13 +229,16 @@ def load_model(
     if panels and config.dtype != "float32":
         raise ValueError(f"panels are for float32, not {config.dtype}")
     device = torch.device(device)
-    weights, digests = load_weights(model_dir, device, progress)
-    config = msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests))
+    if device.type != "cpu" or by_reference(model_dir):
+        weights, digests = load_weights(model_dir, device, progress)
+        return Llama(msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests)), weights)
+    mapped = PreparedWeights(model_dir)
     if panels:
-        return Llama(config, {**weights, **panel_weights(model_dir, weights)})
-    if packed and device.type == "cpu":
-        return Llama(config, weights | packed_weights(model_dir, weights))
-    return Llama(config, weights)
+        return Llama(config, {**mapped.others(), **panel_weights(model_dir, mapped)})
+    if coded:
+        return Llama(config, {**mapped.others(), **mapped.multiplied()})
+    fast = packed_weights(model_dir, mapped) if packed else {}
+    return Llama(config, {**mapped.others(), **fast, **wide_weights(model_dir, mapped, fast)})
 
 
 def _mixture(config: ModelConfig, weights: Weights, layer: int) -> Mixture | None:
@@ -236,15 +254,21 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int) -> Mixture | Non
 
     router, router_bias = _matrix(find("router")), bias("router_bias")
     gate_up, down = find("experts_gate_up"), find("experts_down")
-    if isinstance(gate_up, Panels) or isinstance(down, Panels):
+    if isinstance(gate_up, Panels | CodedWeight) or isinstance(down, Panels | CodedWeight):
         raise TypeError("the experts of a layer are in one stack of panels")
     clamp = ClampedGate(options.alpha, options.limit) if options.limit else None
     return Mixture(
-        router if isinstance(router, Panels) else router.float(),
+        router.float() if isinstance(router, Tensor) else router,
         None if router_bias is None else router_bias.float(),
         Routing(options.chosen, options.over_chosen, options.normalise),
         ExpertWeights(gate_up, down, bias("experts_gate_up_bias"), bias("experts_down_bias"), clamp),
     )
+
+
+def _held_bytes(weight: Weight | PanelStack) -> int:
+    if isinstance(weight, Panels | PanelStack):
+        return int(weight.raw.nbytes)
+    return weight.nbytes if isinstance(weight, CodedWeight) else weight.numel() * weight.element_size()
 
 
 def _matrix(weight: Weight | PanelStack) -> Weight:
@@ -254,8 +278,8 @@ def _matrix(weight: Weight | PanelStack) -> Weight:
 
 
 def _plain(weight: Weight | PanelStack) -> Tensor:
-    if isinstance(weight, Panels | PanelStack):
-        raise TypeError("only matrices that are multiplied with can be in panels")
+    if not isinstance(weight, Tensor):
+        raise TypeError("only matrices that are multiplied with can be in panels or codes")
     return weight
 
 
