@@ -28,6 +28,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The kernels: `triton`, those for a GPU; `native`, those for the CPU, which compute in 32 bits and were built when
     Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be had
     and the model is in float32."""
+    prefill_kernel: Literal["portable", "hopper"] = "portable"
+    """Which Triton kernel attends with prompts: `portable`, on every GPU; `hopper`, for compute capability 9.0 alone,
+    with 16-bit KV, heads of 64 or 128 and no windows: refused elsewhere. It is no default until
+    `python3 -m benchmarks.gpu correct` has passed on such a card."""
     block_size: int = 16
     """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
@@ -102,6 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         on_cpu = self.device == "cpu"
         if self.attention in ("native", "torch") and not on_cpu:
             raise ValueError(f"engine.attention: the {self.attention} kernels do not run on {self.device}")
+        if self.prefill_kernel == "hopper" and on_cpu:
+            raise ValueError("engine.prefill_kernel: hopper runs on GPUs of compute capability 9.0, not on the CPU")
         if self.attention == "native" and self.dtype != "float32":
             raise ValueError(f"engine.attention: the native kernels compute in float32, not {self.dtype}")
         if self.attention == "auto":

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Paged prefill attention for sm_90, with what only Hopper has: the same work as `kernels.prefill_attention`, same plan.
+"""Paged prefill attention for sm_90, with what only Hopper has: `kernels.prefill_attention`'s work, by its plan.
 
 A program has three parts that run beside each other. One warp copies: every block of keys, and every block of values,
 is one box of a bulk tensor copy, which lands in shared memory as the matrix unit wants it and says so to a barrier. Two
@@ -165,8 +165,8 @@ def _step(
 
 @gluon.jit
 def _rows_at(tile, packed, kv_head, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Which rows of `[rows * HEADS]` the `packed` rows of a tile are, and which are there. Read anew where it is needed,
-    rather than kept in registers through all of a program."""
+    """Which rows of `[rows * HEADS]` the `packed` rows of a tile are, and which are there. Read anew where needed, and
+    not kept in registers through all of a program."""
     row = gl.load(tile + 1) + packed // GROUP
     return row.to(gl.int64) * HEADS + kv_head * GROUP + packed % GROUP, packed < gl.load(tile + 2) * GROUP
 
@@ -341,21 +341,26 @@ def prefill_hopper_kernel(
 prefill_hopper_kernel.launch_warps = WARPS
 
 
-def unfit(pool: KVPool, dtype: torch.dtype, heads: int, window: int = 0) -> str:
-    """Say why this kernel cannot attend with queries of `dtype` over `pool`, or "" if it can."""
-    payload, strides = pool.payload, pool.payload.stride()
-    if payload.dtype not in (torch.float16, torch.bfloat16) or dtype != payload.dtype:
-        return f"queries in {dtype} and KV in {payload.dtype} are not of one 16-bit type"
-    if pool.head_dim not in HEAD_SIZES:
-        return f"heads of {pool.head_dim}, not of {' or '.join(map(str, HEAD_SIZES))}"
+def runs_on(device: torch.device) -> bool:
+    """Say whether this is a GPU of compute capability 9.0: later ones lack its matrix instructions."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def unfit(
+    kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, block_size: int, group: int, *, window: int = 0
+) -> str:
+    """Say why this kernel cannot attend with queries of `dtype`, `group` for each KV head, over such a pool; "" if it
+    can."""
+    if kv_dtype not in (torch.float16, torch.bfloat16) or dtype != kv_dtype:
+        return f"queries in {dtype} over KV in {kv_dtype}: it takes one 16-bit type"
+    if head_dim not in HEAD_SIZES:
+        return f"heads of {head_dim}: it takes {' and '.join(map(str, HEAD_SIZES))}"
     if window:
-        return "a window"
-    if not 8 <= pool.block_size <= 256:
-        return f"blocks of {pool.block_size} tokens, not of 8 to 256"
-    if heads // pool.kv_heads > ROWS:
-        return f"{heads // pool.kv_heads} queries for a KV head, more than {ROWS}"
-    if strides[4] != pool.head_dim or any(stride % pool.head_dim for stride in strides[:4]):
-        return "rows of KV that are not whole rows of one table"
+        return f"a window of {window} tokens"
+    if not 8 <= block_size <= 256:
+        return f"blocks of {block_size} tokens: it takes 8 to 256"
+    if group > ROWS:
+        return f"{group} queries for a KV head: it takes {ROWS}"
     return ""
 
 
@@ -377,7 +382,7 @@ def prefill_hopper(
     rows, heads, head_dim = q.shape
     if head_dim != pool.head_dim or heads % pool.kv_heads or not q.is_contiguous():
         raise ValueError(f"queries {tuple(q.shape)} do not fit {pool.kv_heads} KV heads of {pool.head_dim}")
-    if reason := unfit(pool, q.dtype, heads):
+    if reason := unfit(pool.payload.dtype, q.dtype, head_dim, pool.block_size, heads // pool.kv_heads):
         raise ValueError(f"the kernel for sm_90 cannot do {reason}")
     if tiles.dtype != torch.int32 or tables.dtype != torch.int32 or tiles.shape[1:] != (TILE_FIELDS,):
         raise ValueError("tiles must be int32 [n, 4] and tables int32 [sequences, blocks]")
@@ -420,8 +425,10 @@ def prefill_hopper(
 
 def _boxes(pool: KVPool) -> TensorDescriptor:
     """The pool's memory as one table of rows, which is copied in boxes of a block, or of a tile if that is less.
-    Raises ValueError where there are more rows than 31 bits count."""
+    Raises ValueError where the pool is not rows beside rows, or has more of them than 31 bits count."""
     payload = pool.payload
+    if payload.stride(4) != pool.head_dim or any(stride % pool.head_dim for stride in payload.stride()[:4]):
+        raise ValueError(f"strides {payload.stride()} are not whole rows of {pool.head_dim}")
     last = sum((n - 1) * stride for n, stride in zip(payload.shape[:5], payload.stride()[:5], strict=True))
     rows = last // pool.head_dim + 1
     if rows >= 1 << 31:

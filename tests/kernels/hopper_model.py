@@ -208,7 +208,9 @@ HOPPER: dict[str, Any] = {
 }
 
 
-def run(kernel: GluonJITFunction[Any], module: ModuleType, grid: tuple[int, int], *given: Any, **constants: Any) -> None:
+def run(
+    kernel: GluonJITFunction[Any], module: ModuleType, grid: tuple[int, int], *given: Any, **constants: Any
+) -> None:
     """Run `kernel` of `module`, one program after the other. Tensors are given as `Pointer`, descriptors as `Boxes`.
     Raises AssertionError for a program that breaks the machine's rules or comes to a halt."""
     names: dict[str, Any] = dict(vars(module))

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.gpu.attention import TritonAttention
+from engine.config import EngineConfig
+from engine.model.config import ModelConfig
 from kernels import prefill_hopper as hopper
 from kernels import reference_attention as reference
 from kernels.pool import KVPool
@@ -126,21 +129,37 @@ def test_what_lies_behind_a_context_is_not_multiplied(monkeypatch: pytest.Monkey
 
 
 def test_what_it_cannot_do_is_refused_by_name() -> None:
-    def pool(dtype: torch.dtype = torch.float16, head_dim: int = 64, block_size: int = 16) -> KVPool:
-        return poisoned_pool(2, 2, block_size, head_dim, dtype)
-
     half = torch.float16
-    assert hopper.unfit(pool(), half, 4) == ""
-    assert "16-bit" in hopper.unfit(pool(torch.int8), half, 4)
-    assert "16-bit" in hopper.unfit(pool(), torch.bfloat16, 4)
-    assert "heads of 80" in hopper.unfit(pool(head_dim=80), half, 4)
-    assert "window" in hopper.unfit(pool(), half, 4, window=8)
-    assert "blocks of 4" in hopper.unfit(pool(block_size=4), half, 4)
-    assert "512 queries" in hopper.unfit(pool(), half, 1024)
+    assert hopper.unfit(half, half, 64, 16, 2) == ""
+    assert "16-bit" in hopper.unfit(torch.int8, half, 64, 16, 2)
+    assert "16-bit" in hopper.unfit(half, torch.bfloat16, 64, 16, 2)
+    assert "heads of 80" in hopper.unfit(half, half, 80, 16, 2)
+    assert "window of 8" in hopper.unfit(half, half, 64, 16, 2, window=8)
+    assert "blocks of 4" in hopper.unfit(half, half, 64, 4, 2)
+    assert "512 queries" in hopper.unfit(half, half, 64, 16, 512)
+    assert not hopper.runs_on(torch.device("cpu"))
     tiles, tables = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    pool = poisoned_pool(2, 2, 16, 64, half)
     with pytest.raises(ValueError, match="cannot do heads of 80"):
-        hopper.prefill_hopper(torch.zeros(1, 4, 80, dtype=half), pool(head_dim=80), 0, tiles, tables)
+        hopper.prefill_hopper(
+            torch.zeros(1, 4, 80, dtype=half), poisoned_pool(2, 2, 16, 80, half), 0, tiles, tables
+        )
     with pytest.raises(ValueError, match="do not fit"):
-        hopper.prefill_hopper(torch.zeros(1, 3, 64, dtype=half), pool(), 0, tiles, tables)
+        hopper.prefill_hopper(torch.zeros(1, 3, 64, dtype=half), pool, 0, tiles, tables)
     with pytest.raises(ValueError, match="int32"):
-        hopper.prefill_hopper(torch.zeros(1, 4, 64, dtype=half), pool(), 0, tiles.long(), tables)
+        hopper.prefill_hopper(torch.zeros(1, 4, 64, dtype=half), pool, 0, tiles.long(), tables)
+    apart = KVPool(pool.payload.transpose(3, 4).contiguous().transpose(3, 4))
+    with pytest.raises(ValueError, match="whole rows"):
+        hopper.prefill_hopper(torch.zeros(1, 4, 64, dtype=half), apart, 0, tiles, tables)
+
+
+def test_the_engine_refuses_it_where_it_does_not_run() -> None:
+    config = EngineConfig(model_dir="none", prefill_kernel="hopper")
+    with pytest.raises(ValueError, match=r"engine\.prefill_kernel: hopper runs on GPUs"):
+        _ = config.kernels
+    shape = ModelConfig(
+        family="llama", layers=1, hidden=64, heads=1, kv_heads=1, head_dim=64, intermediate=8, vocab=8,
+        context_tokens=64, norm_eps=1e-5, dtype="float16",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"engine\.prefill_kernel: hopper cannot do cpu"):
+        TritonAttention(shape, shape.kv_layout(16), "cpu", prefill_kernel="hopper")
