@@ -226,7 +226,10 @@ class Batch:
     def _row(self, step: _Planned, request: Request, end: int) -> Row:
         record, tokens, lease = request.record, request.tokens, request.lease
         follows = end > len(tokens)
-        row = row_of(record, tokens, self._known(request), end, lease.blocks, self.stop_ids, follows=follows)
+        known = self._known(request)
+        self._kv.reach(lease, known, end)
+        own = known, end, lease.blocks, self.stop_ids
+        row = row_of(record, tokens, *own, follows=follows, windows=lease.windows)
         step.requests.append(request)
         step.rows[request] = row
         step.leases.append(lease)
@@ -272,6 +275,7 @@ class Batch:
                 token = None  # it came with the one before
             if not row.candidates:
                 request.known = row.end
+                self._kv.slide(request.lease, row.end)
             if request.state is RequestState.LOCAL and request.is_recovering:
                 self.recomputed_tokens += row.end - row.start
             elif request.state is RequestState.LOCAL:
