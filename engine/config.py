@@ -72,6 +72,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tell tokens that a constraint forces (`docs/structured-output.md`) together with the token before them, without a
     step each. Every token is the same either way."""
 
+    speculation: Literal["auto", "off", "ngram", "suffix"] = "auto"
+    """Guess the next tokens from the request's own, and compute them beside the one that is known, as long as that is
+    measured to win (`docs/speculation.md`). Every token is the same either way where answers do not depend on a step's
+    other rows (`deterministic`), and elsewhere but for near ties. `auto`: n-grams on the CPU where that is so; off
+    where steps are planned ahead, which drafts have to wait for."""
+    draft_tokens: int = 3
+    """Most guesses in a row of a step, at least 1. Four rows cost the CPU's kernels little more than one, five do."""
+
+    @property
+    def may_draft(self) -> bool:
+        """True where steps may have drafts, if the device's answers do not depend on a step's other rows."""
+        return self.speculation != "off" and not (self.speculation == "auto" and self.plans_ahead)
+
     @property
     def groups_layers(self) -> bool:
         return self.layer_groups == "on"

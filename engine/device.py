@@ -15,6 +15,7 @@ from engine.backends.native_attention import NativeAttention, attends
 from engine.backends.workspace import measure_workspace
 from engine.config import EngineConfig, StepLimits
 from engine.cores import process_cores
+from engine.drafts import DRAFTERS, NewDrafter
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
@@ -61,6 +62,8 @@ class EngineDevice:
     """Says what answers with a constraint may go on with; None: such requests are refused."""
     adapters: frozenset[str] = frozenset()
     """The digests of the adapters that it can apply: none, until there are kernels for them."""
+    drafter: NewDrafter | None = None
+    """Guesses what requests go on with, in steps of a decode worker; None: nobody does."""
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
 
@@ -134,6 +137,7 @@ def open_device(
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
         matchers=opened.runner.matchers,
+        drafter=_drafter(config, stable),
         is_deterministic=stable,
         arithmetic=_arithmetic(native, opened.kv),
         compilations=Compilations() if config.device == "cpu" else OWN,
@@ -151,6 +155,15 @@ def _matchers(model_dir: Path, vocab: int, jumps: bool) -> "Matchers | None":
         log.warning("llguidance is not installed: requests with a constraint are refused")
         return None
     return Matchers(partial(load_vocabulary, model_dir), vocab, jumps=jumps)
+
+
+def _drafter(config: EngineConfig, stable: bool) -> NewDrafter | None:
+    if config.draft_tokens < 1:
+        raise ValueError(f"engine.draft_tokens: {config.draft_tokens}; at least 1 (speculation = off has none)")
+    chosen = config.speculation
+    if chosen == "auto":
+        chosen = "ngram" if stable and config.may_draft else "off"
+    return DRAFTERS.get(chosen)
 
 
 def _open_on_cpu(

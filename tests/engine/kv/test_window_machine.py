@@ -266,7 +266,7 @@ TestWindowMachine.settings = settings(max_examples=50, stateful_step_count=40, d
 
 def _one_block_early(self: WindowTables, lease: Lease, tokens: int) -> None:
     for number, group in enumerate(self.groups):
-        first = min(group.kept_from(tokens, SIZE) + 1, len(lease.blocks))
+        first = min(group.first_migrated(tokens, SIZE) + 1, len(lease.blocks))
         if first > lease.starts[number]:
             self._drop(lease, number, range(lease.starts[number], first))
             lease.starts[number] = first
