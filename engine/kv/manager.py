@@ -170,10 +170,7 @@ class KVCacheManager:
         its parent; None when there is no room that leaves `spare` blocks to others."""
         if self.windows is None:
             tokens = blocks * self.block_size
-            lease = self.acquire(namespace, (), match_limit=0, room_tokens=0, grow_tokens=tokens, spare=spare)
-            if lease is not None:
-                lease.to_share = to_share
-            return lease
+            return self.acquire(namespace, (), match_limit=0, room_tokens=0, grow_tokens=tokens, spare=spare)
         # One that is promised nothing yet is charged when it grows.
         is_fork = to_share is not None and blocks > 0
         charges = self.windows.for_fork(blocks + (to_share or 0)) if is_fork else self.windows.charges(0)

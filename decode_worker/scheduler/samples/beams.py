@@ -61,8 +61,13 @@ class Beams:
 
     def wants(self, request: Request) -> list[tuple[Lease, int]]:
         """Return the blocks that the next step of its search needs beyond what is promised, by lease."""
-        hypotheses = self._live[request].hypotheses
-        return [(one.lease, self._kv.shortage(one.lease, len(one.tokens))) for one in hypotheses]
+        wants = []
+        for one in self._live[request].hypotheses:
+            short = self._kv.shortage(one.lease, len(one.tokens))
+            if one.parent is not None and one.lease.to_share is None:
+                short -= one.known // self._kv.block_size
+            wants.append((one.lease, short))
+        return wants
 
     def prepare(self, request: Request) -> None:
         """Make the forks: there is room."""
