@@ -110,7 +110,12 @@ def open_device(
         alone = alone_on(torch.device(config.device))
     with alone:
         model = load_model(
-            model_dir, device=config.device, panels=native is not None, coded=kernels == "triton", progress=progress
+            model_dir,
+            device=config.device,
+            panels=native is not None,
+            coded=kernels == "triton",
+            integer=config.in_integers,
+            progress=progress,
         )
         shape = model.config
         layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
@@ -139,7 +144,7 @@ def open_device(
         matchers=opened.runner.matchers,
         drafter=_drafter(config, stable),
         is_deterministic=stable,
-        arithmetic=_arithmetic(native, opened.kv),
+        arithmetic=_arithmetic(native, model, opened.kv),
         compilations=Compilations() if config.device == "cpu" else OWN,
     )
 
@@ -216,16 +221,19 @@ def _open_on_gpu(
 def _native(config: EngineConfig) -> Native | None:
     """The kernels, if they are to be used. Raises ValueError where they are demanded and not there."""
     if config.kernels != "native":
+        if config.arithmetic == "integer":
+            raise ValueError(f"engine.arithmetic: the {config.kernels} kernels do not multiply in integers")
         return None
     found = find_native()
-    if found is None and config.attention == "native":
-        raise ValueError("engine.attention: the native kernels were not built; `headrace doctor` says why")
+    for name, demanded in (("attention", config.attention == "native"), ("arithmetic", config.arithmetic == "integer")):
+        if found is None and demanded:
+            raise ValueError(f"engine.{name}: the native kernels were not built; `headrace doctor` says why")
     return found
 
 
-def _arithmetic(native: Native | None, kv: KVTensors) -> str:
+def _arithmetic(native: Native | None, model: Llama, kv: KVTensors) -> str:
     """Native kernels round alike on every machine; PyTorch's do by its version and the processor."""
-    parts = [] if native is None else [f"native {native.sources}"]
+    parts = [] if native is None else [f"native {native.sources}{' in integers' if model.in_integers else ''}"]
     if native is None or not attends(kv):
         parts.append(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
     return ", ".join(parts)

@@ -195,7 +195,7 @@ class Batch:
     def _proposed(self, rows: int) -> dict[Request, list[int]]:
         """Return the drafts of the next step, of `rows`, and have room for them, as far as there is some that nobody
         needs. Beside prompts, whose tokens fill a step, there are none."""
-        if self.is_under_way or self.local:
+        if self.drafting.new is None or self.is_under_way or self.local:
             return {}
         able: list[tuple[Request, int]] = []
         for request in self.running:
