@@ -15,6 +15,7 @@ from engine.backends.native_attention import NativeAttention, attends
 from engine.backends.workspace import measure_workspace
 from engine.config import EngineConfig, StepLimits
 from engine.cores import process_cores
+from engine.drafts import DRAFTERS, NewDrafter
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
@@ -61,11 +62,16 @@ class EngineDevice:
     """Says what answers with a constraint may go on with; None: such requests are refused."""
     adapters: frozenset[str] = frozenset()
     """The digests of the adapters that it can apply: none, until there are kernels for them."""
+    drafter: NewDrafter | None = None
+    """Guesses what requests go on with, in steps of a decode worker; None: nobody does."""
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
 
-    def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
-        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
+    def manager(self, tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
+        """`step_tokens`: the most of a prompt that one step computes."""
+        ahead = step_tokens * (2 if self.plans_ahead else 1)
+        own = self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups
+        return KVCacheManager(*own, ahead_tokens=ahead)
 
 
 def open_device(
@@ -104,10 +110,15 @@ def open_device(
         alone = alone_on(torch.device(config.device))
     with alone:
         model = load_model(
-            model_dir, device=config.device, panels=native is not None, coded=kernels == "triton", progress=progress
+            model_dir,
+            device=config.device,
+            panels=native is not None,
+            coded=kernels == "triton",
+            integer=config.in_integers,
+            progress=progress,
         )
         shape = model.config
-        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
+        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
         weights_bytes = model.weights_bytes + model.table_bytes
         is_tried = kernels != "triton" and config.deterministic != "off"
         stable = is_tried and _holds(model, config, _attention(model, native, stable=True))
@@ -131,8 +142,9 @@ def open_device(
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
         matchers=opened.runner.matchers,
+        drafter=_drafter(config, stable),
         is_deterministic=stable,
-        arithmetic=_arithmetic(native, opened.kv),
+        arithmetic=_arithmetic(native, model, opened.kv),
         compilations=Compilations() if config.device == "cpu" else OWN,
     )
 
@@ -148,6 +160,15 @@ def _matchers(model_dir: Path, vocab: int, jumps: bool) -> "Matchers | None":
         log.warning("llguidance is not installed: requests with a constraint are refused")
         return None
     return Matchers(partial(load_vocabulary, model_dir), vocab, jumps=jumps)
+
+
+def _drafter(config: EngineConfig, stable: bool) -> NewDrafter | None:
+    if config.draft_tokens < 1:
+        raise ValueError(f"engine.draft_tokens: {config.draft_tokens}; at least 1 (speculation = off has none)")
+    chosen = config.speculation
+    if chosen == "auto":
+        chosen = "ngram" if stable and config.may_draft else "off"
+    return DRAFTERS.get(chosen)
 
 
 def _open_on_cpu(
@@ -201,16 +222,19 @@ def _open_on_gpu(
 def _native(config: EngineConfig) -> Native | None:
     """The kernels, if they are to be used. Raises ValueError where they are demanded and not there."""
     if config.kernels != "native":
+        if config.arithmetic == "integer":
+            raise ValueError(f"engine.arithmetic: the {config.kernels} kernels do not multiply in integers")
         return None
     found = find_native()
-    if found is None and config.attention == "native":
-        raise ValueError("engine.attention: the native kernels were not built; `headrace doctor` says why")
+    for name, demanded in (("attention", config.attention == "native"), ("arithmetic", config.arithmetic == "integer")):
+        if found is None and demanded:
+            raise ValueError(f"engine.{name}: the native kernels were not built; `headrace doctor` says why")
     return found
 
 
-def _arithmetic(native: Native | None, kv: KVTensors) -> str:
+def _arithmetic(native: Native | None, model: Llama, kv: KVTensors) -> str:
     """Native kernels round alike on every machine; PyTorch's do by its version and the processor."""
-    parts = [] if native is None else [f"native {native.sources}"]
+    parts = [] if native is None else [f"native {native.sources}{' in integers' if model.in_integers else ''}"]
     if native is None or not attends(kv):
         parts.append(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
     return ", ".join(parts)

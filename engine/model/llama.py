@@ -36,7 +36,7 @@ from kernels.coded_weight import CodedWeight
 from kernels.experts import ClampedGate, ExpertWeights, Routing
 from kernels.linear import Weight, linear
 from kernels.native import native
-from kernels.panels import Panels, PanelStack
+from kernels.panels import Panels, PanelStack, in_integers
 
 Weights = Mapping[str, Weight | PanelStack]
 """Weights by name; norms, biases and the embedding are plain."""
@@ -81,10 +81,12 @@ class _Layer:
 
 
 class Llama:
-    """A loaded model. `forward` changes nothing but the KV rows that `attention` writes."""
+    """A loaded model. `forward` changes nothing but the KV rows that `attention` writes. `in_integers`: some of its
+    products are taken in integers."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
+        self.in_integers = any(isinstance(item, Panels | PanelStack) and item.integer for item in weights.values())
         dtype = TORCH_DTYPES[config.dtype]
         self._embedding = _matrix(weights["embedding"])
         self._norm = _norm_weight(_plain(weights["norm"]).to(dtype), config)
@@ -148,11 +150,13 @@ class Llama:
         if self._embed_scale != 1.0:
             x *= self._embed_scale
         delta: Tensor | None = None
+        places = kv.layout.places
         for number, layer in enumerate(self._layers):
+            group, at = places[number]
             rotation = None if layer.rope is None else rotations[layer.rope]
             normed = self._normed(x, delta, layer.attention_norm, attention)
             qkv = self._qkv(normed, layer, attention)
-            given = LayerInput(number, qkv, rotation, batch, kv, layer.head_norms, layer.options)
+            given = LayerInput(at, qkv, rotation, batch, kv, layer.head_norms, layer.options, group)
             delta = linear(attention.attend(given), layer.output, layer.output_bias)
             delta = self._branch(delta, layer.attention_post_norm, attention)
             normed = self._normed(x, delta, layer.mlp_norm, attention)
@@ -212,13 +216,15 @@ def load_model(
     packed: bool = True,
     device: torch.device | str = "cpu",
     panels: bool = False,
+    integer: bool = False,
     coded: bool = False,
     progress: Progress | None = None,
 ) -> Llama:
     """Load a prepared model's weights and build the model on them. On the CPU they are mapped: no copy, pages shared by
     all workers of the host. With `packed`, its matrices are those packed for this processor, made by the first process
-    that needs them. `panels`: matrices in panels instead, for the native kernels; `coded`: as they are kept, for
-    Triton's interpreter. Another `device` gets a copy of what is kept, streamed from its files; `progress` hears of it.
+    that needs them. `panels`: matrices in panels instead, for the native kernels, with `integer` to be multiplied in
+    integers; `coded`: as they are kept, for Triton's interpreter. Another `device` gets a copy of what is kept,
+    streamed from its files; `progress` hears of it.
 
     Raises ModelError where the folder is not whole or its family is not one of this file's, ValueError for panels of
     a model in another dtype than float32.
@@ -234,7 +240,10 @@ def load_model(
         return Llama(msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests)), weights)
     mapped = PreparedWeights(model_dir)
     if panels:
-        return Llama(config, {**mapped.others(), **panel_weights(model_dir, mapped)})
+        found = panel_weights(model_dir, mapped)
+        if integer:
+            found = {name: in_integers(weight) for name, weight in found.items()}
+        return Llama(config, {**mapped.others(), **found})
     if coded:
         return Llama(config, {**mapped.others(), **mapped.multiplied()})
     fast = packed_weights(model_dir, mapped) if packed else {}

@@ -104,6 +104,8 @@ class TritonAttention:
         prefill_kernel: PrefillKernel = "portable",
     ) -> None:
         self.device = torch.device(device)
+        if layout.groups:
+            raise ValueError("engine.layer_groups: triton kernels read one block table for all layers (auto, or off)")
         if self.device.type != "cuda" and not interpreted():
             raise ValueError(f"Triton kernels need a CUDA device, not {device} (or TRITON_INTERPRET=1, for tests)")
         self.planning = Planning()
@@ -213,7 +215,7 @@ class TritonAttention:
         self._step = _Step(self._of_step(kind, rows), rows, None, None, slots)
 
     def attend(self, given: LayerInput) -> Tensor:
-        layer, qkv, rotation, batch, kv, norms, options = given
+        layer, qkv, rotation, batch, kv, norms, options, _ = given
         step = self._step
         if step is None:
             raise RuntimeError("attend before begin")
