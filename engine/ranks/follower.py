@@ -81,7 +81,6 @@ class Follower:
         self._kv = blocks.view(pool, PoolFile("headrace-rank", 1))
         self._attention = HeadsAttention(part.attention, blocks, self._kv)
         _say(orders, PoolMapped(len(pool)))
-        self._sums.wait_at_most(config.rank_wait_s)
         cores = process_cores(config.threads) if part.native is not None and config.lend_cores else None
         if part.native is not None and cores is not None:
             part.native.threads = cores.threads

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -190,7 +191,16 @@ class RankGroup:
         if told is not None:
             rank = told.rank
             return RankError(rank, f"{told.problem}{self._how(rank)}")
-        return RankError(error.rank, f"{error.problem}{self._how(error.rank)}")
+        # Who waits for a stopped rank is as silent as that one.
+        stopped = [rank for rank in self._others if self._is_stopped(rank)]
+        rank = stopped[0] if stopped and error.problem == "does not answer" else error.rank
+        return RankError(rank, f"{error.problem}{self._how(rank)}")
+
+    def _is_stopped(self, rank: int) -> bool:
+        with suppress(OSError):
+            stat = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] in "tT"
+        return False
 
     def close(self) -> None:
         """End all ranks, whatever they do, and give everything back. Twice is as good as once."""

@@ -6,7 +6,8 @@ all have told, and adds up all parts in the order of the ranks. So the bits are 
 
 Two places take turns: whoever writes the even one has heard from all ranks in an odd sum, so all have read the even one
 before. A rank that waits is asleep in the kernel, in a receive of a socket, until it hears, until the other rank has
-ended (its end of the socket goes with it), or until `wait_s` have passed.
+ended (its end of the socket goes with it), or, at rank 0 alone, until a time has passed: it is the one that judges who
+is late, and the others end with it.
 """
 
 import mmap

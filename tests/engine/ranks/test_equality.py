@@ -9,12 +9,10 @@ import torch
 
 from engine.backends.attention import TorchAttention
 from engine.backends.native_attention import NativeAttention
-from engine.model.config import ModelConfig
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
-from engine.model.split import check_split
 from kernels.native import Native, native
-from tests.engine.model.checkpoints import CASES, VOCAB, build, save_gguf, save_hf
+from tests.engine.model.checkpoints import CASES, VOCAB, build, save_hf
 from tests.engine.model.test_families import Ours
 from tests.engine.ranks.lockstep import Lockstep
 
