@@ -71,10 +71,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     sum_slices: int = 1
     """Compute, with one process, each sum in the slices in which so many ranks would, and add these in the order of the
     ranks: the same bits as `tensor_parallel` of that number, which is what its tests compare with."""
+    layer_groups: Literal["auto", "on", "off"] = "auto"
+    """Keep layers with a sliding window apart from those without (docs/layer-groups.md): of the former, a sequence
+    holds only its window. `off`: all layers keep everything. Every token is the same either way. Only where the model
+    has both kinds, with a CPU's kernels, and without lower tiers; workers that share requests must agree. `auto`:
+    off."""
 
     jump_forward: bool = True
     """Tell tokens that a constraint forces (`docs/structured-output.md`) together with the token before them, without a
     step each. Every token is the same either way."""
+
+    @property
+    def groups_layers(self) -> bool:
+        return self.layer_groups == "on"
 
     @property
     def plans_ahead(self) -> bool:

@@ -22,8 +22,6 @@ from engine.kv.tiers.tiers import Tiers
 from engine.messages import MemoryUse
 from engine.model.config import ModelConfig, Progress
 from engine.model.llama import Llama, load_model
-from engine.model.prepared.loading import loaded_bytes, map_weights
-from engine.model.prepared.sliced import Slices, part_bytes
 from engine.model.split import check_split
 from engine.ranks.orders import RankReady
 from engine.ranks.sums import RankSums
@@ -74,7 +72,7 @@ class EngineDevice:
     """Counts this process's GPU kernels; on another device there are none."""
 
     def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
-        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
+        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups)
 
 
 def open_device(
@@ -98,6 +96,8 @@ def open_device(
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
+    if config.groups_layers:
+        raise ValueError("engine.layer_groups: schedulers do not plan for layer groups yet")
     kernels = config.kernels  # refused whether or not this machine has such a device
     if kernels == "triton" and config.deterministic == "on":
         raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")
@@ -119,12 +119,13 @@ def open_device(
             model_dir,
             device=config.device,
             panels=native is not None,
+            coded=kernels == "triton",
             progress=progress,
             sum_slices=config.sum_slices,
         )
         shape = model.config
-        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
-        weights_bytes = loaded_bytes(model_dir) + model.table_bytes
+        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
+        weights_bytes = model.weights_bytes + model.table_bytes
         stable = _is_stable(model, config, native)
         if config.device == "cpu":
             opened = _open_on_cpu(config, model, layout, native, stable, limits, weights_bytes, host_tier_bytes)
@@ -186,8 +187,7 @@ def open_part(config: EngineConfig, sums: RankSums) -> RankPart:
     model_dir = Path(config.model_dir)
     native = _native(config)
     model = load_model(model_dir, panels=native is not None, ranks=sums)
-    slices = Slices(ModelConfig.load(model_dir), sums.share)
-    weights_bytes = part_bytes(map_weights(model_dir), slices) + model.table_bytes
+    weights_bytes = model.weights_bytes + model.table_bytes
     stable = _is_stable(model, config, native)
     fingerprint = model.config.fingerprint
     return RankPart(model, native, _attention(model, native, stable), stable, fingerprint, weights_bytes)
@@ -200,6 +200,8 @@ def _open_ranks(
     if config.device != "cpu" or config.kernels == "triton":
         where = f"on {config.device} with {config.kernels} kernels"
         raise ValueError(f"engine.tensor_parallel: ranks compute on the CPU, not {where}")
+    if config.groups_layers:
+        raise ValueError("engine.layer_groups: ranks keep all layers in one group")
     if config.sum_slices > 1:
         raise ValueError("engine.sum_slices: is for one process, and engine.tensor_parallel asks for more")
     shape = ModelConfig.load(model_dir)

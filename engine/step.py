@@ -33,6 +33,9 @@ class Row(msgspec.Struct, frozen=True):
     allowed: bytes = b""
     """A bit for each token, in 32-bit words, set where the record's constraint allows it; empty: all are allowed. The
     runner fills it in, while the device computes. Bits beyond the end are not set."""
+    windows: tuple[Sequence[BlockId], ...] = ()
+    """The tables of the other layer groups (`engine.kv.groups`), as `blocks` is the first one's; what a row does not
+    need in them is GONE."""
 
     @property
     def draw_key(self) -> tuple[int, int, int]:

@@ -91,19 +91,25 @@ def panel_bytes(rows: int, columns: int, kind: Kind) -> int:
 
 def pack_plain(weight: Tensor) -> Panels:
     """Pack float32 `[rows, columns]` as bf16 where nothing is lost by it, else as f32."""
-    return _pack_as("bf16" if torch.equal(weight.to(torch.bfloat16).float(), weight) else "f32", weight)
+    return pack_as("bf16" if is_short(weight) else "f32", weight)
 
 
-def _pack_as(kind: Kind, weight: Tensor) -> Panels:
+def is_short(weight: Tensor) -> bool:
+    """Return True if every number is one of bfloat16."""
+    return weight.dtype == torch.bfloat16 or torch.equal(weight.to(torch.bfloat16).float(), weight.float())
+
+
+def pack_as(kind: Kind, weight: Tensor) -> Panels:
+    """Pack numbers of any type `[rows, columns]` as bf16 or f32."""
     rows, columns = weight.shape
-    by_column = _panels(weight.to(torch.bfloat16) if kind == "bf16" else weight).transpose(1, 2).contiguous()
+    by_column = _panels(weight.to(torch.bfloat16 if kind == "bf16" else torch.float32)).transpose(1, 2).contiguous()
     return Panels(rows, columns, kind, by_column.view(torch.uint8).view(-1))
 
 
 def pack_stack(weights: Tensor) -> PanelStack:
     """Pack float32 `[count, rows, columns]`, all of them as bf16 or as f32; see `pack_plain`."""
-    short = torch.equal(weights.to(torch.bfloat16).float(), weights)
-    parts = [_pack_as("bf16" if short else "f32", weight).raw for weight in weights]
+    short = is_short(weights)
+    parts = [pack_as("bf16" if short else "f32", weight).raw for weight in weights]
     count, rows, columns = weights.shape
     return PanelStack(count, rows, columns, "bf16" if short else "f32", torch.cat(parts))
 

@@ -7,6 +7,7 @@ import msgspec
 from cluster.config import ClusterConfig, ConfigError
 from cluster.defaults import gpu_dtype
 from cluster.plan.flags import Asked
+from cluster.plan.held import held_bytes, kinds_at_hand
 from cluster.plan.planner import (
     PlannedRequest,
     Pool,
@@ -22,6 +23,7 @@ from cluster.plan.planner import (
 )
 from cluster.plan.shapes import find_shape, is_local
 from engine.config import EngineConfig, StepLimits
+from engine.model.config import ModelConfig
 
 GPU_RESERVE = Fraction(1, 10)
 """The share of a GPU's memory kept for its runtime, communication buffers and fragmentation."""
@@ -63,7 +65,7 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     one, many = request(sizes, context), asked.requests or 1
     weights = asked.weights
     if weights is None and shape.model is not None:
-        weights = weights_bytes(shape.model, dtype, ranks)
+        weights = _weights(asked, config, shape, shape.model, dtype)
     plan = Plan(
         model=shape,
         dtype=dtype,
@@ -77,6 +79,19 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
         waste=waste(sizes, asked.lengths, context) if asked.lengths else None,
     )
     return msgspec.structs.replace(plan, pools=_pools(plan, asked, config, own))
+
+
+def _weights(asked: Asked, config: ClusterConfig, shape: Shape, model: ModelConfig, dtype: str) -> int:
+    """Return the bytes of weights on a rank: of a file at hand as workers hold them, of others by their number."""
+    ranks = asked.tp or 1
+    on_paper = asked.shape or shape.not_run or not is_local(config.model)
+    kinds = {} if on_paper else kinds_at_hand(config.model, dtype)
+    if not kinds:
+        return weights_bytes(model, dtype, ranks)
+    engine = config.decode.engine
+    device = engine.device if is_own(asked, config) else "cuda"
+    native = device == "cpu" and msgspec.structs.replace(engine, dtype=dtype).kernels == "native"
+    return held_bytes(model, dtype, kinds, device, native, ranks)
 
 
 def is_own(asked: Asked, config: ClusterConfig) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.groups import LayerGroup
 from engine.kv.radix_cache import TOKEN_BYTES, Node, RadixCache
 from engine.kv.tiers.tiers import Tiers
 from engine.types import BlockId
@@ -45,13 +46,29 @@ class Lease:
     """Blocks that gave way to others of the same content, and that steps under way still read."""
     tail: Sequence[int] = ()
     """What is to be committed with its tail, when those steps have ended."""
+    windows: tuple[list[BlockId], ...] = ()
+    """The tables of the layer groups but the first, each as long as `blocks`; what is not held is GONE."""
+
+    @property
+    def tables(self) -> tuple[list[BlockId], ...]:
+        """The block table of every layer group."""
+        return (self.blocks, *self.windows)
 
 
 class KVCacheManager:
     """Owner: the engine thread. Expected shortage is None or False, never an exception."""
 
-    def __init__(self, blocks: int, block_size: int, fingerprint: str, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        fingerprint: str,
+        tiers: Tiers | None = None,
+        groups: Sequence[LayerGroup] = (),
+    ) -> None:
+        """`groups`: the layer groups of `KVLayout.groups`; none for one."""
         self.tiers = tiers
+        self.groups = tuple(groups)
         self.pool = BlockPool(blocks)
         self.cache = RadixCache(block_size, fingerprint, blocks)
         self.block_size = block_size

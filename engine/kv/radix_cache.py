@@ -28,13 +28,17 @@ class Node:
     """One cached block. `key` are its tokens, packed; in a root it is the namespace and `block` is -1. Identity is by
     object."""
 
-    __slots__ = ("block", "children", "identity", "key", "namespace", "order", "parent")
+    __slots__ = ("block", "children", "identity", "key", "namespace", "order", "parent", "windows")
 
-    def __init__(self, parent: "Node | None", key: bytes, block: BlockId, ident: bytes) -> None:
+    def __init__(
+        self, parent: "Node | None", key: bytes, block: BlockId, ident: bytes, windows: list[BlockId] | None = None
+    ) -> None:
         self.parent = parent
         self.key = key
         self.namespace: bytes = key if parent is None else parent.namespace
         self.block = block
+        self.windows = windows
+        """What the layer groups but the first have of it, GONE where they have nothing; None: there is one group."""
         self.identity = ident
         self.children: dict[bytes, Node] = {}
         self.order: SortedKeys | None = None

@@ -26,15 +26,16 @@ from engine.backends.attention import (
 from engine.batch import ForwardBatch
 from engine.model.config import ModelConfig, ModelError, Progress
 from engine.model.families import FAMILIES, layer_key
-from engine.model.prepared.loading import load_weights
-from engine.model.prepared.packed import packed_weights
+from engine.model.prepared.loading import PreparedWeights, load_weights
+from engine.model.prepared.packed import packed_weights, wide_weights
 from engine.model.prepared.panels import panel_weights
-from engine.model.prepared.shards import fingerprint_of
-from engine.model.prepared.sliced import Slices, sliced
+from engine.model.prepared.shards import by_reference, fingerprint_of
+from engine.model.prepared.sliced import PartWeights
 from engine.model.reduction import ColumnSlices, Reduction, WholeNorm, add_in_order, embedded
 from engine.model.rope import rope_table
 from engine.model.split import Share, check_split, local_config
-from engine.storage.paged import KVTensors
+from engine.storage.paged import TORCH_DTYPES, KVTensors
+from kernels.coded_weight import CodedWeight
 from kernels.experts import ClampedGate, ExpertWeights, Routing
 from kernels.linear import Weight, linear
 from kernels.native import native
@@ -52,9 +53,11 @@ class _Layer:
     family does not have is None."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rank: int = 0) -> None:
+        dtype = TORCH_DTYPES[config.dtype]
+
         def maybe(name: str) -> Tensor | None:
             key = layer_key(layer, name)
-            return _plain(weights[key]) if key in weights else None
+            return _plain(weights[key]).to(dtype) if key in weights else None
 
         def matrix(name: str) -> Weight:
             return _matrix(weights[layer_key(layer, name)])
@@ -110,9 +113,12 @@ class Llama:
         many ranks would have, whose products this one adds up as they would."""
         self.config = config
         self._ranks = ranks
-        self._embedding = _plain(weights["embedding"])
-        self._norm = _norm_weight(_plain(weights["norm"]), config)
+        dtype = TORCH_DTYPES[config.dtype]
+        self._embedding = _matrix(weights["embedding"])
+        self._norm = _norm_weight(_plain(weights["norm"]).to(dtype), config)
         self._head = _matrix(weights.get("head", self._embedding))
+        self.weights_bytes = sum(_held_bytes(weight) for weight in weights.values())
+        """What the weights take as they are multiplied with."""
         rank = 0 if ranks is None else ranks.share.rank
         self._layers = [_Layer(config, weights, layer, rank) for layer in range(config.layers)]
         for number, layer in enumerate(self._layers if slices else ()):
@@ -125,15 +131,15 @@ class Llama:
                 WholeNorm(heads[1], ranks, len(slices) or 1),
             )
         self._tables = [
-            tuple(part.to(self._embedding.device) for part in rope_table(config, table, self._embedding.dtype))
+            tuple(part.to(self.device) for part in rope_table(config, table, dtype))
             for table in config.ropes
         ]
         # Rounded to the type of what it multiplies, as Gemma's is.
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self._embedding.dtype))
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.device
+        return self._norm.device
 
     @property
     def table_bytes(self) -> int:
@@ -182,11 +188,13 @@ class Llama:
         if self._embed_scale != 1.0:
             x *= self._embed_scale
         delta: Tensor | None = None
+        places = kv.layout.places
         for number, layer in enumerate(self._layers):
+            group, at = places[number]
             rotation = None if layer.rope is None else rotations[layer.rope]
             normed = self._normed(x, delta, layer.attention_norm, attention)
             qkv = self._qkv(normed, layer, attention)
-            given = LayerInput(number, qkv, rotation, batch, kv, layer.head_norms, layer.options)
+            given = LayerInput(at, qkv, rotation, batch, kv, layer.head_norms, layer.options, group)
             delta = self._summed(attention.attend(given), layer.output, layer.output_bias)
             delta = self._branch(delta, layer.attention_post_norm, attention)
             normed = self._normed(x, delta, layer.mlp_norm, attention)
@@ -200,8 +208,16 @@ class Llama:
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._ranks is None:
-            return self._embedding[tokens]
-        return embedded(self._ranks, tokens, self._embedding, self.config.vocab)
+            return self._rows(tokens)
+        return embedded(self._ranks, tokens, self._rows, self.config.vocab)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        embedding, dtype = self._embedding, TORCH_DTYPES[self.config.dtype]
+        if isinstance(embedding, Panels):
+            raise TypeError("rows of an embedding are not read from panels")
+        if isinstance(embedding, CodedWeight):
+            return embedding.lookup(tokens, dtype)
+        return embedding[tokens].to(dtype)
 
     def _summed(self, x: Tensor, weight: Summed, bias: Tensor | None) -> Tensor:
         """Return the product of all columns, whoever has them. A bias is added once, to the sum."""
@@ -253,7 +269,7 @@ class Llama:
         chosen = sorted(kinds.values())
         options = tuple(self.config.layer(at) for at in chosen)
         short = copy(self)
-        vocab = self.config.vocab if self._ranks is None else len(self._embedding)
+        vocab = self.config.vocab if self._ranks is None else self._embedding.shape[0]
         short.config = msgspec.structs.replace(self.config, layers=len(chosen), layer_options=options, vocab=vocab)
         short._ranks = short._split_norms = None
         short._layers = [self._layers[at] for at in chosen]
@@ -265,14 +281,15 @@ def load_model(
     packed: bool = True,
     device: torch.device | str = "cpu",
     panels: bool = False,
+    coded: bool = False,
     progress: Progress | None = None,
     ranks: Reduction | None = None,
     sum_slices: int = 1,
 ) -> Llama:
     """Load a prepared model's weights and build the model on them. On the CPU they are mapped: no copy, pages shared by
     all workers of the host. With `packed`, its matrices are those packed for this processor, made by the first process
-    that needs them. `panels`: matrices in panels instead, for the native kernels. Another `device` gets a copy of the
-    plain ones, streamed from their files; `progress` hears of it.
+    that needs them. `panels`: matrices in panels instead, for the native kernels; `coded`: as they are kept, for
+    Triton's interpreter. Another `device` gets a copy of what is kept, streamed from its files; `progress` hears of it.
 
     `ranks`: load only what this rank has of the model, and let it add up sums with the others. `sum_slices`: load all
     of it, but compute sums in the slices in which so many ranks would.
@@ -287,34 +304,33 @@ def load_model(
     if panels and config.dtype != "float32":
         raise ValueError(f"panels are for float32, not {config.dtype}")
     device = torch.device(device)
-    if (ranks is not None or sum_slices > 1) and device.type != "cpu":
-        raise ValueError(f"a rank's part of a model is on the CPU, not on {device}")
-    weights, digests = load_weights(model_dir, device, progress)
-    config = msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests))
+    if (ranks is not None or sum_slices > 1) and (device.type != "cpu" or by_reference(model_dir)):
+        raise ValueError(f"a rank's part of a model is on the CPU and prepared there, not on {device}")
     if ranks is not None:
-        return Llama(*_part(model_dir, config, weights, ranks.share, panels), ranks)
+        return Llama(*_part(model_dir, config, ranks.share, panels), ranks)
     slices = [
-        _part(model_dir, config, weights, Share(at, sum_slices), panels)
-        for at in range(sum_slices if sum_slices > 1 else 0)
+        _part(model_dir, config, Share(at, sum_slices), panels) for at in range(sum_slices if sum_slices > 1 else 0)
     ]
+    if device.type != "cpu" or by_reference(model_dir):
+        weights, digests = load_weights(model_dir, device, progress)
+        return Llama(msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests)), weights)
+    mapped = PreparedWeights(model_dir)
     if panels:
-        return Llama(config, {**weights, **panel_weights(model_dir, weights)}, slices=slices)
-    if packed and device.type == "cpu":
-        return Llama(config, weights | packed_weights(model_dir, weights), slices=slices)
-    return Llama(config, weights, slices=slices)
+        return Llama(config, {**mapped.others(), **panel_weights(model_dir, mapped)}, slices=slices)
+    if coded:
+        return Llama(config, {**mapped.others(), **mapped.multiplied()}, slices=slices)
+    fast = packed_weights(model_dir, mapped) if packed else {}
+    return Llama(config, {**mapped.others(), **fast, **wide_weights(model_dir, mapped, fast)}, slices=slices)
 
 
-def _part(
-    model_dir: Path, config: ModelConfig, weights: dict[str, Tensor], share: Share, panels: bool
-) -> tuple[ModelConfig, Weights]:
+def _part(model_dir: Path, config: ModelConfig, share: Share, panels: bool) -> tuple[ModelConfig, Weights]:
     """Return a rank's part of a model, and its sizes. Raises ValueError where the model cannot be divided so."""
     check_split(config, share.ranks)
-    slices = Slices(config, share)
-    own = local_config(config, share)
-    if not panels:
-        return own, sliced(weights, slices, lambda name: True)
-    in_panels = panel_weights(model_dir, weights, slices)
-    return own, {**sliced(weights, slices, lambda name: name not in in_panels), **in_panels}
+    mapped = PartWeights(model_dir, share)
+    if panels:
+        return local_config(config, share), {**mapped.others(), **panel_weights(model_dir, mapped)}
+    multiplied = {name: mapped[key] for name, key in mapped.matrices().items()}
+    return local_config(config, share), {**mapped.others(), **multiplied}
 
 
 def _columns(parts: Sequence[Summed]) -> ColumnSlices:
@@ -343,18 +359,24 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
 
     router, router_bias = _matrix(find("router")), bias("router_bias")
     gate_up, down = find("experts_gate_up"), find("experts_down")
-    if isinstance(gate_up, Panels) or isinstance(down, Panels):
+    if isinstance(gate_up, Panels | CodedWeight) or isinstance(down, Panels | CodedWeight):
         raise TypeError("the experts of a layer are in one stack of panels")
     down_bias = bias("experts_down_bias")
     if down_bias is not None and rank:
         down_bias = torch.zeros_like(down_bias)
     clamp = ClampedGate(options.alpha, options.limit) if options.limit else None
     return Mixture(
-        router if isinstance(router, Panels) else router.float(),
+        router.float() if isinstance(router, Tensor) else router,
         None if router_bias is None else router_bias.float(),
         Routing(options.chosen, options.over_chosen, options.normalise),
         ExpertWeights(gate_up, down, bias("experts_gate_up_bias"), down_bias, clamp),
     )
+
+
+def _held_bytes(weight: Weight | PanelStack) -> int:
+    if isinstance(weight, Panels | PanelStack):
+        return int(weight.raw.nbytes)
+    return weight.nbytes if isinstance(weight, CodedWeight) else weight.numel() * weight.element_size()
 
 
 def _matrix(weight: Weight | PanelStack) -> Weight:
@@ -364,8 +386,8 @@ def _matrix(weight: Weight | PanelStack) -> Weight:
 
 
 def _plain(weight: Weight | PanelStack) -> Tensor:
-    if isinstance(weight, Panels | PanelStack):
-        raise TypeError("only matrices that are multiplied with can be in panels")
+    if not isinstance(weight, Tensor):
+        raise TypeError("only matrices that are multiplied with can be in panels or codes")
     return weight
 
 

@@ -5,7 +5,7 @@ One process that computes its products in the same slices and adds them in the s
 (`engine.sum_slices`), which is what tests hold the ranks against.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -52,11 +52,12 @@ def add_in_order(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def embedded(ranks: Reduction, tokens: Tensor, embedding: Tensor, vocab: int) -> Tensor:
-    """Return the rows of `tokens` of an embedding that is divided by vocabulary: each is with one rank."""
+def embedded(ranks: Reduction, tokens: Tensor, lookup: Callable[[Tensor], Tensor], vocab: int) -> Tensor:
+    """Return the rows of `tokens` of an embedding that is divided by vocabulary: each is with one rank. `lookup`
+    returns rows of this one's."""
     own = ranks.share.even(vocab)
     at = tokens - own.start
-    rows = embedding[at.clamp(0, len(own) - 1)]
+    rows = lookup(at.clamp(0, len(own) - 1))
     rows[(at < 0) | (at >= len(own))] = 0
     return ranks.sum(rows)
 

