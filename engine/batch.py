@@ -90,7 +90,7 @@ class ForwardBatch:
             slots.append(table[span // block_size] * block_size + span % block_size)
             tables.append(table)
             if part.draw:
-                wanted.append(len(tokens) - 1)
+                wanted += range(len(tokens) - 1 - part.drafts, len(tokens))
         rows = len(tokens)
         padding = -rows % row_multiple
         logit_rows = wanted + wanted[-1:] * (-len(wanted) % row_multiple)

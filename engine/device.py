@@ -16,6 +16,7 @@ from engine.backends.native_attention import NativeAttention, attends_to
 from engine.backends.workspace import measure_workspace
 from engine.config import EngineConfig, StepLimits
 from engine.cores import process_cores
+from engine.drafts import DRAFTERS, NewDrafter
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
@@ -68,6 +69,8 @@ class EngineDevice:
     """The digests of the adapters that it can apply: none, until there are kernels for them."""
     ranks: "RankGroup | None" = None
     """The other processes that compute the model; None: there are none."""
+    drafter: NewDrafter | None = None
+    """Guesses what requests go on with, in steps of a decode worker; None: nobody does."""
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
 
@@ -120,6 +123,7 @@ def open_device(
             device=config.device,
             panels=native is not None,
             coded=kernels == "triton",
+            integer=config.in_integers,
             progress=progress,
             sum_slices=config.sum_slices,
         )
@@ -131,7 +135,7 @@ def open_device(
             opened = _open_on_cpu(config, model, layout, native, stable, limits, weights_bytes, host_tier_bytes)
         else:
             opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
-    return _device(config, shape, layout, opened, weights_bytes, stable, arithmetic_of(config, native, layout))
+    return _device(config, shape, layout, opened, weights_bytes, stable, arithmetic_of(config, native, model, layout))
 
 
 def _device(
@@ -162,6 +166,7 @@ def _device(
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
         matchers=opened.runner.matchers,
+        drafter=_drafter(config, stable),
         is_deterministic=stable,
         arithmetic=arithmetic,
         ranks=ranks,
@@ -186,7 +191,7 @@ def open_part(config: EngineConfig, sums: RankSums) -> RankPart:
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     native = _native(config)
-    model = load_model(model_dir, panels=native is not None, ranks=sums)
+    model = load_model(model_dir, panels=native is not None, integer=config.in_integers, ranks=sums)
     weights_bytes = model.weights_bytes + model.table_bytes
     stable = _is_stable(model, config, native)
     fingerprint = model.config.fingerprint
@@ -214,7 +219,7 @@ def _open_ranks(
         part = open_part(config, group.sums)
         shape = msgspec.structs.replace(shape, fingerprint=part.fingerprint)
         layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
-        arithmetic = arithmetic_of(config, part.native, layout)
+        arithmetic = arithmetic_of(config, part.native, part.model, layout)
         own = RankReady(f"{part.fingerprint}/{layout.dtype}", arithmetic, part.weights_bytes, part.is_stable)
         stable, weights_bytes = group.ready(own)
         opened = _open_on_cpu(
@@ -236,6 +241,15 @@ def _matchers(model_dir: Path, vocab: int, jumps: bool) -> "Matchers | None":
         log.warning("llguidance is not installed: requests with a constraint are refused")
         return None
     return Matchers(partial(load_vocabulary, model_dir), vocab, jumps=jumps)
+
+
+def _drafter(config: EngineConfig, stable: bool) -> NewDrafter | None:
+    if config.draft_tokens < 1:
+        raise ValueError(f"engine.draft_tokens: {config.draft_tokens}; at least 1 (speculation = off has none)")
+    chosen = config.speculation
+    if chosen == "auto":
+        chosen = "ngram" if stable and config.may_draft else "off"
+    return DRAFTERS.get(chosen)
 
 
 def _open_on_cpu(
@@ -297,17 +311,20 @@ def _open_on_gpu(
 def _native(config: EngineConfig) -> Native | None:
     """The kernels, if they are to be used. Raises ValueError where they are demanded and not there."""
     if config.kernels != "native":
+        if config.arithmetic == "integer":
+            raise ValueError(f"engine.arithmetic: the {config.kernels} kernels do not multiply in integers")
         return None
     found = find_native()
-    if found is None and config.attention == "native":
-        raise ValueError("engine.attention: the native kernels were not built; `headrace doctor` says why")
+    for name, demanded in (("attention", config.attention == "native"), ("arithmetic", config.arithmetic == "integer")):
+        if found is None and demanded:
+            raise ValueError(f"engine.{name}: the native kernels were not built; `headrace doctor` says why")
     return found
 
 
-def arithmetic_of(config: EngineConfig, native: Native | None, layout: KVLayout) -> str:
+def arithmetic_of(config: EngineConfig, native: Native | None, model: Llama, layout: KVLayout) -> str:
     """Native kernels round alike on every machine; PyTorch's do by its version and the processor. Sums round by the
     slices that they are made of."""
-    parts = [] if native is None else [f"native {native.sources}"]
+    parts = [] if native is None else [f"native {native.sources}{' in integers' if model.in_integers else ''}"]
     if native is None or not attends_to(TORCH_DTYPES[layout.dtype], layout.head_dim):
         parts.append(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
     if (slices := max(config.tensor_parallel, config.sum_slices)) > 1:

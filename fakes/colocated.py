@@ -113,6 +113,7 @@ class Colocated:
             name="decode-0",
             incarnation=DECODE,
             block_bytes=decode.layout.block_bytes,
+            drafter=decode.drafter,
             compiled=None if decode.matchers is None else decode.matchers.is_compiled,
             **shared,  # type: ignore[arg-type]
         )

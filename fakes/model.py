@@ -17,7 +17,18 @@ from engine.constraints.matchers import Matchers
 from engine.kv.groups import GONE
 from engine.kv.layout import KVLayout
 from engine.runner import Done, HostMark
-from engine.step import Candidates, DeadEnd, Drawn, LatestDraws, Row, StepPlan
+from engine.step import (
+    Candidates,
+    DeadEnd,
+    Drawn,
+    LatestDraws,
+    Row,
+    StepPlan,
+    accepted,
+    certain,
+    draws_of,
+    result_of,
+)
 from engine.storage.paged import PagedKV
 from engine.types import BlockId, DrawnToken, TokenLogprobs
 
@@ -154,27 +165,38 @@ class FakeRunner:
                     for plane, piece in zip(self._planes, pieces, strict=False):
                         plane[table[at // size], :, :, :, at % size] = piece
             if row.draw:
-                there = self._there(row, row.end)
-                if row.candidates:
-                    drawn.append(_candidates(there, self._vocab, row.candidates, row.banned))
-                    continue
-                if row.record.constraint is not None:
-                    drawn.append(self._constrained(there, row))
-                    continue
-                drawn.append(self._told(there, row, _hash(there, self._vocab)))
+                drawn.append(self._result(row))
         return drawn
+
+    def _result(self, row: Row) -> Drawn:
+        if row.candidates:
+            return _candidates(self._there(row, row.end), self._vocab, row.candidates, row.banned)
+        draws = draws_of(row)
+        if row.record.constraint is not None:
+            return self._constrained(row, draws)
+        said: list[Drawn] = []
+        for one in draws:
+            there = self._there(one, one.end)
+            said.append(self._told(there, one, _hash(there, self._vocab)))
+        count = accepted(row, said)
+        return result_of(said[:count], said[count])
 
     def _told(self, rows: np.ndarray, row: Row, token: int) -> DrawnToken:
         wanted = row.record.logprobs
         return token if wanted is None else _logprobs(rows, self._vocab, token, wanted)
 
-    def _constrained(self, rows: np.ndarray, row: Row) -> Drawn:
+    def _constrained(self, row: Row, draws: list[Row]) -> Drawn:
         assert self._matchers is not None
         if row.allowed:
-            return _of_allowed(rows, row.allowed, self._vocab)  # known, and dropped
-        (mask,) = self._matchers.masks([row])
-        if isinstance(mask, DeadEnd):
-            return mask
-        row = msgspec.structs.replace(row, allowed=mask)
-        (drawn,) = self._matchers.continued([row], [self._told(rows, row, _of_allowed(rows, mask, self._vocab))])
-        return drawn
+            return _of_allowed(self._there(row, row.end), row.allowed, self._vocab)  # known, and dropped
+        said: list[Drawn] = []
+        for at, mask in enumerate(self._matchers.masks(draws)):
+            if isinstance(mask, DeadEnd):
+                said.append(mask)
+                continue
+            one = draws[at] = msgspec.structs.replace(draws[at], allowed=mask)
+            there = self._there(one, one.end)
+            said.append(self._told(there, one, _of_allowed(there, mask, self._vocab)))
+        count = accepted(row, said)
+        (last,) = self._matchers.continued([draws[count]], [said[count]])
+        return result_of([certain(*pair) for pair in zip(draws[:count], said, strict=False)], last)

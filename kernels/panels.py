@@ -1,4 +1,4 @@
-"""Weights in panels of 64 rows, each as small as it can be without loss, as `kernels/cpu/linear.cpp` reads them.
+"""Weights in panels of 64 rows, each as small as it can be without loss, as `kernels/cpu/panel.h` has them.
 
     f32   float32
     bf16  bfloat16, where every value is one
@@ -13,7 +13,7 @@ The layout is the same on every machine; rows past the last are zeros.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -30,18 +30,24 @@ FACTORS: dict[str, tuple[int, int]] = {
 }
 """The number of parts into which 32 columns of each kind of codes are cut, and of factors that a row has in each."""
 
+WHOLE: frozenset[str] = frozenset({"q4", "q8", "a8", "h8", "x8"})
+"""The kinds whose codes are whole numbers."""
+
 VERSION = 2
 """The version of the layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Panels:
-    """A weight `[rows, columns]`; `raw` is uint8, contiguous, aligned to 64 bytes, and must not change."""
+    """A weight `[rows, columns]`; `raw` is uint8, contiguous, aligned to 64 bytes, and must not change. With `integer`,
+    for kinds in `WHOLE`, its codes are multiplied in integers, by rows that are rounded to 16 bits: other bits, sooner
+    (`kernels/cpu/integers.cpp`)."""
 
     rows: int
     columns: int
     kind: Kind
     raw: Tensor
+    integer: bool = False
 
     def __post_init__(self) -> None:
         size = panel_bytes(self.rows, self.columns, self.kind)
@@ -55,13 +61,15 @@ class Panels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelStack:
-    """Weights of one shape and kind, `[count, rows, columns]`: the panels of one matrix after those of another."""
+    """Weights of one shape and kind, `[count, rows, columns]`: the panels of one matrix after those of another. With
+    `integer` as in `Panels`."""
 
     count: int
     rows: int
     columns: int
     kind: Kind
     raw: Tensor
+    integer: bool = False
 
     def __post_init__(self) -> None:
         size = self.count * panel_bytes(self.rows, self.columns, self.kind)
@@ -76,7 +84,12 @@ class PanelStack:
 
     def __getitem__(self, number: int) -> Panels:
         """Return one of the matrices, without copying it."""
-        return Panels(self.rows, self.columns, self.kind, self.raw.view(self.count, -1)[number])
+        return Panels(self.rows, self.columns, self.kind, self.raw.view(self.count, -1)[number], self.integer)
+
+
+def in_integers(weight: Panels | PanelStack) -> Panels | PanelStack:
+    """Return the same panels, whose codes are multiplied in integers where they are whole numbers."""
+    return replace(weight, integer=True) if weight.kind in WHOLE else weight
 
 
 def panel_bytes(rows: int, columns: int, kind: Kind) -> int:

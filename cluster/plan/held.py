@@ -43,7 +43,7 @@ def held_bytes(
     on_gpu = device != "cpu"
     in_panels = native and find_native() is not None
     total = table_bytes(model, dtype)
-    for key, sizes, of_experts in _weights(shape):
+    for key, sizes, stays in _weights(shape):
         kind = kinds[key] if kinds[key] not in _PLAIN or not on_gpu else dtype
         is_matrix = len(sizes) > 1 and not key.endswith("_bias")
         if key == "embedding":
@@ -55,20 +55,22 @@ def held_bytes(
         elif in_panels:
             total += _panels(sizes, kind)
         else:
-            is_coded = on_gpu and dtype != "float32" and not of_experts and kind not in _PLAIN
+            is_coded = on_gpu and dtype != "float32" and stays and kind not in _PLAIN
             total += _kept(sizes, kind if is_coded else dtype)
     return total
 
 
 def _weights(shape: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Yield names and shapes, and whether a GPU multiplies with the codes of each, where it has some."""
     family = FAMILIES[shape.family]
     for weight in family.weights:
         if weight.present(shape):
-            yield weight.name, weight.shape(shape), False
+            yield weight.name, weight.shape(shape), True
     for layer in range(shape.layers):
         for weight in family.layer_weights:
             if weight.present(shape, layer):
-                yield layer_key(layer, weight.name), weight.shape(shape), weight.each_expert
+                stays = not weight.each_expert and weight.name != "router"
+                yield layer_key(layer, weight.name), weight.shape(shape), stays
 
 
 def _kept(sizes: tuple[int, ...], kind: str) -> int:

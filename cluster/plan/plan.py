@@ -23,6 +23,7 @@ from cluster.plan.planner import (
 )
 from cluster.plan.shapes import find_shape, is_local
 from engine.config import EngineConfig, StepLimits
+from engine.kv.groups import layer_groups
 from engine.model.config import ModelConfig
 
 GPU_RESERVE = Fraction(1, 10)
@@ -53,6 +54,7 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     shape = _shape(asked, config.model)
     own = is_own(asked, config)
     engine = config.decode.engine
+    shape = _grouped(shape, engine)
     configured = gpu_dtype(shape.stored) if engine.dtype == "auto" else engine.dtype
     dtype = asked.dtype or configured
     kv_dtype, ranks = asked.kv_dtype or engine.kv_dtype_of(dtype), asked.tp or (engine.tensor_parallel if own else 1)
@@ -79,6 +81,15 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
         waste=waste(sizes, asked.lengths, context) if asked.lengths else None,
     )
     return msgspec.structs.replace(plan, pools=_pools(plan, asked, config, own))
+
+
+def _grouped(shape: Shape, engine: EngineConfig) -> Shape:
+    """Return the shape with its layers in groups, where the engine keeps them so (docs/layer-groups.md)."""
+    model = shape.model
+    if model is None:
+        return shape
+    windows = [model.layer(number).window for number in range(model.layers)]
+    return msgspec.structs.replace(shape, groups=layer_groups(windows) if engine.groups_layers else ())
 
 
 def _weights(asked: Asked, config: ClusterConfig, shape: Shape, model: ModelConfig, dtype: str) -> int:
@@ -153,12 +164,13 @@ def _configured(
             "memory is not known here"
         )
     block_size = asked.block_size or engine.block_size
-    sizes = token_sizes(plan.model, plan.kv_dtype, block_size, plan.ranks)
+    sizes = token_sizes(_grouped(plan.model, engine), plan.kv_dtype, block_size, plan.ranks)
+    ahead = limits.chunk_tokens * (2 if engine.plans_ahead else 1)
     workspace = _workspace(plan, asked, limits, block_size, engine.device)
     return pool_of(
         role,
         sizes,
-        request(sizes, plan.request.tokens).blocks,
+        request(sizes, plan.request.tokens, 1 + ahead).blocks,
         kv_bytes=engine.kv_bytes(plan.weights_bytes or 0, workspace or 0, host_tier_bytes),
         weights=plan.weights_bytes,
         workspace=workspace,

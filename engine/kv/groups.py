@@ -30,7 +30,7 @@ class LayerGroup(msgspec.Struct, frozen=True):
     def first_migrated(self, tokens: int, block_size: int) -> int:
         """Return the first block that whoever goes on with a sequence of so many tokens elsewhere needs: it may have to
         compute the last of them again."""
-        return self.first_needed(tokens - 1, block_size)
+        return self.first_needed(max(0, tokens - 1), block_size)
 
     def tail_blocks(self, block_size: int, tokens: int = 1) -> int:
         """Return the most blocks that computing `tokens` tokens from any position on takes: the window before them and

@@ -39,7 +39,7 @@ from kernels.coded_weight import CodedWeight
 from kernels.experts import ClampedGate, ExpertWeights, Routing
 from kernels.linear import Weight, linear
 from kernels.native import native
-from kernels.panels import Panels, PanelStack
+from kernels.panels import Panels, PanelStack, in_integers
 
 Weights = Mapping[str, Weight | PanelStack]
 """Weights by name; norms, biases and the embedding are plain."""
@@ -100,7 +100,7 @@ class _Layer:
 
 class Llama:
     """A loaded model, or a rank's part of one: `config` has the heads and widths of that part. `forward` changes
-    nothing but the KV rows that `attention` writes."""
+    nothing but the KV rows that `attention` writes. `in_integers`: some of its products are taken in integers."""
 
     def __init__(
         self,
@@ -113,6 +113,7 @@ class Llama:
         many ranks would have, whose products this one adds up as they would."""
         self.config = config
         self._ranks = ranks
+        self.in_integers = any(isinstance(item, Panels | PanelStack) and item.integer for item in weights.values())
         dtype = TORCH_DTYPES[config.dtype]
         self._embedding = _matrix(weights["embedding"])
         self._norm = _norm_weight(_plain(weights["norm"]).to(dtype), config)
@@ -281,6 +282,7 @@ def load_model(
     packed: bool = True,
     device: torch.device | str = "cpu",
     panels: bool = False,
+    integer: bool = False,
     coded: bool = False,
     progress: Progress | None = None,
     ranks: Reduction | None = None,
@@ -288,8 +290,9 @@ def load_model(
 ) -> Llama:
     """Load a prepared model's weights and build the model on them. On the CPU they are mapped: no copy, pages shared by
     all workers of the host. With `packed`, its matrices are those packed for this processor, made by the first process
-    that needs them. `panels`: matrices in panels instead, for the native kernels; `coded`: as they are kept, for
-    Triton's interpreter. Another `device` gets a copy of what is kept, streamed from its files; `progress` hears of it.
+    that needs them. `panels`: matrices in panels instead, for the native kernels, with `integer` to be multiplied in
+    integers; `coded`: as they are kept, for Triton's interpreter. Another `device` gets a copy of what is kept,
+    streamed from its files; `progress` hears of it.
 
     `ranks`: load only what this rank has of the model, and let it add up sums with the others. `sum_slices`: load all
     of it, but compute sums in the slices in which so many ranks would.
@@ -307,28 +310,37 @@ def load_model(
     if (ranks is not None or sum_slices > 1) and (device.type != "cpu" or by_reference(model_dir)):
         raise ValueError(f"a rank's part of a model is on the CPU and prepared there, not on {device}")
     if ranks is not None:
-        return Llama(*_part(model_dir, config, ranks.share, panels), ranks)
+        return Llama(*_part(model_dir, config, ranks.share, panels, integer), ranks)
     slices = [
-        _part(model_dir, config, Share(at, sum_slices), panels) for at in range(sum_slices if sum_slices > 1 else 0)
+        _part(model_dir, config, Share(at, sum_slices), panels, integer)
+        for at in range(sum_slices if sum_slices > 1 else 0)
     ]
     if device.type != "cpu" or by_reference(model_dir):
         weights, digests = load_weights(model_dir, device, progress)
         return Llama(msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests)), weights)
     mapped = PreparedWeights(model_dir)
     if panels:
-        return Llama(config, {**mapped.others(), **panel_weights(model_dir, mapped)}, slices=slices)
+        found = _panels(model_dir, mapped, integer)
+        return Llama(config, {**mapped.others(), **found}, slices=slices)
     if coded:
         return Llama(config, {**mapped.others(), **mapped.multiplied()}, slices=slices)
     fast = packed_weights(model_dir, mapped) if packed else {}
     return Llama(config, {**mapped.others(), **fast, **wide_weights(model_dir, mapped, fast)}, slices=slices)
 
 
-def _part(model_dir: Path, config: ModelConfig, share: Share, panels: bool) -> tuple[ModelConfig, Weights]:
+def _panels(model_dir: Path, mapped: PreparedWeights, integer: bool) -> dict[str, Panels | PanelStack]:
+    found = panel_weights(model_dir, mapped)
+    return {name: in_integers(weight) for name, weight in found.items()} if integer else found
+
+
+def _part(
+    model_dir: Path, config: ModelConfig, share: Share, panels: bool, integer: bool
+) -> tuple[ModelConfig, Weights]:
     """Return a rank's part of a model, and its sizes. Raises ValueError where the model cannot be divided so."""
     check_split(config, share.ranks)
     mapped = PartWeights(model_dir, share)
     if panels:
-        return local_config(config, share), {**mapped.others(), **panel_weights(model_dir, mapped)}
+        return local_config(config, share), {**mapped.others(), **_panels(model_dir, mapped, integer)}
     multiplied = {name: mapped[key] for name, key in mapped.matrices().items()}
     return local_config(config, share), {**mapped.others(), **multiplied}
 

@@ -73,7 +73,8 @@ class Follower:
         self._model = part.model
         layout = whole.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
         fingerprint = f"{part.fingerprint}/{layout.dtype}"
-        ready = RankReady(fingerprint, arithmetic_of(config, part.native, layout), part.weights_bytes, part.is_stable)
+        arithmetic = arithmetic_of(config, part.native, part.model, layout)
+        ready = RankReady(fingerprint, arithmetic, part.weights_bytes, part.is_stable)
         _say(orders, ready)
         blocks = HeadBlocks(layout, share.kv_heads(whole))
         pool = self._map_pool(layout)

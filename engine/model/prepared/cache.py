@@ -44,6 +44,8 @@ DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 log = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "float16", "bfloat16")
+KEPT_STEMS = ("weights", "codes")
+"""The files of weights, by their stems: what is derived from them (panels, packed weights) has a check of its own."""
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """What is read of a Hugging Face directory beside its weights."""
 
@@ -110,11 +112,18 @@ def _convert(
     from engine.model.prepared.weights import write_weights
 
     fingerprint = _hash(f"{_digest(path, parts, cache)} {dtype} {CONVERTER_VERSION}{_named(limit)}")
+    # Of another context only tables differ: the weights are those of the model's own, not written twice.
+    whole = _convert(path, parts, dtype, cache, 0, progress) if limit else None
 
     def write(folder: Path) -> None:
         source = opened(path)
         _write_beside(folder, source, dtype, fingerprint, limit)
-        write_weights(source, dtype, folder, progress)
+        if whole is None:
+            write_weights(source, dtype, folder, progress)
+            return
+        for file in (item for stem in KEPT_STEMS for item in whole.glob(f"{stem}.*")):
+            if file.suffix in (".bin", ".json"):
+                _link(file, folder / file.name)
 
     return _made_once(cache / fingerprint, write, progress)
 
@@ -139,6 +148,14 @@ def _refer(path: Path, parts: list[Path], dtype: str, cache: Path, limit: int) -
         index.save(folder)
 
     return _made_once(target, write)
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError as error:  # a file system without links
+        log.info("%s is copied: %s", file, error)
+        shutil.copyfile(file, target)
 
 
 def _named(limit: int) -> str:

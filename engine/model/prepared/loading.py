@@ -101,7 +101,7 @@ class PreparedWeights(Mapping[str, Tensor]):
         found = dict[str, Stored]()
         for name, key in self.matrices().items():
             stored = self.stored[key]
-            in_codes = isinstance(stored, CodedWeight) and not is_of_experts(key)
+            in_codes = isinstance(stored, CodedWeight) and stays_coded(key)
             found[name] = stored if in_codes else self[key]
         return found
 
@@ -109,6 +109,12 @@ class PreparedWeights(Mapping[str, Tensor]):
 def is_of_experts(name: str) -> bool:
     """Say whether a weight is that of all experts of a layer."""
     return name.rpartition(".")[2].startswith("experts_")
+
+
+def stays_coded(name: str) -> bool:
+    """Say whether a GPU multiplies with a matrix's codes: no kernel does so with experts, and routers are multiplied in
+    32 bits."""
+    return not is_of_experts(name) and not name.endswith(".router")
 
 
 def widened(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
@@ -149,10 +155,10 @@ def load_weights(model_dir: Path, device: torch.device, progress: Progress | Non
     del tensors
     for name in forms:
         weight = coded.pop(name)
-        if is_of_experts(name):  # no kernel multiplies experts by their codes there
+        if is_of_experts(name):
             found[name] = widened(weight, dtype).unflatten(0, (config.expert_count, -1))
         else:
-            found[name] = widened(weight, dtype) if dtype == torch.float32 else weight
+            found[name] = weight if stays_coded(name) and dtype != torch.float32 else widened(weight, dtype)
     return LoadedWeights(found, {})
 
 
