@@ -74,8 +74,11 @@ class EngineDevice:
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
 
-    def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
-        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups)
+    def manager(self, tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
+        """`step_tokens`: the most of a prompt that one step computes."""
+        ahead = step_tokens * (2 if self.plans_ahead else 1)
+        own = self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups
+        return KVCacheManager(*own, ahead_tokens=ahead)
 
 
 def open_device(
@@ -99,8 +102,6 @@ def open_device(
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
-    if config.groups_layers:
-        raise ValueError("engine.layer_groups: schedulers do not plan for layer groups yet")
     kernels = config.kernels  # refused whether or not this machine has such a device
     if kernels == "triton" and config.deterministic == "on":
         raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")

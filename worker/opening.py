@@ -136,7 +136,7 @@ def open_parts(
         transports=transports,
         transfer=transfer,
         device=device,
-        kv=device.manager(None if tiering is None else tiering.tiers),
+        kv=device.manager(None if tiering is None else tiering.tiers, config.step_limits.chunk_tokens),
         tier_mover=None if tiering is None else tiering.mover,
         mover=mover,
         metrics=metrics,
