@@ -71,6 +71,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     the row behind it is dropped. Every token is the same either way. `auto`: on a GPU, which would wait for its next
     step otherwise; the CPU, which plans and computes with the same cores, gains nothing by it."""
 
+    tensor_parallel: int = 1
+    """Processes that compute one model together, each with a part of every layer and of every block
+    (`docs/tensor-parallel.md`); only on the CPU so far. `threads` are each one's. The model's heads and widths must
+    divide by it."""
+    rank_wait_s: float = 30.0
+    """A rank of them that has not answered for so long has ended, and the worker with it."""
+    sum_slices: int = 1
+    """Compute, with one process, each sum in the slices in which so many ranks would, and add these in the order of the
+    ranks: the same bits as `tensor_parallel` of that number, which is what its tests compare with."""
     layer_groups: Literal["auto", "on", "off"] = "auto"
     """Keep layers with a sliding window apart from those without (docs/layer-groups.md): of the former, a sequence
     holds only its window. `off`: all layers keep everything. Every token is the same either way. Only where the model

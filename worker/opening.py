@@ -74,6 +74,9 @@ def open_parts(
 
     device = open_device(config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes)
     closing.callback(device.kv.close)
+    if device.ranks is not None:
+        closing.callback(device.ranks.close)
+        device.ranks.on_death = inbox.put
     if device.matchers is not None:
         closing.callback(device.matchers.close)
         device.matchers.wake = partial(inbox.put, None)
