@@ -132,7 +132,7 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     half = torch.float16
     assert hopper.unfit(half, half, 64, 16, 2) == ""
     assert "16-bit" in hopper.unfit(torch.int8, half, 64, 16, 2)
-    assert "16-bit" in hopper.unfit(half, torch.bfloat16, 64, 16, 2)
+    assert "16-bit" in hopper.unfit(half, torch.float32, 64, 16, 2)
     assert "heads of 80" in hopper.unfit(half, half, 80, 16, 2)
     assert "window of 8" in hopper.unfit(half, half, 64, 16, 2, window=8)
     assert "blocks of 4" in hopper.unfit(half, half, 64, 4, 2)

@@ -30,7 +30,8 @@ def broken_rules(case: Watched, arch: int, counts: Counts) -> list[str]:
     if case.kernel.__name__ in PRODUCTS and not counts["matrix"]:
         found.append("no matrix instructions")
     # A warp of a kernel whose parts have their own reads one byte that says which part it is.
-    if counts["byte_loads"] > hasattr(case.kernel, "launch_warps") or (case.kernel.__name__ in PRODUCTS and counts["half_copies"]):
+    bytewise = counts["byte_loads"] > hasattr(case.kernel, "launch_warps")
+    if bytewise or (case.kernel.__name__ in PRODUCTS and counts["half_copies"]):
         found.append("shared memory is read byte by byte, or filled 8 bytes at a time")
     return found
 
