@@ -57,6 +57,7 @@ class DecodeRole:
             context_tokens=device.context_tokens,
             stop_ids=device.stop_ids,
             adapters=device.adapters,
+            drafter=device.drafter,
             compiled=None if device.matchers is None else device.matchers.is_compiled,
             block_bytes=device.layout.block_bytes,
         )
@@ -126,25 +127,32 @@ class DecodeRole:
     def turned(self, ran: Ran | None, now: float) -> None:
         """Take what the scheduler has counted in this turn."""
         if ran is not None:
-            if self.scheduler.batch.running_rows:
-                self._s_per_step = mean(self._s_per_step, ran.seconds)
-            self.scheduler.batch.lasted(ran.seconds)
+            ended = self.scheduler.batch
+            if rows := ended.running_rows:
+                # What a stream waits for its next token: drafts that were drawn came with the one before.
+                self._s_per_step = mean(self._s_per_step, ran.seconds * rows / (rows + ended.drawn_drafts))
+            ended.lasted(ran.seconds)
         self._peers.redial(now)
         scheduler, metrics = self.scheduler, self._metrics
         batch, handoffs = scheduler.batch, scheduler.prefills.handoffs
         metrics.generated(batch.generated_tokens, batch.forced_tokens)
         hit_tokens = batch.hit_tokens + batch.alike.saved_tokens
         metrics.prompt_tokens(batch.prefilled_tokens, prefix_hit=hit_tokens, recomputed=batch.recomputed_tokens)
+        drafting = batch.drafting
+        metrics.drafts(drafting.drafted_tokens, drafting.drawn_tokens)
+        for one in drafting.take_outcomes():
+            metrics.drafts_of_request(one.drafted, one.drawn, one.tokens_per_step)
+        drafting.drafted_tokens = drafting.drawn_tokens = 0
         batch.generated_tokens = batch.forced_tokens = batch.prefilled_tokens = batch.recomputed_tokens = 0
         batch.hit_tokens = batch.alike.saved_tokens = 0
         for back in scheduler.swapping.take_resumed():
             metrics.resumed(back.way, back.lost_tokens, back.seconds)
-        for one in handoffs.take_migrated():
-            nbytes = one.blocks * (one.block_bytes or self._block_bytes)
-            metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
-            if one.blocks and one.outcome == "ok":
-                latest = one.seconds / one.blocks
-                self._s_per_block[one.peer] = mean(self._s_per_block.get(one.peer, 0.0), latest)
+        for moved in handoffs.take_migrated():
+            nbytes = moved.blocks * (moved.block_bytes or self._block_bytes)
+            metrics.migration(moved.outcome, moved.transport, moved.seconds, nbytes)
+            if moved.blocks and moved.outcome == "ok":
+                latest = moved.seconds / moved.blocks
+                self._s_per_block[moved.peer] = mean(self._s_per_block.get(moved.peer, 0.0), latest)
 
     def load(self, load: Load, now: float) -> Load:
         scheduler, metrics, prefills = self.scheduler, self._metrics, self.scheduler.prefills

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.step import Row
+from engine.types import BlockId
 
 ROW_MULTIPLE = 4
 """Libraries' products over a multiple of four rows give a row the same bits whatever the others are (CPU, 32-bit)."""
@@ -20,6 +21,29 @@ class Followed(NamedTuple):
     """int64 `[draws]`, on the device."""
     places: list[int]
     """For each row of one token, which come first in a step, which of them is its token; -1: the row has its own."""
+
+
+class GroupTables(NamedTuple):
+    """Where the KV of a step's sequences is in the layers of one group (`engine.kv.groups`)."""
+
+    slots: Tensor
+    """int64 `[rows]`: block * block_size + offset of each new token."""
+    block_tables: list[Tensor]
+    """Per sequence: int64 `[blocks]`. What a window does not show, and is not held, is block 0: it is masked."""
+
+    @staticmethod
+    def of(rows: Sequence[Row], tables: Sequence[Sequence[BlockId]], block_size: int) -> "GroupTables":
+        """`tables`: of each row, in this group."""
+        found, slots = list[Tensor](), list[Tensor]()
+        for row, blocks in zip(rows, tables, strict=True):
+            table = torch.tensor(blocks[: -(-row.end // block_size)], dtype=torch.int64)
+            span = torch.arange(row.start, row.end)
+            own = table[span // block_size]
+            if bool((own < 0).any()):
+                raise ValueError(f"{row.request} has no block for a token that it computes")
+            slots.append(own * block_size + span % block_size)
+            found.append(table.clamp_(min=0))
+        return GroupTables(torch.cat(slots), found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +60,12 @@ class ForwardBatch:
     block_tables: list[Tensor]  # per sequence: int64 [blocks]
     rows: int
     logits: int
+    windows: tuple[GroupTables, ...] = ()  # of the layer groups but the first, whose are above
+
+    @property
+    def groups(self) -> tuple[GroupTables, ...]:
+        """The tables of every layer group."""
+        return (GroupTables(self.slots, self.block_tables), *self.windows)
 
     @staticmethod
     def build(
@@ -60,10 +90,14 @@ class ForwardBatch:
             slots.append(table[span // block_size] * block_size + span % block_size)
             tables.append(table)
             if part.draw:
-                wanted.append(len(tokens) - 1)
+                wanted += range(len(tokens) - 1 - part.drafts, len(tokens))
         rows = len(tokens)
         padding = -rows % row_multiple
         logit_rows = wanted + wanted[-1:] * (-len(wanted) % row_multiple)
+        windows = [
+            GroupTables.of(sequences, [part.windows[group] for part in sequences], block_size)
+            for group in range(len(sequences[0].windows))
+        ]
         ids = upload(torch.tensor(tokens + [0] * padding, dtype=torch.int64), device)
         if followed is not None:
             ones = len(followed.places)
@@ -78,6 +112,7 @@ class ForwardBatch:
             block_tables=tables,
             rows=rows,
             logits=len(wanted),
+            windows=tuple(GroupTables(upload(one.slots, device), one.block_tables) for one in windows),
         )
 
 

@@ -16,7 +16,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     """The type that the model computes in: float32, float16 or bfloat16. "auto": on the CPU float32, whatever the file
     holds; on a GPU the 16-bit type of the checkpoint itself, and bfloat16 where that is kept in another. So a quantized
-    file is widened to bfloat16, and one in 32 bits is rounded to it: that is half the memory, half of what each step
+    file computes in bfloat16, and one in 32 bits is rounded to it: that is half the memory, half of what each step
     reads, and it overflows nowhere, as its exponents are float32's. To compute in 32 bits on a GPU, say float32.
     `cluster` settles it before the model is prepared; an engine that finds "auto" takes the type of `model_dir`."""
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
@@ -28,6 +28,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The kernels: `triton`, those for a GPU; `native`, those for the CPU, which compute in 32 bits and were built when
     Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be had
     and the model is in float32."""
+    arithmetic: Literal["auto", "integer", "float32"] = "auto"
+    """How the native kernels multiply with codes of 4 and 8 bits. `integer`: by activations rounded to 16 bits, 32
+    of them with one scale (`docs/cpu.md` has what that gains and costs); `float32`: with the very bits of the widened
+    weights. `auto` is integer, on every processor. Weights without such codes are multiplied in float32 in any case.
+    Workers that share requests should agree."""
     block_size: int = 16
     """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
@@ -62,13 +67,49 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     the row behind it is dropped. Every token is the same either way. `auto`: on a GPU, which would wait for its next
     step otherwise; the CPU, which plans and computes with the same cores, gains nothing by it."""
 
+    tensor_parallel: int = 1
+    """Processes that compute one model together, each with a part of every layer and of every block
+    (`docs/tensor-parallel.md`); only on the CPU so far. `threads` are each one's. The model's heads and widths must
+    divide by it."""
+    rank_wait_s: float = 30.0
+    """A rank of them that has not answered for so long has ended, and the worker with it."""
+    sum_slices: int = 1
+    """Compute, with one process, each sum in the slices in which so many ranks would, and add these in the order of the
+    ranks: the same bits as `tensor_parallel` of that number, which is what its tests compare with."""
+    layer_groups: Literal["auto", "on", "off"] = "auto"
+    """Keep layers with a sliding window apart from those without (docs/layer-groups.md): of the former, a sequence
+    holds only its window. `off`: all layers keep everything. Every token is the same either way. Only where the model
+    has both kinds, with a CPU's kernels, and without lower tiers; workers that share requests must agree. `auto`:
+    off."""
+
     jump_forward: bool = True
     """Tell tokens that a constraint forces (`docs/structured-output.md`) together with the token before them, without a
     step each. Every token is the same either way."""
 
+    speculation: Literal["auto", "off", "ngram", "suffix"] = "auto"
+    """Guess the next tokens from the request's own, and compute them beside the one that is known, as long as that is
+    measured to win (`docs/speculation.md`). Every token is the same either way where answers do not depend on a step's
+    other rows (`deterministic`), and elsewhere but for near ties. `auto`: n-grams on the CPU where that is so; off
+    where steps are planned ahead, which drafts have to wait for."""
+    draft_tokens: int = 3
+    """Most guesses in a row of a step, at least 1. Four rows cost the CPU's kernels little more than one, five do."""
+
+    @property
+    def may_draft(self) -> bool:
+        """True where steps may have drafts, if the device's answers do not depend on a step's other rows."""
+        return self.speculation != "off" and not (self.speculation == "auto" and self.plans_ahead)
+
+    @property
+    def groups_layers(self) -> bool:
+        return self.layer_groups == "on"
+
     @property
     def plans_ahead(self) -> bool:
         return self.async_scheduling == "on" or (self.async_scheduling == "auto" and self.device != "cpu")
+
+    @property
+    def in_integers(self) -> bool:
+        return self.arithmetic != "float32"
 
     def kv_bytes(self, weights_bytes: int, workspace_bytes: int, host_tier_bytes: int = 0) -> int:
         """The pool's size; negative where "auto" finds that the rest alone does not fit."""

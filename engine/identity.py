@@ -30,6 +30,7 @@ _KEY_BYTES = 64  # BLAKE2b's longest key
 _ROOT = b"headrace root"
 _NAMESPACE = b"headrace space"
 _ADAPTER = b"headrace adapter"
+_GROUP = b"headrace group"
 _BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=b"headrace block")
 
 
@@ -114,6 +115,13 @@ def blocks(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     if rest := tokens[len(identities) * block_size :]:
         identities.append(extend(identities[-1] if identities else root, rest))
     return identities
+
+
+def in_group(ident: bytes, group: int) -> bytes:
+    """The identity of what a layer group (`engine.kv.groups`) has of the block `ident`; the first group has its own."""
+    if not group:
+        return ident
+    return blake2b(ident + group.to_bytes(4, "little"), digest_size=IDENTITY_BYTES, person=_GROUP).digest()
 
 
 def _packed(tokens: Sequence[int]) -> bytes:

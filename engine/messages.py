@@ -376,7 +376,8 @@ class Hello(Record, kw_only=True):
 
 
 class StartPrefill(HandoffMessage, kw_only=True):
-    """Prefill `record`; of its prompt, the prefill worker's blocks `[have_tokens // block_size, ..)` are wanted."""
+    """Prefill `record`; of its prompt, the prefill worker's blocks `[have_tokens // block_size, ..)` are wanted: of a
+    layer group with a window only those of its tail (`engine.kv.groups.migrated`)."""
 
     record: RequestRecord
     have_tokens: int
@@ -396,8 +397,8 @@ DecodeToPrefill = Hello | StartPrefill | Landed | Stop
 
 
 class BlockOffer(msgspec.Struct, frozen=True):
-    """One finished block: `index` is its position in the sequence, in blocks of the sender, `generation` the source
-    block's at the time."""
+    """One finished block: `index` is its position in the sequence, in blocks of the sender (with several layer groups
+    its place, `engine.kv.groups.place`), `generation` the source block's at the time."""
 
     source: BlockId
     generation: int

@@ -181,13 +181,17 @@ def row_of(
     stop_ids: frozenset[int],
     candidates: int = 0,
     follows: bool = False,
+    windows: tuple[Sequence[BlockId], ...] = (),
 ) -> Row:
     """A sequence's part of a step, which draws where it computes the last of `tokens`, prompt and output so far, or the
-    token after them, if it `follows` the step that draws it."""
+    token after them, if it `follows` the step that draws it. `windows`: `Row.windows`."""
     length = len(tokens) + follows
     banned = banned_tokens(record, length - record.prompt_tokens, stop_ids)
     scored = 0 if record.prompt_logprobs is None else max(0, min(end, record.prompt_tokens - 1) - start)
-    return Row(record.request, record, tokens, start, end, blocks, end == length, banned, candidates, follows, scored)
+    return Row(
+        *(record.request, record, tokens, start, end, blocks, end == length, banned, candidates, follows, scored),
+        windows=windows,
+    )
 
 
 def share_budget(remaining: Sequence[int], budget: int) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -20,9 +21,18 @@ from engine.backends.gpu.graphs import DecodeGraphs
 from engine.batch import Followed, ForwardBatch
 from engine.cores import Cores
 from engine.logprobs import PromptScores, QueuedDraws, StepLogprobs, prompt_scores
-from engine.model.llama import Llama
 from engine.sampling import needs_tokens
-from engine.step import DeadEnd, Drawn, LatestDraws, Row, StepPlan
+from engine.step import (
+    DeadEnd,
+    Drawn,
+    LatestDraws,
+    Row,
+    StepPlan,
+    accepted,
+    certain,
+    draws_of,
+    result_of,
+)
 from engine.storage.paged import KVTensors
 from engine.types import TokenLogprobs
 
@@ -51,6 +61,22 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Carry out one step behind those launched before, one of which may not have ended: a row that `follows` goes
         on with what its request's row of the latest one draws. The plan is read before this returns."""
+
+
+class Forwards(Protocol):
+    """Fulfilled by `engine.model.llama.Llama`, which says what these do, and where ranks compute together by
+    `engine.ranks.group.GroupModel`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(
+        self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend, out: Tensor | None = None
+    ) -> Tensor: ...
+
+    def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor: ...
+
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class HostMark:
@@ -110,7 +136,8 @@ class Done(_Marked):
 
 class Queued(_Marked):
     """A step that is queued on a device. `tokens` int64 `[draws]` will be there, and `logprobs`, where any are asked
-    for; `places`: where the token of each row with `draw` is, in the order of the plan."""
+    for; `places`: where the token of each row with `draw` is, in the order of the plan, the first of those with drafts.
+    """
 
     def __init__(
         self,
@@ -120,14 +147,14 @@ class Queued(_Marked):
         logprobs: StepLogprobs | None = None,
         scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list,
         dead: Mapping[int, DeadEnd] | None = None,
-        continued: Callable[[list[Drawn]], list[Drawn]] | None = None,
+        finished: Callable[[list[Drawn]], list[Drawn]] | None = None,
     ) -> None:
-        """`dead`: draws whose token means nothing, by their place; `continued` adds to the draws what can only come
-        behind them, once they are known."""
+        """`dead`: draws whose token means nothing, by their place; `finished` makes results of rows of the draws, once
+        they are known."""
         self.tokens = tokens
         self.places = places
         self._dead = dead or {}
-        self._continued = continued
+        self._finished = finished
         self._drawn: list[Drawn] | None = None
         self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=tokens.is_cuda)
         self._host.copy_(tokens, non_blocking=True)
@@ -142,8 +169,8 @@ class Queued(_Marked):
                 drawn = self._logprobs.joined(drawn)
             if self._dead:
                 drawn = [self._dead.get(at, token) for at, token in enumerate(drawn)]
-            if self._continued is not None:
-                drawn = self._continued(drawn)
+            if self._finished is not None:
+                drawn = self._finished(drawn)
             self._drawn = [drawn[at] for at in self.places]
         return self._drawn
 
@@ -157,7 +184,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Forwards,
         kv: KVTensors,
         attention: AttentionBackend,
         graphs: DecodeGraphs | None = None,
@@ -197,7 +224,8 @@ class ModelRunner:
         followed = self._followed(rows)
         if followed is None:
             rows = [self._latest.resolved(row) for row in rows]
-        masks = self._begin_masks([row for row in rows if row.draw])
+        wanted = [one for row in rows if row.draw for one in draws_of(row)]
+        masks = self._begin_masks(wanted)
         scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list
         if plan.is_scored:
             batch = self._batch(rows, followed)
@@ -215,20 +243,20 @@ class ModelRunner:
             self._begins(began)
             logits = self._model.forward(batch, self.kv, self._attention)
         # The device computes; what a penalty or a grammar needs of the step before is there, or is before that ends.
-        draws = [self._latest.resolved(row) if needs_tokens(row) else row for row in rows if row.draw]
+        draws = [self._latest.resolved(row) if needs_tokens(row) else row for row in wanted]
         dead, masked = self._mask(draws, masks)
         drawn = self._attention.sample(logits, draws)
-        continued = self._continues(draws, masked)
+        finished = self._finishes([plan.rows[at] for at in drawing], draws, masked)
+        firsts = [*accumulate([1 + plan.rows[at].drafts for at in drawing], initial=0)]
+        places = [firsts[at] for at in sorted(range(len(drawing)), key=drawing.__getitem__)]
         launched: Queued | Done
         if isinstance(drawn, Tensor | QueuedDraws):
             tokens, logprobs = (drawn, None) if isinstance(drawn, Tensor) else drawn
-            places = sorted(range(len(drawing)), key=drawing.__getitem__)
-            launched = Queued(tokens, places, began, logprobs, scores, dead, continued)
+            launched = Queued(tokens, places, began, logprobs, scores, dead, finished)
         else:
             told = [dead.get(at, token) for at, token in enumerate(drawn)]
-            told = told if continued is None else continued(told)
-            in_order = [told[at] for at in sorted(range(len(drawing)), key=drawing.__getitem__)]
-            launched = Done(in_order, began, _mark(device), scores)
+            told = told if finished is None else finished(told)
+            launched = Done([told[at] for at in places], began, _mark(device), scores)
         self._latest = LatestDraws(plan.rows, launched)
         return launched
 
@@ -257,20 +285,32 @@ class ModelRunner:
                 draws[at] = msgspec.structs.replace(draws[at], allowed=mask)
         return dead, [at for at in places if at not in dead]
 
-    def _continues(self, draws: list[Row], places: list[int]) -> Callable[[list[Drawn]], list[Drawn]] | None:
-        """Return what adds to the draws at `places`, which have masks, the tokens that can only come behind them; None
-        where there are none."""
-        if not places:
+    def _finishes(
+        self, rows: list[Row], draws: list[Row], masked: list[int]
+    ) -> Callable[[list[Drawn]], list[Drawn]] | None:
+        """Return what puts the result of each of `rows` in the place of its first draw: its drafts as far as they were
+        drawn, the draw behind them, and what can only come behind that where it is one of `masked`, the draws with
+        masks. None where each draw is a result."""
+        if not masked and len(draws) == len(rows):
             return None
-        # Its scheduler's list may be longer by then.
-        rows = [msgspec.structs.replace(draws[at], tokens=list(draws[at].tokens)) for at in places]
+        # A scheduler's list may be longer by then.
+        held = {at: msgspec.structs.replace(draws[at], tokens=list(draws[at].tokens)) for at in masked}
 
-        def continued(drawn: list[Drawn]) -> list[Drawn]:
-            for at, more in zip(places, self._matchers.continued(rows, [drawn[at] for at in places]), strict=True):
+        def finished(drawn: list[Drawn]) -> list[Drawn]:
+            first, spans = 0, list[tuple[int, int]]()
+            for row in rows:
+                spans.append((first, first + accepted(row, drawn[first : first + row.drafts + 1])))
+                first += row.drafts + 1
+            ends = [last for _, last in spans if last in held]
+            continued = self._matchers.continued([held[at] for at in ends], [drawn[at] for at in ends]) if ends else []
+            for at, more in zip(ends, continued, strict=True):
                 drawn[at] = more
+            for first, last in spans:
+                before = [certain(held[at], drawn[at]) if at in held else drawn[at] for at in range(first, last)]
+                drawn[first] = result_of(before, drawn[last])
             return drawn
 
-        return continued
+        return finished
 
     @property
     def _matchers(self) -> "Matchers":

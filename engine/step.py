@@ -33,6 +33,12 @@ class Row(msgspec.Struct, frozen=True):
     allowed: bytes = b""
     """A bit for each token, in 32-bit words, set where the record's constraint allows it; empty: all are allowed. The
     runner fills it in, while the device computes. Bits beyond the end are not set."""
+    windows: tuple[Sequence[BlockId], ...] = ()
+    """The tables of the other layer groups (`engine.kv.groups`), as `blocks` is the first one's; what a row does not
+    need in them is GONE."""
+    drafts: int = 0
+    """The last of `tokens` are guesses: so many. It draws in the place of each of them, and behind the last one: its
+    result is what was drawn up to the first place that was guessed wrong (`draws_of`, `accepted`)."""
 
     @property
     def draw_key(self) -> tuple[int, int, int]:
@@ -46,8 +52,8 @@ Candidates = tuple[tuple[int, float], ...]
 
 
 class DrawnRun(msgspec.Struct, frozen=True):
-    """Several tokens that follow a row, in order: the one that was drawn, and those that could only come behind it.
-    The KV of none of them is computed yet."""
+    """Several tokens that follow a row, in order: those of its drafts that were drawn, the next one that was drawn, and
+    those that could only come behind it. The KV of the first kind is computed, of the others it is not."""
 
     tokens: tuple[DrawnToken, ...]
 
@@ -68,6 +74,41 @@ def run_of(drawn: DrawnToken | DrawnRun) -> tuple[DrawnToken, ...]:
     return drawn.tokens if isinstance(drawn, DrawnRun) else (drawn,)
 
 
+def draws_of(row: Row) -> list[Row]:
+    """Return a row for each draw of a row that draws: as it would be if its drafts before that were its own tokens."""
+    if not row.drafts:
+        return [row]
+    known, least = len(row.tokens) - row.drafts, row.record.prompt_tokens + row.record.min_tokens
+    return [
+        msgspec.structs.replace(
+            row,
+            tokens=row.tokens[: known + at],
+            end=row.end - row.drafts + at,
+            banned=row.banned if known + at < least else (),
+            drafts=0,
+        )
+        for at in range(row.drafts + 1)
+    ]
+
+
+def accepted(row: Row, drawn: Sequence[Drawn]) -> int:
+    """Return how many of the row's drafts were drawn: `drawn` are its draws, or its result."""
+    drafts = row.tokens[len(row.tokens) - row.drafts :]
+    for at, (draft, one) in enumerate(zip(drafts, drawn, strict=False)):
+        if isinstance(one, DeadEnd | DrawnRun | tuple) or id_of(one) != draft:
+            return at
+    return min(len(drafts), len(drawn) - 1)
+
+
+def result_of(before: Sequence[Drawn], last: Drawn) -> Drawn:
+    """Return the result of a row of which the drafts `before` were drawn, and then `last`."""
+    run = tuple([one for one in before if isinstance(one, int | TokenLogprobs)])
+    if not run or isinstance(last, tuple):
+        return last
+    # Behind a dead end nothing is known; the next step finds it again.
+    return DrawnRun(run if isinstance(last, DeadEnd) else (*run, *run_of(last)))
+
+
 def only(token: int) -> bytes:
     """Return the mask that allows one token."""
     return (1 << token % 32).to_bytes(4, "little").rjust(4 * (token // 32) + 4, b"\0")
@@ -82,6 +123,13 @@ def forced_token(token: int, record: RequestRecord) -> DrawnToken:
     """Return a token in whose place the record's constraint allows no other. Where log probabilities are asked for, it
     is certain, without alternatives, whatever the model thinks of it: nobody may have asked the model."""
     return token if record.logprobs is None else TokenLogprobs(token, 0.0)
+
+
+def certain(row: Row, drawn: Drawn) -> Drawn:
+    """Return what was drawn for a row with a mask: as a forced token, where that allows no other."""
+    if not is_single(row.allowed) or not isinstance(drawn, int | TokenLogprobs):
+        return drawn
+    return forced_token(id_of(drawn), row.record)
 
 
 class Waitable(Protocol):

@@ -2,7 +2,8 @@
 
 The KV of token t at position p is a pattern of (t, p, head, layer, K or V); the next token is a hash of all KV bytes
 read back through the block table. A block that is misplaced, stale, cut short or mixed up becomes a wrong token.
-`fake_next` computes the same from the tokens alone.
+`fake_next` computes the same from the tokens alone. Where the layout has several layer groups, the patterns differ by
+group, and of a group with a window those of the tokens in it are read, and no others.
 """
 
 from collections.abc import Sequence
@@ -13,20 +14,33 @@ import torch
 import xxhash
 
 from engine.constraints.matchers import Matchers
+from engine.kv.groups import GONE
 from engine.kv.layout import KVLayout
 from engine.runner import Done, HostMark
-from engine.step import Candidates, DeadEnd, Drawn, LatestDraws, Row, StepPlan
+from engine.step import (
+    Candidates,
+    DeadEnd,
+    Drawn,
+    LatestDraws,
+    Row,
+    StepPlan,
+    accepted,
+    certain,
+    draws_of,
+    result_of,
+)
 from engine.storage.paged import PagedKV
 from engine.types import BlockId, DrawnToken, TokenLogprobs
 
 
-def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
-    """Return uint8 `[kv_heads, layers, 2, row_bytes + scale_bytes]`: the KV rows of one token, each with its scale."""
+def kv_pattern(token: int, position: int, layout: KVLayout, group: int = 0) -> np.ndarray:
+    """Return uint8 `[kv_heads, layers, 2, row_bytes + scale_bytes]`: the KV rows of one token in the layers of a group,
+    each with its scale."""
     rows = layout.kv_heads * layout.layers * 2
     row_bytes = layout.row_bytes + layout.scale_bytes
     words = np.arange(rows * row_bytes // 2, dtype=np.uint64)
     mixed = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= np.uint64((token * 1_000_003 + position * 7919 + 17) % (1 << 63))
+    mixed ^= np.uint64((token * 1_000_003 + position * 7919 + group * 104_729 + 17) % (1 << 63))
     mixed *= np.uint64(0xD6E8FEB86659FD93)
     return (
         (mixed >> np.uint64(40))
@@ -36,9 +50,20 @@ def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
     )
 
 
+def _seen(layout: KVLayout, tokens: int) -> list[range]:
+    """Return the positions that the last of so many tokens sees, by layer group."""
+    windows = [group.window for group in layout.groups] or [0]
+    return [range(max(0, tokens - window) if window else 0, tokens) for window in windows]
+
+
+def _rows_of(tokens: Sequence[int], layout: KVLayout) -> np.ndarray:
+    seen = enumerate(_seen(layout, len(tokens)))
+    return np.stack([kv_pattern(tokens[at], at, layout, group) for group, positions in seen for at in positions])
+
+
 def fake_next(tokens: Sequence[int], layout: KVLayout, vocab: int) -> int:
     """Return the token after `tokens`, computed without any KV memory."""
-    rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
+    rows = _rows_of(tokens, layout)
     return _hash(rows, vocab)
 
 
@@ -46,7 +71,7 @@ def fake_candidates(
     tokens: Sequence[int], layout: KVLayout, vocab: int, count: int, banned: Sequence[int] = ()
 ) -> Candidates:
     """Return the likeliest tokens after `tokens`, computed without any KV memory."""
-    rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
+    rows = _rows_of(tokens, layout)
     return _candidates(rows, vocab, count, banned)
 
 
@@ -57,7 +82,7 @@ def fake_prompt_logprobs(tokens: Sequence[int], layout: KVLayout, vocab: int, co
 
 def fake_logprobs(tokens: Sequence[int], layout: KVLayout, vocab: int, token: int, count: int) -> TokenLogprobs:
     """Return the log probabilities of `token` after `tokens`, and of the `count` likeliest."""
-    rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
+    rows = _rows_of(tokens, layout)
     return _logprobs(rows, vocab, token, count)
 
 
@@ -88,7 +113,7 @@ def _of_allowed(rows: np.ndarray, mask: bytes, vocab: int) -> int:
 
 def fake_constrained(tokens: Sequence[int], layout: KVLayout, vocab: int, mask: bytes) -> int:
     """Return the token after `tokens` where only those of `mask` are allowed, computed without any KV memory."""
-    rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
+    rows = _rows_of(tokens, layout)
     return _of_allowed(rows, mask, vocab)
 
 
@@ -113,10 +138,13 @@ class FakeRunner:
         return done
 
     def _there(self, row: Row, end: int) -> np.ndarray:
-        """Return the KV rows of the first `end` tokens, read back through the block table."""
-        size = self.kv.layout.block_size
-        table = [row.blocks[at // size] for at in range(end)]
-        offsets = [at % size for at in range(end)]
+        """Return the KV rows that the last of the first `end` tokens sees, read back through the block tables."""
+        size, tables = self.kv.layout.block_size, (row.blocks, *row.windows)
+        seen = [(tables[group], at) for group, places in enumerate(_seen(self.kv.layout, end)) for at in places]
+        table = [blocks[at // size] for blocks, at in seen]
+        if GONE in table:
+            raise IndexError(f"a block that {row.record.request} sees at {end} is gone: {tables}")
+        offsets = [at % size for _, at in seen]
         return np.concatenate([plane[table, :, :, :, offsets] for plane in self._planes], axis=-1)
 
     def _scores(self, row: Row) -> list[TokenLogprobs]:
@@ -128,33 +156,47 @@ class FakeRunner:
         size = self.kv.layout.block_size
         drawn: list[Drawn] = []
         for row in rows:
-            for at in range(row.start, row.end):
-                pattern = kv_pattern(row.tokens[at], at, self.kv.layout)
-                pieces = np.split(pattern, [self.kv.layout.row_bytes], axis=-1)
-                for plane, piece in zip(self._planes, pieces, strict=False):
-                    plane[row.blocks[at // size], :, :, :, at % size] = piece
+            for group, table in enumerate((row.blocks, *row.windows)):
+                for at in range(row.start, row.end):
+                    if table[at // size] == GONE:
+                        raise IndexError(f"{row.record.request} has no block of group {group} to write {at} to")
+                    pattern = kv_pattern(row.tokens[at], at, self.kv.layout, group)
+                    pieces = np.split(pattern, [self.kv.layout.row_bytes], axis=-1)
+                    for plane, piece in zip(self._planes, pieces, strict=False):
+                        plane[table[at // size], :, :, :, at % size] = piece
             if row.draw:
-                there = self._there(row, row.end)
-                if row.candidates:
-                    drawn.append(_candidates(there, self._vocab, row.candidates, row.banned))
-                    continue
-                if row.record.constraint is not None:
-                    drawn.append(self._constrained(there, row))
-                    continue
-                drawn.append(self._told(there, row, _hash(there, self._vocab)))
+                drawn.append(self._result(row))
         return drawn
+
+    def _result(self, row: Row) -> Drawn:
+        if row.candidates:
+            return _candidates(self._there(row, row.end), self._vocab, row.candidates, row.banned)
+        draws = draws_of(row)
+        if row.record.constraint is not None:
+            return self._constrained(row, draws)
+        said: list[Drawn] = []
+        for one in draws:
+            there = self._there(one, one.end)
+            said.append(self._told(there, one, _hash(there, self._vocab)))
+        count = accepted(row, said)
+        return result_of(said[:count], said[count])
 
     def _told(self, rows: np.ndarray, row: Row, token: int) -> DrawnToken:
         wanted = row.record.logprobs
         return token if wanted is None else _logprobs(rows, self._vocab, token, wanted)
 
-    def _constrained(self, rows: np.ndarray, row: Row) -> Drawn:
+    def _constrained(self, row: Row, draws: list[Row]) -> Drawn:
         assert self._matchers is not None
         if row.allowed:
-            return _of_allowed(rows, row.allowed, self._vocab)  # known, and dropped
-        (mask,) = self._matchers.masks([row])
-        if isinstance(mask, DeadEnd):
-            return mask
-        row = msgspec.structs.replace(row, allowed=mask)
-        (drawn,) = self._matchers.continued([row], [self._told(rows, row, _of_allowed(rows, mask, self._vocab))])
-        return drawn
+            return _of_allowed(self._there(row, row.end), row.allowed, self._vocab)  # known, and dropped
+        said: list[Drawn] = []
+        for at, mask in enumerate(self._matchers.masks(draws)):
+            if isinstance(mask, DeadEnd):
+                said.append(mask)
+                continue
+            one = draws[at] = msgspec.structs.replace(draws[at], allowed=mask)
+            there = self._there(one, one.end)
+            said.append(self._told(there, one, _of_allowed(there, mask, self._vocab)))
+        count = accepted(row, said)
+        (last,) = self._matchers.continued([draws[count]], [said[count]])
+        return result_of([certain(*pair) for pair in zip(draws[:count], said, strict=False)], last)

@@ -11,14 +11,16 @@ make a tile of their own height.
 Specification: `reference` below.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.coded_weight import CodedWeight
-from kernels.configs import KernelConfig
-from kernels.launch import check_interpretable
+from kernels.configs import ConfigKey, KernelConfig, config_for
+from kernels.launch import arch_of, check_interpretable
 from kernels.panels import FACTORS, GROUP
 from kernels.quantize import widen_e4m3
 
@@ -96,6 +98,12 @@ def coded_linear_kernel(
         total += tl.load(bias_ptr + dims, mask=wanted, other=0.0).to(tl.float32)[None, :]
     answer = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * WIDTH + dims[None, :], answer, mask=there[:, None] & wanted[None, :])
+
+
+@cache
+def launch_config(device: torch.device, kind: str) -> KernelConfig:
+    """Return how a product with codes of this kind is launched on a device."""
+    return config_for(ConfigKey("coded_linear", 0, 0, 0, kind, arch_of(device)))
 
 
 def coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:

@@ -37,14 +37,50 @@ class CodedWeight:
     def shape(self) -> tuple[int, int]:
         return len(self.codes), self.codes.shape[1] * (2 if self.kind == "q4" else 1)
 
+    @property
+    def nbytes(self) -> int:
+        parts = (self.codes, self.scales, self.offsets)
+        return sum(int(part.nbytes) for part in parts if part is not None)
+
+    def part(self, rows: slice, columns: slice = slice(None)) -> "CodedWeight":
+        """Return some rows, and of them some columns, as views: what one rank of several has. Raises ValueError for
+        columns that begin or end within a group of 32."""
+        first, end, _ = columns.indices(self.shape[1])
+        if first % GROUP or end % GROUP:
+            raise ValueError(f"columns {first} to {end} cut a group of {GROUP}")
+        each = GROUP // 2 if self.kind == "q4" else GROUP
+        parts = FACTORS[self.kind][0]
+
+        def cut(item: Tensor, per_group: int) -> Tensor:
+            return item[rows, first // GROUP * per_group : end // GROUP * per_group]
+
+        offsets = None if self.offsets is None else cut(self.offsets, parts)
+        return CodedWeight(self.kind, cut(self.codes, each), cut(self.scales, parts), offsets)
+
+    def unpacked(self) -> Tensor:
+        """Return the codes `[rows, columns]`, one a byte."""
+        if self.kind != "q4":
+            return self.codes
+        pairs = self.codes.unflatten(1, (-1, GROUP // 2))
+        return torch.cat([pairs & 15, pairs >> 4], -1).flatten(1)
+
+    def lookup(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of the rows of these numbers, as `widen` does: an embedding's. Where an offset is added,
+        the product that it is added to is exact (`engine.model.codes`)."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        found = CodedWeight(self.kind, self.codes[rows], self.scales[rows], offsets)
+        codes = found.unpacked()
+        codes = codes.view(torch.float8_e4m3fn) if self.kind == "f8" else codes
+        wide = codes.float().view(*found.scales.shape, -1).mul_(found.scales[..., None])
+        if offsets is not None:
+            wide += offsets[..., None]
+        return wide.view(found.shape).to(dtype)
+
     def widen(self, dtype: torch.dtype) -> Tensor:
         """Return the values `[rows, columns]`, each rounded once to 32 bits and then to `dtype`."""
         rows, columns = self.shape
-        if self.kind == "q4":
-            pairs = self.codes.view(rows, -1, GROUP // 2)
-            codes = torch.cat([pairs & 15, pairs >> 4], -1)
-        else:
-            codes = self.codes.view(torch.float8_e4m3fn) if self.kind == "f8" else self.codes
+        codes = self.unpacked()
+        codes = codes.view(torch.float8_e4m3fn) if self.kind == "f8" else codes
         wide = codes.reshape(*self.scales.shape, -1).double() * self.scales.double()[..., None]
         if self.offsets is not None:
             wide = wide + self.offsets.double()[..., None]

@@ -9,9 +9,15 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from kernels.compilations import OWN, Compilations
+from kernels.configs import table_arch
 
 REFUSED = (OutOfResources, CompilationError)
 """The errors of a launch whose configuration asks for more than the GPU has, or that the compiler refuses."""
+
+
+def arch_of(device: torch.device) -> int:
+    """Return the configuration table's name of a GPU; the interpreter's is 90."""
+    return table_arch(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 90
 
 
 def interpreted() -> bool:

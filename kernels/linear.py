@@ -1,5 +1,5 @@
-"""`x W^T + b`: with a plain `W`, in panels (`kernels.panels`), or in the order in which the CPU's matrix library
-(oneDNN) reads it, of which the rest of this page speaks.
+"""`x W^T + b`: with a plain `W`, in panels (`kernels.panels`), in codes (`kernels.coded_linear`), or in the order in
+which the CPU's matrix library (oneDNN) reads it, of which the rest of this page speaks.
 
 A plain `[rows, columns]` weight is read badly for the few rows of a decode step. Packed once, products of four to
 sixteen rows take about half the time, those of a prefill chunk the same. The packed form is opaque and fits one version
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as plain_linear
 
+from kernels.coded_weight import CodedWeight
 from kernels.native import native
 from kernels.panels import Panels
 
@@ -23,8 +24,8 @@ _LAYOUT_MKLDNN = 3  # c10::Layout::Mkldnn
 _ROWS_HINT = 16
 
 
-Weight = Tensor | Panels
-"""A weight `[rows, columns]`: plain, packed, or in panels."""
+Weight = Tensor | Panels | CodedWeight
+"""A weight `[rows, columns]`: plain, packed, in panels, or in codes for a GPU."""
 
 
 class PackError(Exception):
@@ -32,13 +33,17 @@ class PackError(Exception):
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Multiply `x` `[n, columns]` -> `[n, rows]`; `weight` is plain, in panels, or from `pack` or `from_bytes`. Raises
-    RuntimeError for panels where there are no native kernels."""
+    """Multiply `x` `[n, columns]` -> `[n, rows]`; `weight` is plain, in panels, in codes, or from `pack` or
+    `from_bytes`. Raises RuntimeError for panels where there are no native kernels."""
     if isinstance(weight, Panels):
         kernels = native()
         if kernels is None:
             raise RuntimeError("weights in panels need the native kernels")
         return kernels.linear(x, weight, bias)
+    if isinstance(weight, CodedWeight):
+        from kernels.coded_linear import coded_linear, launch_config
+
+        return coded_linear(x, weight, bias, launch_config(x.device, weight.kind))
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product

@@ -62,14 +62,16 @@ class Native:
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
         self.threads: Callable[[], int] = torch.get_num_threads
+        self.by_pairs = False
+        """Multiply integers without the processor's instruction for dot products: slower, and the same bits."""
         library.headrace_sources.restype = ctypes.c_char_p
         self.sources: str = library.headrace_sources().decode()
         self._linear = _typed(
-            library.headrace_linear, [_POINTER, _SIZE, _SIZE, _POINTER, _INT, _SIZE, _POINTER, _POINTER, _INT]
+            library.headrace_linear, [_POINTER, _SIZE, _SIZE, _POINTER, _INT, _SIZE, _POINTER, _INT, _POINTER, _INT]
         )
         self._linear_of_experts = _typed(
             library.headrace_linear_of_experts,
-            [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT, _SIZE, _POINTER, _POINTER, _INT],
+            [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT, _SIZE, _POINTER, _INT, _POINTER, _INT],
         )
         self._route = _typed(
             library.headrace_route, [_POINTER, _SIZE, _SIZE, _SIZE, _INT, _INT, _POINTER, _POINTER, _INT]
@@ -114,6 +116,7 @@ class Native:
             _KINDS[weight.kind],
             weight.rows,
             _at(bias),
+            self._arithmetic(weight.integer),
             out.data_ptr(),
             self.threads(),
         )
@@ -203,6 +206,7 @@ class Native:
             _KINDS[stack.kind],
             stack.rows,
             _at(bias),
+            self._arithmetic(stack.integer),
             out.data_ptr(),
             self.threads(),
         )
@@ -293,6 +297,10 @@ class Native:
             _at(out),
             self.threads(),
         )
+
+    def _arithmetic(self, integer: bool) -> int:
+        """The number that the C++ sources have for it."""
+        return (2 if self.by_pairs else 1) if integer else 0
 
     def _for_rows(self, rows: int) -> int:
         return self.threads() if rows >= SHARED_ROWS else 1

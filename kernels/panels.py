@@ -1,4 +1,4 @@
-"""Weights in panels of 64 rows, each as small as it can be without loss, as `kernels/cpu/linear.cpp` reads them.
+"""Weights in panels of 64 rows, each as small as it can be without loss, as `kernels/cpu/panel.h` has them.
 
     f32   float32
     bf16  bfloat16, where every value is one
@@ -13,7 +13,7 @@ The layout is the same on every machine; rows past the last are zeros.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -30,18 +30,24 @@ FACTORS: dict[str, tuple[int, int]] = {
 }
 """The number of parts into which 32 columns of each kind of codes are cut, and of factors that a row has in each."""
 
+WHOLE: frozenset[str] = frozenset({"q4", "q8", "a8", "h8", "x8"})
+"""The kinds whose codes are whole numbers."""
+
 VERSION = 2
 """The version of the layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Panels:
-    """A weight `[rows, columns]`; `raw` is uint8, contiguous, aligned to 64 bytes, and must not change."""
+    """A weight `[rows, columns]`; `raw` is uint8, contiguous, aligned to 64 bytes, and must not change. With `integer`,
+    for kinds in `WHOLE`, its codes are multiplied in integers, by rows that are rounded to 16 bits: other bits, sooner
+    (`kernels/cpu/integers.cpp`)."""
 
     rows: int
     columns: int
     kind: Kind
     raw: Tensor
+    integer: bool = False
 
     def __post_init__(self) -> None:
         size = panel_bytes(self.rows, self.columns, self.kind)
@@ -55,13 +61,15 @@ class Panels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelStack:
-    """Weights of one shape and kind, `[count, rows, columns]`: the panels of one matrix after those of another."""
+    """Weights of one shape and kind, `[count, rows, columns]`: the panels of one matrix after those of another. With
+    `integer` as in `Panels`."""
 
     count: int
     rows: int
     columns: int
     kind: Kind
     raw: Tensor
+    integer: bool = False
 
     def __post_init__(self) -> None:
         size = self.count * panel_bytes(self.rows, self.columns, self.kind)
@@ -76,7 +84,12 @@ class PanelStack:
 
     def __getitem__(self, number: int) -> Panels:
         """Return one of the matrices, without copying it."""
-        return Panels(self.rows, self.columns, self.kind, self.raw.view(self.count, -1)[number])
+        return Panels(self.rows, self.columns, self.kind, self.raw.view(self.count, -1)[number], self.integer)
+
+
+def in_integers(weight: Panels | PanelStack) -> Panels | PanelStack:
+    """Return the same panels, whose codes are multiplied in integers where they are whole numbers."""
+    return replace(weight, integer=True) if weight.kind in WHOLE else weight
 
 
 def panel_bytes(rows: int, columns: int, kind: Kind) -> int:
@@ -91,19 +104,25 @@ def panel_bytes(rows: int, columns: int, kind: Kind) -> int:
 
 def pack_plain(weight: Tensor) -> Panels:
     """Pack float32 `[rows, columns]` as bf16 where nothing is lost by it, else as f32."""
-    return _pack_as("bf16" if torch.equal(weight.to(torch.bfloat16).float(), weight) else "f32", weight)
+    return pack_as("bf16" if is_short(weight) else "f32", weight)
 
 
-def _pack_as(kind: Kind, weight: Tensor) -> Panels:
+def is_short(weight: Tensor) -> bool:
+    """Return True if every number is one of bfloat16."""
+    return weight.dtype == torch.bfloat16 or torch.equal(weight.to(torch.bfloat16).float(), weight.float())
+
+
+def pack_as(kind: Kind, weight: Tensor) -> Panels:
+    """Pack numbers of any type `[rows, columns]` as bf16 or f32."""
     rows, columns = weight.shape
-    by_column = _panels(weight.to(torch.bfloat16) if kind == "bf16" else weight).transpose(1, 2).contiguous()
+    by_column = _panels(weight.to(torch.bfloat16 if kind == "bf16" else torch.float32)).transpose(1, 2).contiguous()
     return Panels(rows, columns, kind, by_column.view(torch.uint8).view(-1))
 
 
 def pack_stack(weights: Tensor) -> PanelStack:
     """Pack float32 `[count, rows, columns]`, all of them as bf16 or as f32; see `pack_plain`."""
-    short = torch.equal(weights.to(torch.bfloat16).float(), weights)
-    parts = [_pack_as("bf16" if short else "f32", weight).raw for weight in weights]
+    short = is_short(weights)
+    parts = [pack_as("bf16" if short else "f32", weight).raw for weight in weights]
     count, rows, columns = weights.shape
     return PanelStack(count, rows, columns, "bf16" if short else "f32", torch.cat(parts))
 

@@ -1,4 +1,4 @@
-"""Bucket bounds of the histograms, in seconds."""
+"""Bucket bounds of the histograms, in seconds where the name ends with `_S`."""
 
 # fmt: off
 TTFT_S = (
@@ -17,4 +17,6 @@ DECISION_S = (.00001, .00002, .00005, .0001, .0002, .0005, .001, .002, .005, .01
 LAG_S = (.0001, .0002, .0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 5)
 QUARANTINE_S = (.01, .05, .1, .25, .5, 1, 2, 5, 10, 30, 60, 300, 1800)
 STEP_S = (.001, .002, .005, .01, .02, .03, .05, .075, .1, .15, .2, .3, .5, 1, 2, 5)
+RATIO = tuple(tenths / 10 for tenths in range(11))
+STEP_TOKENS = (1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 8, 16)
 # fmt: on

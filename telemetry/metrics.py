@@ -7,6 +7,7 @@ from telemetry.families import QUEUE_TEXT, RUNNING_TEXT, Growth, ProcessMetrics
 from telemetry.labels import (
     BLOCK_STATES,
     DIGEST_EVENTS,
+    DRAFT_OUTCOMES,
     FORKS,
     HANDOFF_DROPS,
     MIGRATION_OUTCOMES,
@@ -33,6 +34,21 @@ class WorkerMetrics(ProcessMetrics):
         self._generated = families.counter("generated_tokens_total", "Output tokens.")[()]
         self._forced = families.counter(
             "forced_tokens_total", "Output tokens that a constraint forced, and that took no step of their own."
+        )[()]
+        self._drafts = families.counter(
+            "draft_tokens_total",
+            "Tokens that were guessed, by whether the model drew them.",
+            outcome=DRAFT_OUTCOMES,
+        )
+        self._acceptance = families.histogram(
+            "request_draft_acceptance_ratio",
+            "The share of a request's drafts that were drawn, where it had any; observed as it leaves the batch.",
+            buckets.RATIO,
+        )[()]
+        self._step_tokens = families.histogram(
+            "request_tokens_per_step",
+            "Tokens that a step has drawn of a request, over its steps; observed as it leaves the batch.",
+            buckets.STEP_TOKENS,
         )[()]
         self._blocks = families.snapshot(
             "kv_blocks", "KV blocks by state; the states add up to the pool.", "state", BLOCK_STATES
@@ -174,6 +190,17 @@ class WorkerMetrics(ProcessMetrics):
         """Count output tokens; `forced` of them took no step."""
         self._generated.inc(tokens)
         self._forced.inc(forced)
+
+    def drafts(self, drafted: int, drawn: int) -> None:
+        """Count guessed tokens, `drawn` of which the model drew."""
+        self._drafts["drawn"].inc(drawn)
+        self._drafts["rejected"].inc(drafted - drawn)
+
+    def drafts_of_request(self, drafted: int, drawn: int, tokens_per_step: float) -> None:
+        """Observe what a request that leaves the batch has had of its drafts, if any."""
+        if drafted:
+            self._acceptance.observe(drawn / drafted)
+        self._step_tokens.observe(tokens_per_step)
 
     def migration(self, outcome: str, transport: str, seconds: float, nbytes: int) -> None:
         """Count an attempt that ended after `nbytes` had landed. Its time counts if all did."""

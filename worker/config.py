@@ -59,4 +59,7 @@ class DecodeConfig(WorkerConfig, frozen=True, kw_only=True):
 
     @property
     def step_limits(self) -> StepLimits:
-        return StepLimits(chunk_tokens=self.local_chunk_tokens, batch=self.max_batch)
+        # A row draws behind each of its drafts too, also beside a batch that is full.
+        prompts = 1 + self.engine.draft_tokens if self.engine.may_draft else 1
+        prompts = max(1, min(prompts, self.local_chunk_tokens))
+        return StepLimits(chunk_tokens=self.local_chunk_tokens, batch=self.max_batch, prompts=prompts)

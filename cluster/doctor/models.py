@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cluster.doctor.check import Check
 from cluster.model_hub import hub_model
+from cluster.plan.held import held_bytes, kinds_at_hand
 from cluster.sizes import format_size
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError, read_prepared
 from engine.model.prepared.checked import DIGESTS_FILE, check_folder, check_pieces, file_digest
@@ -34,8 +35,17 @@ def configured_model(model: str) -> Check:
         f"{shape.layers} layers, context of {shape.context_tokens} tokens",
         *([f"windows of {', '.join(windows)}"] if windows else []),
         *([f"{shape.model.expert_count} experts"] if shape.model.experts else []),
+        *_held(model, shape.model),
     ]
     return Check("model", "ok", ", ".join(parts))
+
+
+def _held(named: str, model: ModelConfig) -> list[str]:
+    """Say what weights take in a worker, where they are at hand."""
+    if not (kinds := kinds_at_hand(named, "float32")):
+        return []
+    sizes = held_bytes(model, "float32", kinds, "cpu", True), held_bytes(model, "bfloat16", kinds, "cuda", False)
+    return [f"weights and rotary tables take {format_size(sizes[0])} on the CPU, {format_size(sizes[1])} on a GPU"]
 
 
 def model_checks(cache: Path) -> Iterator[Check]:

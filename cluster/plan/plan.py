@@ -7,6 +7,7 @@ import msgspec
 from cluster.config import ClusterConfig, ConfigError
 from cluster.defaults import gpu_dtype
 from cluster.plan.flags import Asked
+from cluster.plan.held import held_bytes, kinds_at_hand
 from cluster.plan.planner import (
     PlannedRequest,
     Pool,
@@ -22,6 +23,8 @@ from cluster.plan.planner import (
 )
 from cluster.plan.shapes import find_shape, is_local
 from engine.config import EngineConfig, StepLimits
+from engine.kv.groups import layer_groups
+from engine.model.config import ModelConfig
 
 GPU_RESERVE = Fraction(1, 10)
 """The share of a GPU's memory kept for its runtime, communication buffers and fragmentation."""
@@ -51,9 +54,10 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     shape = _shape(asked, config.model)
     own = is_own(asked, config)
     engine = config.decode.engine
+    shape = _grouped(shape, engine)
     configured = gpu_dtype(shape.stored) if engine.dtype == "auto" else engine.dtype
     dtype = asked.dtype or configured
-    kv_dtype, ranks = asked.kv_dtype or engine.kv_dtype_of(dtype), asked.tp or 1
+    kv_dtype, ranks = asked.kv_dtype or engine.kv_dtype_of(dtype), asked.tp or (engine.tensor_parallel if own else 1)
     sizes = token_sizes(shape, kv_dtype, asked.block_size or engine.block_size, ranks)
     context = asked.context or (config.context_tokens if own else 0) or shape.context_tokens
     if not context:
@@ -63,7 +67,7 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     one, many = request(sizes, context), asked.requests or 1
     weights = asked.weights
     if weights is None and shape.model is not None:
-        weights = weights_bytes(shape.model, dtype, ranks)
+        weights = _weights(asked, config, shape, shape.model, dtype)
     plan = Plan(
         model=shape,
         dtype=dtype,
@@ -77,6 +81,28 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
         waste=waste(sizes, asked.lengths, context) if asked.lengths else None,
     )
     return msgspec.structs.replace(plan, pools=_pools(plan, asked, config, own))
+
+
+def _grouped(shape: Shape, engine: EngineConfig) -> Shape:
+    """Return the shape with its layers in groups, where the engine keeps them so (docs/layer-groups.md)."""
+    model = shape.model
+    if model is None:
+        return shape
+    windows = [model.layer(number).window for number in range(model.layers)]
+    return msgspec.structs.replace(shape, groups=layer_groups(windows) if engine.groups_layers else ())
+
+
+def _weights(asked: Asked, config: ClusterConfig, shape: Shape, model: ModelConfig, dtype: str) -> int:
+    """Return the bytes of weights on a rank: of a file at hand as workers hold them, of others by their number."""
+    ranks = asked.tp or 1
+    on_paper = asked.shape or shape.not_run or not is_local(config.model)
+    kinds = {} if on_paper else kinds_at_hand(config.model, dtype)
+    if not kinds:
+        return weights_bytes(model, dtype, ranks)
+    engine = config.decode.engine
+    device = engine.device if is_own(asked, config) else "cuda"
+    native = device == "cpu" and msgspec.structs.replace(engine, dtype=dtype).kernels == "native"
+    return held_bytes(model, dtype, kinds, device, native, ranks)
 
 
 def is_own(asked: Asked, config: ClusterConfig) -> bool:
@@ -138,12 +164,13 @@ def _configured(
             "memory is not known here"
         )
     block_size = asked.block_size or engine.block_size
-    sizes = token_sizes(plan.model, plan.kv_dtype, block_size, plan.ranks)
+    sizes = token_sizes(_grouped(plan.model, engine), plan.kv_dtype, block_size, plan.ranks)
+    ahead = limits.chunk_tokens * (2 if engine.plans_ahead else 1)
     workspace = _workspace(plan, asked, limits, block_size, engine.device)
     return pool_of(
         role,
         sizes,
-        request(sizes, plan.request.tokens).blocks,
+        request(sizes, plan.request.tokens, 1 + ahead).blocks,
         kv_bytes=engine.kv_bytes(plan.weights_bytes or 0, workspace or 0, host_tier_bytes),
         weights=plan.weights_bytes,
         workspace=workspace,

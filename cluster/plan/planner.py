@@ -7,6 +7,10 @@ last one does not use is its *tail*. A pool is what memory leaves after weights,
     KV = memory - reserve - weights - workspace
     requests = floor(floor(KV / block bytes) x (1 - tail share) / blocks of a request)
 
+A model whose layers are kept in groups (docs/layer-groups.md) has blocks of as many layers as the first group. A
+request takes that group's for all of its tokens, and of each window's group no more than its window and what is being
+computed behind it.
+
 The byte order inside a block is `engine.kv.layout`'s, and so are the sizes, which a test compares.
 """
 
@@ -16,6 +20,7 @@ from fractions import Fraction
 
 import msgspec
 
+from engine.kv.groups import LayerGroup
 from engine.kv.layout import DTYPE_BYTES, KV_DTYPES
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES, Weight
@@ -44,6 +49,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     context_tokens: int = 0
     """The longest context; 0 where unknown."""
+    groups: tuple[LayerGroup, ...] = ()
+    """Its layers' groups, where it has several."""
     stored: str = "bfloat16"
     """How the model's weights are kept (`engine.model.prepared.cache.stored_dtype`)."""
     model: ModelConfig | None = None
@@ -59,7 +66,16 @@ class TokenSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one token in the whole model: every head once, however often ranks repeat it."""
     rank_token_bytes: int
     block_size: int
+    block_bytes: int
     rank_block_bytes: int
+    block_layers: int
+    """Layers that a block holds: all, or those of one group."""
+    groups: tuple[LayerGroup, ...] = ()
+
+    @property
+    def windows(self) -> tuple[LayerGroup, ...]:
+        """The groups that keep their window alone."""
+        return self.groups[1:]
 
 
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +83,12 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: int
     token_bytes: int
-    """Bytes of all its tokens, all ranks together, every head once."""
+    """Bytes of all its tokens, as far as its layers keep them; all ranks together, every head once."""
+    rank_token_bytes: int
     blocks: int
+    """Blocks of all its groups of layers."""
+    window_blocks: int
+    """Those of them that groups with a window have."""
     rank_block_bytes: int
     """What its blocks take on each rank."""
     tail_tokens: int
@@ -164,9 +184,12 @@ def _weights(model: ModelConfig) -> Iterator[Weight]:
 def weights_bytes(model: ModelConfig, dtype: str, ranks: int = 1) -> int:
     """Return the bytes on each rank: the weights, and the rotary tables, one cosine and one sine per position and pair.
     """
-    rotated = sum(map(model.rotary_dims, model.ropes))
-    values = parameters(rank_shape(model, ranks)) + model.context_tokens * rotated
-    return values * DTYPE_BYTES[dtype]
+    return parameters(rank_shape(model, ranks)) * DTYPE_BYTES[dtype] + table_bytes(model, dtype)
+
+
+def table_bytes(model: ModelConfig, dtype: str) -> int:
+    """Return the bytes of the rotary tables, which every process computes for itself."""
+    return model.context_tokens * sum(map(model.rotary_dims, model.ropes)) * DTYPE_BYTES[dtype]
 
 
 def token_sizes(shape: Shape, kv_dtype: str, block_size: int, ranks: int = 1) -> TokenSizes:
@@ -174,26 +197,45 @@ def token_sizes(shape: Shape, kv_dtype: str, block_size: int, ranks: int = 1) ->
     form = KV_FORMATS[kv_dtype]
     head_bytes = 2 * shape.layers * (shape.head_dim * form.value_bytes + form.scale_bytes)
     held = kv_heads_per_rank(shape.kv_heads, ranks)
+    block_layers = len(shape.groups[0].layers) if shape.groups else shape.layers
+    head_block_bytes = head_bytes // shape.layers * block_layers * block_size
     return TokenSizes(
         kv_heads_per_rank=held,
         token_bytes=shape.kv_heads * head_bytes,
         rank_token_bytes=held * head_bytes,
         block_size=block_size,
-        rank_block_bytes=held * head_bytes * block_size,
+        block_bytes=shape.kv_heads * head_block_bytes,
+        rank_block_bytes=held * head_block_bytes,
+        block_layers=block_layers,
+        groups=shape.groups,
     )
 
 
-def request(sizes: TokenSizes, tokens: int) -> PlannedRequest:
+def request(sizes: TokenSizes, tokens: int, step_tokens: int = 1) -> PlannedRequest:
+    """Plan a request, of which up to `step_tokens` are computed before what slides out of a window is let go."""
     blocks = -(-tokens // sizes.block_size)
     tail = blocks * sizes.block_size - tokens
+    windows = sum(min(blocks, group.tail_blocks(sizes.block_size, step_tokens)) for group in sizes.windows)
+    kept = kept_tokens(sizes, tokens)
+    tail_bytes = tail * sizes.rank_block_bytes // sizes.block_size
     return PlannedRequest(
         tokens=tokens,
-        token_bytes=tokens * sizes.token_bytes,
-        blocks=blocks,
-        rank_block_bytes=blocks * sizes.rank_block_bytes,
+        token_bytes=int(kept * sizes.token_bytes),
+        rank_token_bytes=int(kept * sizes.rank_token_bytes),
+        blocks=blocks + windows,
+        window_blocks=windows,
+        rank_block_bytes=(blocks + windows) * sizes.rank_block_bytes,
         tail_tokens=tail,
-        rank_tail_bytes=tail * sizes.rank_token_bytes,
+        rank_tail_bytes=tail_bytes * (len(sizes.groups) or 1),
     )
+
+
+def kept_tokens(sizes: TokenSizes, tokens: int) -> Fraction:
+    """Return how many tokens of a request are kept, as the mean over the layers."""
+    if not sizes.groups:
+        return Fraction(tokens)
+    kept = sum(len(group.layers) * min(tokens, group.window or tokens) for group in sizes.groups)
+    return Fraction(kept, sum(len(group.layers) for group in sizes.groups))
 
 
 def pool_of(
@@ -222,7 +264,7 @@ def pool_of(
         workspace_bytes=workspace,
         kv_bytes=blocks * sizes.rank_block_bytes,
         blocks=blocks,
-        tokens=blocks * sizes.block_size,
+        tokens=_longest(sizes, blocks),
         tail_share=float(tail_share),
         tail_bytes=lost * sizes.rank_block_bytes,
         missing_bytes=0 if blocks else sizes.rank_block_bytes - kv_bytes,
@@ -230,17 +272,31 @@ def pool_of(
     )
 
 
+def _longest(sizes: TokenSizes, blocks: int) -> int:
+    """Return the tokens of the longest sequence that so many blocks hold."""
+    tails = [group.tail_blocks(sizes.block_size) for group in sizes.windows]
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if middle + sum(min(middle, tail) for tail in tails) <= blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low * sizes.block_size
+
+
 def waste(sizes: TokenSizes, lengths: Sequence[int], reserved: int) -> Waste:
     """Compare requests of these lengths, each with `reserved` tokens set aside, with the same in blocks."""
     live, slots = sum(lengths), reserved * len(lengths)
-    paged = sum(request(sizes, length).blocks for length in lengths) * sizes.block_size
+    planned = [request(sizes, length) for length in lengths]
+    paged = sum(one.blocks - one.window_blocks for one in planned) * sizes.block_size
     return Waste(
         live_tokens=live,
         reserved_tokens=slots,
         reserved_waste=1 - live / slots,
         paged_tokens=paged,
         paged_waste=1 - live / paged,
-        live_bytes=live * sizes.token_bytes,
+        live_bytes=sum(one.token_bytes for one in planned),
         reserved_bytes=slots * sizes.token_bytes,
-        paged_bytes=paged * sizes.token_bytes,
+        paged_bytes=sum(one.blocks for one in planned) * sizes.block_bytes,
     )

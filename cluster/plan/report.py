@@ -62,21 +62,30 @@ def _sizes(plan: Plan) -> Iterable[Row]:
         copies = held * plan.ranks // model.kv_heads
         note = f", every head on {copies} ranks" if copies > 1 else ""
         yield "ranks", f"{plan.ranks}, each with {held} KV heads{note}"
+    if sizes.groups:
+        windows = ", ".join(sorted({f"{group.window:,}" for group in sizes.windows}))
+        each = f"{len(sizes.groups)} of up to {sizes.block_layers} layers, a block table for each"
+        yield "layer groups", f"{each}; {len(sizes.windows)} keep a window of {windows} tokens"
     yield "a token", _each(plan, sizes.token_bytes, sizes.rank_token_bytes)
     yield "a block on a rank", format_size(sizes.rank_block_bytes)
     one = f"{request.tokens:,} tokens: "
     yield (
         "a request",
-        one + _each(plan, request.token_bytes, request.tokens * sizes.rank_token_bytes),
+        one + _each(plan, request.token_bytes, request.rank_token_bytes),
     )
     yield (
         "  in blocks",
-        f"{request.blocks:,}; tail {request.tail_tokens} tokens, {format_size(request.rank_tail_bytes)}",
+        f"{request.blocks:,}{_of_windows(plan)}; tail {request.tail_tokens} tokens, "
+        f"{format_size(request.rank_tail_bytes)}",
     )
     if plan.many > 1:
         yield f"{plan.many:,} requests", format_size(plan.many_bytes)
     if plan.weights_bytes is not None and not plan.pools:
         yield "weights on a rank", format_size(plan.weights_bytes)
+
+
+def _of_windows(plan: Plan) -> str:
+    return f", {plan.request.window_blocks:,} of them windows'" if plan.sizes.groups else ""
 
 
 def _each(plan: Plan, whole: int, rank: int) -> str:

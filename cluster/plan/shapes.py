@@ -12,6 +12,7 @@ from engine.model.families import (
     FAMILIES,
     GEMMA2,
     GEMMA3,
+    GPT_OSS,
     GRANITE,
     LLAMA,
     MISTRAL,
@@ -70,6 +71,8 @@ def _gemma(
     layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, family: Family, head_dim: int = 256
 ) -> ModelConfig:
     vocab, context = (256000, 8192) if family is GEMMA2 else (262144, 32768)
+    if family is GEMMA3 and layers >= 34:  # those that read images too
+        vocab, context = 262208, 131072
     sizes = layers, hidden, heads, kv_heads, intermediate, vocab, context
     return _published(*sizes, head_dim=head_dim, tied=True, family=family)
 
@@ -82,6 +85,14 @@ _QWEN25_32B = _published(64, 5120, 40, 8, 27648, 152064, 32768, family=QWEN2)
 _OF_8 = ExpertOptions(count=8, chosen=2, width=14336, normalise=True)
 _30B_A3B = ExpertOptions(count=128, chosen=8, width=768, normalise=True)
 _235B_A22B = msgspec.structs.replace(_30B_A3B, width=1536)
+
+_OF_32 = ExpertOptions(count=32, chosen=4, width=2880, over_chosen=True, biases=True)
+_OF_128 = msgspec.structs.replace(_OF_32, count=128)
+_GPT_OSS_20B = msgspec.structs.replace(
+    _published(24, 2880, 64, 8, 2880, 201088, 131072, head_dim=64, family=GPT_OSS, experts=_OF_32),
+    qkv_bias=True,
+    output_bias=True,
+)
 
 PUBLISHED: dict[str, ModelConfig] = {
     "llama-2-7b": _published(32, 4096, 32, 32, 11008, 32000, 4096),
@@ -118,6 +129,11 @@ PUBLISHED: dict[str, ModelConfig] = {
     "gemma-2-27b": _gemma(46, 4608, 32, 16, 36864, GEMMA2, head_dim=128),
     "gemma-3-270m": _gemma(18, 640, 4, 1, 2048, GEMMA3),
     "gemma-3-1b": _gemma(26, 1152, 4, 1, 6912, GEMMA3),
+    "gemma-3-4b": _gemma(34, 2560, 8, 4, 10240, GEMMA3),
+    "gemma-3-12b": _gemma(48, 3840, 16, 8, 15360, GEMMA3),
+    "gemma-3-27b": _gemma(62, 5376, 32, 16, 21504, GEMMA3, head_dim=128),
+    "gpt-oss-20b": _GPT_OSS_20B,
+    "gpt-oss-120b": msgspec.structs.replace(_GPT_OSS_20B, layers=36, experts=_OF_128),
     "granite-3.1-8b": _published(40, 4096, 32, 8, 12800, 49155, 131072, tied=True, family=GRANITE),
     "mistral-nemo": _published(40, 5120, 32, 8, 14336, 131072, 131072, family=MISTRAL),
     "mistral-small-24b": _published(40, 5120, 32, 8, 32768, 131072, 32768, family=MISTRAL),

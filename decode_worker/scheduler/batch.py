@@ -5,12 +5,14 @@ the step short enough for those (`decode_worker.scheduler.pace`). One without a
 block for its next token has no row in the step; it has one again when somebody has made room.
 
 Several tokens can come at once, where a constraint allows but one to follow another: their KV is computed by one row,
-as a prompt's is, or by several where a step has no room for so many beside the others.
+as a prompt's is, or by several where a step has no room for so many beside the others. A row may also have drafts:
+guesses at the tokens to come, whose KV is computed beside its own (`decode_worker.scheduler.drafting`). What was
+guessed wrong counts for nothing: `known` does not cover it, and the next row writes over it.
 
 A step may be planned while the one before it is under way (`is_under_way`): each row goes on behind that one's, also
 behind a token that is still to be drawn. A request that ends meanwhile has one row too many; what it draws is dropped,
 and its blocks are held until that step has ended (`KVCacheManager.launched`). Nothing is planned behind a step where
-some request needs the token first, or room that others would have to give (`goes_on`).
+some request needs the token first, or room that others would have to give (`goes_on`). Drafts need it first.
 """
 
 from collections import deque
@@ -18,14 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
+
 from decode_worker.scheduler.alike import Alike
+from decode_worker.scheduler.drafting import Drafting
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
 from decode_worker.scheduler.pace import Pace
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.samples.beams import Beams
+from engine.drafts import NewDrafter
 from engine.kv.manager import KVCacheManager, Lease
 from engine.plan import CompiledConstraint, finish_reason, is_compiled, row_of, share_budget
-from engine.step import Candidates, Drawn, Row, StepPlan
+from engine.step import Candidates, DeadEnd, Drawn, Row, StepPlan, accepted, run_of
 from engine.types import Beam, DrawnToken, FinishReason, TokenLogprobs, id_of
 from worker.config import DecodeConfig
 
@@ -45,6 +51,7 @@ class _Planned:
     running_rows: int = 0
     prompt_tokens: int = 0
     """Counts those of prompts, and those of runs but for the first of each."""
+    drafts: int = 0
     number: int = 0
 
 
@@ -58,9 +65,11 @@ class Batch:
         kv: KVCacheManager,
         stop_ids: frozenset[int],
         compiled: CompiledConstraint | None = None,
+        drafter: NewDrafter | None = None,
     ) -> None:
         self.alike = Alike(kv)
         self.beams = Beams(kv, stop_ids)
+        self.drafting = Drafting(drafter, config.engine.draft_tokens)
         self.pace = Pace(config.local_chunk_tokens, kv.block_size, config.mixed_step_s)
         self.ready: list[Request] = []
         self.running: list[Request] = []
@@ -81,7 +90,9 @@ class Batch:
         self._under_way: deque[_Planned] = deque()
         self.running_rows = 0
         """Rows of the step that ended last that are not of prompts."""
-        self._prompt_tokens = 0
+        self.drawn_drafts = 0
+        """Drafts of that step that were drawn."""
+        self._prompt_tokens = self._drafts = 0
         self._steps = 0
 
     @property
@@ -134,6 +145,7 @@ class Batch:
                 line.remove(request)
         self.alike.left(request)
         self.beams.drop(request)
+        self.drafting.forget(request)
 
     def wants(self, request: Request) -> list[tuple[Lease, int]]:
         """Return the blocks that its next step needs beyond what is promised, by lease: one but for a search."""
@@ -163,12 +175,41 @@ class Batch:
     def goes_on(self) -> bool:
         """Return True if a step can be planned behind the one under way, and make room for it. A search goes on from
         what that one lists; a request that is to depart, or for whom others must give way, from what it has then."""
+        if any([step.drafts for step in self._under_way]):
+            return False  # how far its rows come is not known
         for request in self.running:
             if request.record.beams is not None or request.yielding:
                 return False
             if not self._ends(request) and not all(self._kv.grow(*want) for want in self.wants(request)):
                 return False
-        return True
+        able = [r for r in self.running if self._may_be_drafted(r) and not self._ends(r)]
+        return not self.drafting.awaits(able, len(self.running))
+
+    def _may_be_drafted(self, request: Request) -> bool:
+        """Return True if it may have drafts in a step that is planned when all its tokens are known: a search draws
+        nothing, and who departs names one token."""
+        record = request.record
+        left = record.max_tokens - request.output_tokens
+        return left > 1 and record.beams is None and not request.yielding
+
+    def _proposed(self, rows: int) -> dict[Request, list[int]]:
+        """Return the drafts of the next step, of `rows`, and have room for them, as far as there is some that nobody
+        needs. Beside prompts, whose tokens fill a step, there are none."""
+        if self.drafting.new is None or self.is_under_way or self.local:
+            return {}
+        able: list[tuple[Request, int]] = []
+        for request in self.running:
+            length = len(request.tokens)
+            if not self._may_be_drafted(request) or request.known != length - 1:
+                continue
+            most = min(self.drafting.most, request.record.max_tokens - request.output_tokens - 1)
+            short = self._kv.shortage(request.lease, length + most)
+            if short and short + len(self.running) <= self._kv.available:
+                self._kv.grow(request.lease, short)
+            able.append((request, min(most, self._kv.room_tokens(request.lease) - length)))
+        # As many logits as a full batch has, or one row with drafts beside it: for so many a step's memory was counted.
+        room = min(self.pace.most_tokens, max(self._max_rows - rows, self.drafting.most))
+        return self.drafting.propose([pair for pair in able if pair[1] > 0], rows, room)
 
     def plan(self, departing: Sequence[Request], now: float) -> StepPlan | None:
         """Return the next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
@@ -181,6 +222,7 @@ class Batch:
         copies = [pair for lease in step.copying for pair in lease.copies]
         # Beside one token each, a step has room for so many: of runs, then of prompts.
         spare = self.pace.most_tokens
+        drafts = self._proposed(len(self.running) + len(departing))
         for request in (*self.running, *departing):
             if self._ends(request) or any(short for _, short in self.wants(request)):
                 continue
@@ -193,11 +235,13 @@ class Batch:
                 rows += more
             else:
                 length, known = self._length(request), self._known(request)
-                self._kv.extend(request.lease, length)
                 end = min(length, known + 1 + spare)
-                spare -= end - known - 1
+                guesses = drafts.get(request, [])[: spare - (end - known - 1)]
+                self._kv.extend(request.lease, length + len(guesses))
+                spare -= end - known - 1 + len(guesses)
                 step.prompt_tokens += end - known - 1
-                rows.append(self._row(step, request, end))
+                step.drafts += len(guesses)
+                rows.append(self._row(step, request, end, guesses))
         step.running_rows = len(rows)
         if self.local:
             # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
@@ -223,10 +267,15 @@ class Batch:
         step.number = self._steps
         return StepPlan(tuple(rows), tuple(copies), self._steps, is_scored)
 
-    def _row(self, step: _Planned, request: Request, end: int) -> Row:
+    def _row(self, step: _Planned, request: Request, end: int, drafts: Sequence[int] = ()) -> Row:
         record, tokens, lease = request.record, request.tokens, request.lease
         follows = end > len(tokens)
-        row = row_of(record, tokens, self._known(request), end, lease.blocks, self.stop_ids, follows=follows)
+        known = self._known(request)
+        self._kv.reach(lease, known, end + len(drafts))
+        own = known, end, lease.blocks, self.stop_ids
+        row = row_of(record, tokens, *own, follows=follows, windows=lease.windows)
+        if drafts:
+            row = msgspec.structs.replace(row, tokens=[*tokens, *drafts], end=end + len(drafts), drafts=len(drafts))
         step.requests.append(request)
         step.rows[request] = row
         step.leases.append(lease)
@@ -234,7 +283,10 @@ class Batch:
 
     def lasted(self, seconds: float) -> None:
         """Note how long the step took that ended last."""
-        self.pace.measured(self.running_rows, self._prompt_tokens, seconds)
+        if not self._prompt_tokens:
+            self.drafting.costs.measured(self.running_rows + self._drafts, seconds)
+        if not self._drafts:
+            self.pace.measured(self.running_rows, self._prompt_tokens, seconds)
 
     @property
     def backlog_tokens(self) -> int:
@@ -258,7 +310,8 @@ class Batch:
         but for those that have ended meanwhile, or had that token already."""
         step = self._under_way.popleft()
         assert step.number == plan.number, "steps end in their order"
-        self.running_rows, self._prompt_tokens = step.running_rows, step.prompt_tokens
+        self.running_rows, self._prompt_tokens, self._drafts = step.running_rows, step.prompt_tokens, step.drafts
+        self.drawn_drafts = 0
         for lease in step.copying:
             self._kv.copied(lease)
         self._kv.ended(step.leases)
@@ -271,7 +324,8 @@ class Batch:
             if row.draw and row.end < len(request.tokens):
                 token = None  # it came with the one before
             if not row.candidates:
-                request.known = row.end
+                request.known = row.end - row.drafts + self._accepted(request, row, token)
+                self._kv.slide(request.lease, request.known)
             if request.state is RequestState.LOCAL and request.is_recovering:
                 self.recomputed_tokens += row.end - row.start
             elif request.state is RequestState.LOCAL:
@@ -279,6 +333,15 @@ class Batch:
             if token is not None:
                 followed.append((request, token))
         return followed
+
+    def _accepted(self, request: Request, row: Row, drawn: Drawn | None) -> int:
+        """Return how many of the row's drafts were drawn: their KV is computed."""
+        if request.state is not RequestState.RUNNING or row.candidates:
+            return 0
+        count = 0 if drawn is None or isinstance(drawn, DeadEnd | tuple) else accepted(row, run_of(drawn))
+        self.drafting.stepped(request, row.drafts, count)
+        self.drawn_drafts += count
+        return count
 
     def append(
         self, request: Request, drawn: Sequence[DrawnToken]
@@ -290,6 +353,8 @@ class Batch:
             room = self._kv.room_tokens(request.lease) - len(request.tokens)
             drawn = drawn[: max(1, room - (MAX_ATTEMPTS - 1 - request.prefill.tries))]
         before, reason = len(request.tokens), None
+        # What a step drew, its row's drafts included, is computed up to the last: what comes behind that was forced.
+        by_step = max(1, request.known - before + 1) if request.state is RequestState.RUNNING else 1
         for token in map(id_of, drawn):
             request.tokens.append(token)
             reason = finish_reason(request.record, request.output_tokens, token, self.stop_ids)
@@ -297,7 +362,7 @@ class Batch:
                 break
         added = len(request.tokens) - before
         self.generated_tokens += added
-        self.forced_tokens += added - 1
+        self.forced_tokens += max(0, added - by_step)
         return drawn[:added], reason
 
     def search(self, request: Request, candidates: Candidates) -> list[Beam] | None:

@@ -28,12 +28,14 @@ from decode_worker.scheduler.events import (
 )
 from decode_worker.scheduler.request import Request, RequestState
 from engine import identity
+from engine.identity import in_group
+from engine.kv.groups import migrated, place
 from engine.kv.manager import KVCacheManager
 from engine.messages import FirstToken, Handoff, Offer, PeerAddress, PrefillFailed, StartPrefill
 from engine.types import Incarnation
-from transfer.handoff.commands import Arrived, Broken, Emit, ExpectedBlock, Fenced, Received
+from transfer.handoff.commands import Arrived, Broken, Emit, ExpectedBlock, Fenced, Received, Rows
 from transfer.handoff.commands import Command as TransferCommand
-from transfer.handoff.conversion import landed_tokens, rows_by_block
+from transfer.handoff.conversion import landed_blocks, landed_tokens, rows_by_block
 from transfer.handoff.receiver import KVReceiver
 
 MAX_ATTEMPTS = 4
@@ -119,8 +121,25 @@ class Handoffs:
         root = identity.root(request.record.space, self.fingerprint)
         identities = identity.blocks(root, tokens, size)
         have = request.have_blocks * own
+        if self.kv.groups:
+            return self._grouped_targets(request, identities)
         rows = rows_by_block(len(tokens), have, size, own, request.lease.blocks)
         return {at: ExpectedBlock(rows[at], identities[at], min(size, len(tokens) - at * size)) for at in rows}
+
+    def _grouped_targets(self, request: Request, identities: list[bytes]) -> dict[int, ExpectedBlock]:
+        """The same where layers are kept in groups: by place, and both sides cut blocks alike."""
+        size, total, tables = self.kv.block_size, len(request.tokens), request.lease.tables
+        targets = {}
+        for at, group in self._migrating(request, total):
+            count = min(size, total - at * size)
+            rows = (Rows(0, tables[group][at], 0, count),)
+            targets[place(at, group, len(tables))] = ExpectedBlock(rows, in_group(identities[at], group), count)
+        return targets
+
+    def _migrating(self, request: Request, tokens: int) -> list[tuple[int, int]]:
+        """Return index and group of each block that a handoff of so many tokens brings."""
+        indices = range(request.have_blocks, self.kv.blocks_for(tokens))
+        return migrated(self.kv.groups, indices, tokens, self.kv.block_size)
 
     def done(self, request: Request) -> None:
         """Forget its handoff: blocks and first token are both here, or nobody wants them."""
@@ -231,7 +250,7 @@ class Handoffs:
         return results
 
     def _arrived(self, request: Request) -> list[HandoffResult]:
-        blocks = len(request.lease.blocks) - request.have_blocks
+        blocks = len(self._migrating(request, request.prefill.handoff_tokens))
         request.origin.migrated_blocks += blocks
         self.note("ok", request, request.origin.migration_s, blocks)
         request.arrived = True
@@ -258,15 +277,20 @@ class Handoffs:
         size, before, sender_size = self.kv.block_size, request.have_blocks, prefill.sender_block_size
         # The token after the last has to be computed from the last: its row is never taken as known.
         limit = min(len(request.tokens) - 1, prefill.handoff_tokens)
-        request.have_blocks = landed_tokens(frozenset(landed), before * size, sender_size, limit) // size
-        landed_blocks = request.have_blocks - before
-        request.origin.migrated_blocks += landed_blocks
+        if self.kv.groups:
+            blocks = landed_blocks(frozenset(landed), before, self.kv.groups, prefill.handoff_tokens, size)
+            request.have_blocks = min(blocks, limit // size)
+            came = len(landed)
+        else:
+            request.have_blocks = landed_tokens(frozenset(landed), before * size, sender_size, limit) // size
+            came = request.have_blocks - before
+        request.origin.migrated_blocks += came
         prefill.attempt += 1
         elsewhere, prefill.elsewhere = prefill.elsewhere, False
         if elsewhere or prefill.tries >= MAX_ATTEMPTS or prefill.worker not in self._peers:
-            self.note("failed", request, 0.0, landed_blocks)
+            self.note("failed", request, 0.0, came)
             return [Unserved(request)]
-        self.note("retry", request, 0.0, landed_blocks)
+        self.note("retry", request, 0.0, came)
         return self.begin(request, now)
 
     def note(self, outcome: str, request: Request, seconds: float = 0.0, blocks: int = 0) -> None:

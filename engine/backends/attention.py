@@ -60,7 +60,7 @@ class AttentionOptions(NamedTuple):
 
 class LayerInput(NamedTuple):
     """The input of one layer's attention. `qkv` is `[rows, heads + 2 * kv_heads, head_dim]`: all rows of the step
-    `batch`. Without `rotation`, nothing is rotated."""
+    `batch`. Without `rotation`, nothing is rotated. `layer` is a block's, in the tables of the layer group `group`."""
 
     layer: int
     qkv: Tensor
@@ -69,6 +69,7 @@ class LayerInput(NamedTuple):
     kv: KVTensors
     norms: HeadNorms | None = None
     options: AttentionOptions = AttentionOptions()
+    group: int = 0
 
 
 class Mixture(NamedTuple):
@@ -123,16 +124,17 @@ class TorchAttention:
         self._heads = heads
         self._stable = stable
         self._dtype = dtype
-        self._plans: dict[int, AttentionPlan] = {}
-        """By window: layers of the same one share theirs."""
-        self._rows: Tensor | None = None
+        self._plans: dict[tuple[int, int], AttentionPlan] = {}
+        """By layer group and window: layers of the same one share theirs."""
+        self._rows: list[Tensor] | None = None
+        """By layer group."""
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         self._plans.clear()
-        self._rows = plan_kv_write(batch.slots, kv.tensor)
+        self._rows = [plan_kv_write(tables.slots, kv.tensor) for tables in batch.groups]
 
     def attend(self, given: LayerInput) -> Tensor:
-        layer, qkv, rotation, batch, kv, norms, options = given
+        layer, qkv, rotation, batch, kv, norms, options, group = given
         if self._rows is None:
             raise RuntimeError("attend before begin")
         kv_heads = kv.tensor.shape[1]
@@ -143,22 +145,23 @@ class TorchAttention:
         if rotation is not None:
             qk = _rotated(qk, rotation)
         q, k = qk.split([self._heads, kv_heads], 1)
-        write_kv(k, qkv[:, -kv_heads:], kv.tensor, layer, self._rows, kv.scales)
+        write_kv(k, qkv[:, -kv_heads:], kv.tensor, layer, self._rows[group], kv.scales)
         out = torch.empty_like(q)
         out[batch.rows :] = 0
         window, scale, softcap, sinks = options
-        plan = self._plan(window, batch, kv)
+        plan = self._plan(group, window, batch, kv)
         paged_attention(q, kv.tensor, layer, plan, out, kv.scales, scale=scale, softcap=softcap, sinks=sinks)
         return out.view(q.shape[0], -1)
 
-    def _plan(self, window: int, batch: ForwardBatch, kv: KVTensors) -> AttentionPlan:
-        """Return the step's plan for layers of this window, made for the first of them."""
-        if window not in self._plans:
-            rows = batch.query_counts, batch.context_lens, batch.block_tables
-            self._plans[window] = plan_attention(
+    def _plan(self, group: int, window: int, batch: ForwardBatch, kv: KVTensors) -> AttentionPlan:
+        """Return the step's plan for layers of this group and window, made for the first of them."""
+        kind = group, window
+        if kind not in self._plans:
+            rows = batch.query_counts, batch.context_lens, batch.groups[group].block_tables
+            self._plans[kind] = plan_attention(
                 *rows, kv.tensor, self._heads, self._stable, dtype=self._dtype, window=window
             )
-        return self._plans[window]
+        return self._plans[kind]
 
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:

@@ -23,33 +23,34 @@ class NativeAttention(TorchAttention):
     def __init__(self, heads: int, kernels: Native) -> None:
         super().__init__(heads, stable=True, dtype=torch.float32)
         self._kernels = kernels
-        self._sequences: Sequences | None = None
-        self._slots: Tensor | None = None
+        self._sequences: list[Sequences] | None = None
+        """By layer group."""
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         if not attends(kv):
             super().begin(batch, kv)
             return
-        self._slots = batch.slots
-        self._sequences = Sequences.of(batch.query_counts, batch.context_lens, batch.block_tables)
+        self._sequences = [
+            Sequences.of(batch.query_counts, batch.context_lens, tables.block_tables) for tables in batch.groups
+        ]
 
     def attend(self, given: LayerInput) -> Tensor:
-        layer, qkv, rotation, batch, kv, norms, options = given
+        layer, qkv, rotation, batch, kv, norms, options, group = given
         if not attends(kv):
             return super().attend(given)
-        if self._sequences is None or self._slots is None:
+        if self._sequences is None:
             raise RuntimeError("attend before begin")
         _, kv_heads, layers, _, block_size, head_dim = kv.tensor.shape
         shape = PoolShape(kv_heads, layers, block_size, head_dim)
         tables = None if rotation is None else (rotation.cos, rotation.sin)
         self._kernels.rotate_and_write(
-            qkv, self._heads, tables, batch.positions, norms, kv.tensor, shape, layer, self._slots
+            qkv, self._heads, tables, batch.positions, norms, kv.tensor, shape, layer, batch.groups[group].slots
         )
         out = torch.empty(len(qkv), self._heads * head_dim)
         out[batch.rows :] = 0
         window, scale, softcap, sinks = options
         self._kernels.attend(
-            *(qkv, self._heads, self._sequences, kv.tensor, shape, layer, out),
+            *(qkv, self._heads, self._sequences[group], kv.tensor, shape, layer, out),
             window=window,
             scale=scale,
             softcap=softcap,
@@ -72,4 +73,9 @@ class NativeAttention(TorchAttention):
 
 def attends(kv: KVTensors) -> bool:
     """True where the native kernels can read and write this pool."""
-    return kv.tensor.dtype in STORAGE and kv.tensor.shape[-1] % _LANES == 0
+    return attends_to(kv.tensor.dtype, kv.tensor.shape[-1])
+
+
+def attends_to(dtype: torch.dtype, head_dim: int) -> bool:
+    """The same of a pool of this type and head size."""
+    return dtype in STORAGE and head_dim % _LANES == 0

@@ -3,7 +3,8 @@
 The largest step of a worker is one chunk of a prompt together with a full batch of decoding sequences, all at the end
 of a full context. Its peak is found in two ways, by the same count of live tensor bytes:
 
-- **measured**: the step is run, with the prepared weights, the real runner and a sampler with every option on;
+- **measured**: the step is run, with the real runner and a sampler with every option on, and with weights of zeros:
+  pages that are only read take no memory, and all rows go to the same experts, which is the most that can be;
 - **estimated**: the engine's own forward pass is run over tensors without memory, for any shape of model.
 
 Nothing but the residual stream outlives a layer, so two layers reach the peak of all of them. What operators hold
@@ -28,7 +29,6 @@ from engine.config import StepLimits
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES, layer_key
 from engine.model.llama import Llama
-from engine.model.prepared.loading import map_weights
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
 from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV, PoolFile
@@ -105,7 +105,7 @@ def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits, kv_d
     """Bytes; runs two small steps and one maximal one, over a pool of one block. `kv_dtype` is the model's unless
     given. Raises ModelError."""
     shape = _shallow(ModelConfig.load(model_dir))
-    model = Llama(shape, map_weights(model_dir))
+    model = Llama(shape, _weights(shape, TORCH_DTYPES[shape.dtype]))
     one, two = blank_row(1, 2, block_size), blank_row(2, 2, block_size)
     with closing(PagedKV(shape.kv_layout(block_size, kv_dtype), 1)) as kv, LiveBytes() as counter:
         for rows in ([two], [one, two], _largest(limits, shape, block_size)):
@@ -138,7 +138,7 @@ def estimate_workspace(
     with FakeTensorMode(), torch.inference_mode():
         memory = torch.empty(1, layout.block_bytes, dtype=torch.uint8)
         kv = KVTensors(layout, memory, PoolFile("headrace-estimate", 1))
-        model = Llama(shape, _weights(shape, kind))
+        model = Llama(msgspec.structs.replace(shape, dtype=dtype), _weights(shape, kind))
         with counter:
             # Steps see the pool, through views of it; it is not theirs.
             memory.view(-1)
@@ -190,7 +190,7 @@ def _weights(shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     for layer in range(shape.layers):
         wanted = (weight for weight in family.layer_weights if weight.present(shape, layer))
         named += [(layer_key(layer, weight.name), weight) for weight in wanted]
-    return {name: torch.empty(weight.shape(shape), dtype=dtype) for name, weight in named}
+    return {name: torch.zeros(weight.shape(shape), dtype=dtype) for name, weight in named}
 
 
 def _largest(limits: StepLimits, shape: ModelConfig, block_size: int) -> list[Row]:

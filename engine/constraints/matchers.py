@@ -68,6 +68,13 @@ class _Standing:
         tokens = matcher.compute_ff_tokens()
         return tokens[0] if tokens and not matcher.is_error() else None
 
+    def ahead(self, new: Sequence[int]) -> "_Standing | None":
+        """Return one that stands behind `new` tokens more, and leave this one where it is; None where they are not
+        allowed."""
+        standing = _Standing(self.constraint, self.matcher.deep_copy(), self._ends)
+        standing.tokens = [*self.tokens, *new]
+        return standing if standing.matcher.consume_tokens(list(new)) else None
+
     def go_on(self, most: int) -> list[int]:
         """Stand behind up to `most` tokens more, each of which must come; return them. One that ends the answer is the
         last."""
@@ -125,7 +132,8 @@ class Matchers:
         return self._grammar(constraint).done()
 
     def begin(self, rows: Sequence[Row]) -> "Future[list[Mask]]":
-        """Compute what may follow each of `rows`, which have constraints, while the caller does something else."""
+        """Compute what may follow each of `rows`, which have constraints, while the caller does something else. Rows of
+        one request stand together, each behind more tokens; all but the first are guesses."""
         outputs = [row.tokens[row.record.prompt_tokens :] for row in rows]
         return self._masking.submit(self._masks, rows, outputs)
 
@@ -155,7 +163,25 @@ class Matchers:
         return DrawnRun((first, *[forced_token(one, record) for one in run])) if run else first
 
     def _masks(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]]) -> list[Mask]:
-        made = [self._forced(row, output) for row, output in zip(rows, outputs, strict=True)]
+        made: list[Mask | LLMatcher] = []
+        latest: tuple[RequestId, _Standing | None] | None = None
+        for row, output in zip(rows, outputs, strict=True):
+            if latest is not None and latest[0] == row.request:
+                # Where the guesses before it are not allowed, nobody asks what it draws.
+                before = latest[1]
+                standing = None if before is None else before.ahead(output[len(before.tokens) :])
+                made.append(only(0) if standing is None else self._say(standing))
+            else:
+                try:
+                    standing = self._stand(row, output)
+                    made.append(self._say(standing))
+                except FieldError as error:
+                    standing = None
+                    made.append(DeadEnd(str(error)))
+                except ModelError as error:
+                    standing = None
+                    made.append(DeadEnd(str(error), "INTERNAL"))
+            latest = row.request, standing
         hard = [at for at, one in enumerate(made) if isinstance(one, LLMatcher)]
         matchers = [one for one in made if isinstance(one, LLMatcher)]
         for at, mask in zip(hard, self._computed(matchers), strict=True):
@@ -164,14 +190,9 @@ class Matchers:
             self._standing.popitem(last=False)
         return [one for one in made if not isinstance(one, LLMatcher)]
 
-    def _forced(self, row: Row, output: Sequence[int]) -> Mask | LLMatcher:
+    @staticmethod
+    def _say(standing: _Standing) -> Mask | LLMatcher:
         """Return the mask where it is known without looking at every token, else the matcher that is to say it."""
-        try:
-            standing = self._stand(row, output)
-        except FieldError as error:
-            return DeadEnd(str(error))
-        except ModelError as error:
-            return DeadEnd(str(error), "INTERNAL")
         forced = standing.forced()
         return standing.matcher if forced is None else only(forced)
 

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from engine.kv.groups import LayerGroup
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a weight, and of a KV value that is kept in the type it was computed in."""
 
@@ -38,6 +40,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     first_head: int = 0
     total_heads: int = 0
     """0 stands for as many as are held here."""
+    groups: tuple[LayerGroup, ...] = ()
+    """The groups that the model's layers are kept in, each in blocks of its own (docs/layer-groups.md); empty: one.
+    `layers` are those of a block, as many as the first group has."""
 
     def __post_init__(self) -> None:
         if self.dtype not in KV_DTYPES:
@@ -48,8 +53,29 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise ValueError(f"every size of a KV layout must be at least 1: {self}")
         if self.scale_bytes and self.head_dim % self.scale_bytes:
             raise ValueError(f"head_dim {self.head_dim} leaves the scales of {self.dtype} unaligned")
+        if self.groups and (len(self.groups[0].layers) != self.layers or self.groups[0].window):
+            raise ValueError(f"the first of {self.groups} does not fill blocks of {self.layers} layers")
+        if any(not 0 < len(group.layers) <= self.layers or group.window < 1 for group in self.groups[1:]):
+            raise ValueError(f"{self.groups} do not fit blocks of {self.layers} layers")
         if not 0 <= self.first_head <= self.total_heads - self.kv_heads:
             raise ValueError(f"{self} holds heads that its model does not have")
+
+    @property
+    def group_count(self) -> int:
+        return len(self.groups) or 1
+
+    @property
+    def windows(self) -> tuple[LayerGroup, ...]:
+        """The groups but the first."""
+        return self.groups[1:]
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each layer of the model, its group and its number in that group's blocks."""
+        if not self.groups:
+            return tuple((0, layer) for layer in range(self.layers))
+        at = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        return tuple(at[layer] for layer in range(len(at)))
 
     @property
     def heads(self) -> range:
@@ -96,4 +122,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def describe(self) -> dict[str, Any]:
         """Return the layout as plain data, for `Hello.layout`."""
-        return dict(msgspec.to_builtins(self))
+        described = dict(msgspec.to_builtins(self))
+        if not self.groups:
+            del described["groups"]
+        return described

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from engine.kv.block_pool import BlockState
+from engine.kv.groups import GONE
 from engine.kv.manager import KVCacheManager
 from engine.types import BlockId
 
@@ -51,7 +52,8 @@ class BlockLedger:
         kv, pool = self._kv, self._kv.pool
         holders: Counter[BlockId] = Counter()
         for lease in kv.leases():
-            holders.update(lease.blocks)
+            for table in lease.tables:
+                holders.update(block for block in table if block != GONE)
             holders.update(source for source, _ in lease.copies)
             holders.update(lease.displaced)
         free = Counter(pool.free_list)

@@ -17,44 +17,45 @@ comes back by `engine.kv.tiers.fetches`.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from engine.kv.block_pool import BlockPool, BlockState
-from engine.kv.radix_cache import TOKEN_BYTES, Node, RadixCache
+from engine.kv.groups import GONE, LayerGroup
+from engine.kv.lease import Lease as Lease
+from engine.kv.radix_cache import TOKEN_BYTES, Match, Node, RadixCache
 from engine.kv.tiers.tiers import Tiers
+from engine.kv.windows import WindowTables
 from engine.types import BlockId
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Lease:
-    """Mutable; owned by the scheduler that acquired it, changed by the manager only."""
-
-    blocks: list[BlockId]
-    cached_tokens: int
-    copies: list[tuple[BlockId, BlockId]]
-    """(source, target) block copies to be made before the first step; then call `KVCacheManager.copied`."""
-    promised: int
-    namespace: bytes
-    path: list[Node]
-    """Committed nodes, one per leading block."""
-    released: bool = False
-    steps: int = 0
-    """Steps under way that read or write its blocks."""
-    displaced: list[BlockId] = field(default_factory=list)
-    """Blocks that gave way to others of the same content, and that steps under way still read."""
-    tail: Sequence[int] = ()
-    """What is to be committed with its tail, when those steps have ended."""
 
 
 class KVCacheManager:
     """Owner: the engine thread. Expected shortage is None or False, never an exception."""
 
-    def __init__(self, blocks: int, block_size: int, fingerprint: str, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        fingerprint: str,
+        tiers: Tiers | None = None,
+        groups: Sequence[LayerGroup] = (),
+        ahead_tokens: int = 0,
+    ) -> None:
+        """`groups` are the layers' (`KVLayout.groups`). Where there are several, `ahead_tokens` says how many tokens
+        of a sequence the steps under way compute at most. Raises ValueError for several groups with tiers."""
+        if groups and tiers is not None:
+            raise ValueError("lower tiers take no blocks of several layer groups")
         self.tiers = tiers
+        self.groups = tuple(groups)
         self.pool = BlockPool(blocks)
-        self.cache = RadixCache(block_size, fingerprint, blocks)
+        self.cache = RadixCache(block_size, fingerprint, blocks, groups[1:])
         self.block_size = block_size
+        self.windows: WindowTables | None = None
+        """The tables of the layer groups but the first, where there are several."""
+        if groups:
+            self.windows = WindowTables(
+                *(groups[1:], block_size, ahead_tokens, self.pool, self.cache),
+                *(self._allocate, self._let_go, self._free),
+            )
         self._promised = 0
         self._handed_out: list[BlockId] = []
         self._evicted: list[bytes] = []
@@ -75,10 +76,16 @@ class KVCacheManager:
     @property
     def available(self) -> int:
         """Blocks that a new lease could have: free or evictable, and promised to nobody."""
-        return self.pool.free + self.cache.idle - self._promised
+        charged = self._promised if self.windows is None else self._promised + self.windows.charged
+        return self.pool.free + self.cache.idle - charged
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def pool_blocks_for(self, tokens: int) -> int:
+        """Return the most blocks of the pool that a sequence of so many tokens holds at once, of all layer groups."""
+        blocks = self.blocks_for(tokens)
+        return blocks if self.windows is None else blocks + sum(self.windows.charges(blocks))
 
     def matched_tokens(self, namespace: bytes, tokens: Sequence[int], limit: int) -> int:
         """Return how many of `tokens[:limit]` are cached, to the token."""
@@ -110,20 +117,22 @@ class KVCacheManager:
         new blocks are RESERVED until `landed`. None when there is no room that leaves `spare` blocks to others; then
         nothing has changed.
         """
-        match = self.cache.match(namespace, tokens, match_limit)
-        partial = None if migrating else match.partial
-        shared = [node.block for node in match.nodes]
-        new = self.blocks_for(room_tokens) - len(shared)
+        match = self.cache.match(namespace, tokens, match_limit, whole=migrating)
         promised = max(0, self.blocks_for(grow_tokens) - self.blocks_for(room_tokens))
-        room = self.available - sum(map(self._is_idle, shared)) - new - promised - spare
-        if partial is not None and room < self._is_idle(partial.block):
-            partial = None  # the copy's source is the very block that is needed
+        partial, room = match.partial, self._room_beside(match, room_tokens, promised, migrating) - spare
+        if partial is not None and room < self._idle_in(partial):
+            # The copy's source is the very block that is needed.
+            partial, match = None, self.cache.match(namespace, tokens, match_limit, whole=True)
+            room = self._room_beside(match, room_tokens, promised, migrating) - spare
         if room < 0:
             return None
+        shared = [node.block for node in match.nodes]
         for block in shared:
             self._hold(block)
         if partial is not None:
             self._hold(partial.block)
+        tables = None if self.windows is None else self.windows.hold(match)
+        new = self.blocks_for(room_tokens) - len(shared)
         own = self._allocate(namespace, new, BlockState.RESERVED if migrating else BlockState.ACTIVE)
         self._promised += promised
         lease = Lease(shared + own, len(shared) * self.block_size, [], promised, namespace, match.nodes)
@@ -131,13 +140,47 @@ class KVCacheManager:
         if partial is not None:
             lease.copies.append((partial.block, own[0]))
             lease.cached_tokens += match.partial_tokens
+        if self.windows is not None and tables is not None:
+            self.windows.open(lease, tables, self._window_charges(match, room_tokens, promised, migrating))
+            if migrating:
+                self.windows.reserve(lease, len(shared), room_tokens)
+            elif partial is not None:
+                lease.copies += self.windows.copy(lease, partial, len(shared))
         return lease
 
-    def promise(self, namespace: bytes, blocks: int, spare: int = 0) -> Lease | None:
-        """Return a lease of no blocks that may grow to `blocks`, for a fork to come; None when there is no room that
-        leaves `spare` blocks to others."""
-        tokens = blocks * self.block_size
-        return self.acquire(namespace, (), match_limit=0, room_tokens=0, grow_tokens=tokens, spare=spare)
+    def _room_beside(self, match: Match, room_tokens: int, promised: int, migrating: bool) -> int:
+        """Return how many blocks are left to others where such a lease is given."""
+        new = self.blocks_for(room_tokens) - len(match.nodes)
+        charges = self._window_charges(match, room_tokens, promised, migrating)
+        return self.available - sum(self._is_idle(node.block) for node in match.nodes) - new - promised - sum(charges)
+
+    def _window_charges(self, match: Match, room_tokens: int, promised: int, migrating: bool) -> list[int]:
+        if self.windows is None:
+            return []
+        blocks = self.blocks_for(room_tokens)
+        charges = self.windows.charges(blocks + promised)
+        return self.windows.migrating(charges, match, room_tokens, promised) if migrating else charges
+
+    def _idle_in(self, partial: Node) -> int:
+        """Return how many blocks others have less while a copy is made of a node's."""
+        return self._is_idle(partial.block) + len(partial.windows or ())
+
+    def promise(self, namespace: bytes, blocks: int, spare: int = 0, to_share: int | None = None) -> Lease | None:
+        """Return a lease of no blocks that may grow to `blocks`, for a fork to come, beside `to_share` leading ones of
+        its parent; None when there is no room that leaves `spare` blocks to others."""
+        if self.windows is None:
+            tokens = blocks * self.block_size
+            return self.acquire(namespace, (), match_limit=0, room_tokens=0, grow_tokens=tokens, spare=spare)
+        # One that is promised nothing yet is charged when it grows.
+        is_fork = to_share is not None and blocks > 0
+        charges = self.windows.for_fork(blocks + (to_share or 0)) if is_fork else self.windows.charges(0)
+        if self.available < blocks + sum(charges) + spare:
+            return None
+        self._promised += blocks
+        lease = Lease([], 0, [], blocks, namespace, [], to_share=to_share)
+        self._leases[lease] = None
+        self.windows.open(lease, tuple([] for _ in charges), charges)
+        return lease
 
     def fork(self, parent: Lease, child: Lease, tokens: int) -> None:
         """`child`, which holds nothing yet, begins with the parent's first `tokens` tokens, all of them computed.
@@ -160,6 +203,7 @@ class KVCacheManager:
         for block in child.blocks:
             self._hold(block)
         child.cached_tokens = tokens
+        child.to_share = None
         if rest:
             boundary = parent.blocks[whole]
             # A copy that the parent itself awaits dies with it: the child makes its own from the same block.
@@ -168,6 +212,8 @@ class KVCacheManager:
             self._hold(source)
             self.extend(child, tokens)
             child.copies = [(source, child.blocks[whole])]
+        if self.windows is not None:
+            child.copies += self.windows.fork(parent, child, tokens)
 
     def extend(self, lease: Lease, tokens: int, *, migrating: bool = False) -> None:
         """Blocks for `tokens` tokens, out of the lease's promise; `migrating`: their content is to land. Raises
@@ -181,6 +227,31 @@ class KVCacheManager:
         self._promised -= missing
         state = BlockState.RESERVED if migrating else BlockState.ACTIVE
         lease.blocks += self._allocate(lease.namespace, missing, state)
+        if self.windows is not None:
+            self.windows.lengthen(lease)
+            if migrating:
+                self.windows.reserve(lease, len(lease.path), tokens)
+
+    def reach(self, lease: Lease, start: int, end: int) -> None:
+        """Have the window groups' blocks, too, that computing the tokens from `start` to `end` writes. The lease has
+        blocks for `end` tokens."""
+        if self.windows is not None:
+            self.windows.reach(lease, start, end)
+
+    def slide(self, lease: Lease, tokens: int) -> None:
+        """Let go what window groups do not need any more where `tokens` tokens are computed: the steps under way, and
+        those to come, compute from there on."""
+        if self.windows is not None and not lease.released:
+            self.windows.slide(lease, tokens)
+
+    def restart(self, lease: Lease, known: int) -> None:
+        """Compute everything behind `known` tokens here: what is behind them in the lease is not theirs."""
+        if self.windows is not None:
+            self.windows.drop_behind(lease, self.blocks_for(known))
+
+    def can_fork(self, parent: Lease, tokens: int) -> bool:
+        """Return True where the parent still has what computing on from `tokens` of its tokens takes."""
+        return self.windows is None or self.windows.can_fork(parent, tokens)
 
     def room_tokens(self, lease: Lease) -> int:
         """Return the tokens that the lease has blocks for, or is promised."""
@@ -188,20 +259,31 @@ class KVCacheManager:
 
     def shortage(self, lease: Lease, tokens: int) -> int:
         """Blocks that the lease neither has nor is promised, of those that `tokens` tokens need."""
-        return max(0, self.blocks_for(tokens) - len(lease.blocks) - lease.promised)
+        return max(0, self.blocks_for(tokens) - len(lease.blocks) - lease.promised - (lease.to_share or 0))
+
+    def cost(self, lease: Lease, blocks: int) -> int:
+        """Return how many blocks of the pool it takes to promise the lease `blocks` more."""
+        if self.windows is None or not blocks:
+            return blocks
+        return blocks + self.windows.rise(lease, blocks)
 
     def grow(self, lease: Lease, blocks: int) -> bool:
         """Promise the lease `blocks` more; False, and nothing changed, where so many are not there."""
-        if blocks > self.available:
+        if self.cost(lease, blocks) > self.available:
             return False
+        if self.windows is not None and blocks:
+            self.windows.grow(lease, blocks)
         lease.promised += blocks
         self._promised += blocks
         return True
 
     def copied(self, lease: Lease) -> None:
         """The lease's copies have been made: their sources are let go."""
-        for source, _ in lease.copies:
-            self._let_go(source)
+        for at, (source, _) in enumerate(lease.copies):
+            if at and self.windows is not None:
+                self.windows.give_back(source)
+            else:
+                self._let_go(source)
         lease.copies = []
 
     def landed(self, lease: Lease) -> None:
@@ -209,6 +291,8 @@ class KVCacheManager:
         for block in lease.blocks:
             if self.pool.state(block) is BlockState.RESERVED:
                 self.pool.landed(block)
+        if self.windows is not None:
+            self.windows.landed(lease)
 
     def commit(self, lease: Lease, tokens: Sequence[int], *, tail: bool = False) -> None:
         """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far; one whose
@@ -247,6 +331,8 @@ class KVCacheManager:
                     self._let_go(block)
             if self.tiers is not None:
                 self._identities.add(node.identity)
+            if self.windows is not None:
+                self.windows.index(lease, start // size, node)
             path.append(node)
         if cached and self.tells_cached:
             self._cached.append((above, cached))
@@ -254,7 +340,9 @@ class KVCacheManager:
     def adopt(self, lease: Lease, tokens: Sequence[int]) -> int:
         """Put what is cached of the whole blocks of `tokens`, behind what the lease has committed, in the place of its
         own blocks, which nobody has written or will read. Return how many leading tokens of the lease are computed."""
-        matched = self.cache.match(lease.namespace, tokens, len(tokens)).nodes
+        matched = self.cache.match(lease.namespace, tokens, len(tokens), whole=True).nodes
+        if self.windows is not None and len(matched) > len(lease.path):
+            self.windows.replace(lease, matched)
         for at in range(len(lease.path), len(matched)):
             node, own = matched[at], lease.blocks[at]
             self._hold(node.block)
@@ -266,7 +354,8 @@ class KVCacheManager:
     def quarantine(self, lease: Lease) -> None:
         """The request is over, but a peer may still read these blocks: they stay held, and are shown as such, until
         the lease is released. Blocks that others hold too stay active."""
-        for block in lease.blocks:
+        held = () if self.windows is None else self.windows.holders(lease)
+        for block in (*lease.blocks, *held):
             if self.pool.refs(block) == 1:
                 self.pool.quarantine(block)
 
@@ -278,6 +367,8 @@ class KVCacheManager:
         lease.released = True
         self._promised -= lease.promised
         lease.promised = 0
+        if self.windows is not None:
+            self.windows.forgo(lease)
         if not lease.steps:
             self._give_back(lease)
 
@@ -306,6 +397,8 @@ class KVCacheManager:
         self.copied(lease)
         for block in reversed(lease.blocks):
             self._let_go(block)
+        if self.windows is not None:
+            self.windows.close(lease)
 
     # what the shell must know
 
@@ -347,12 +440,20 @@ class KVCacheManager:
         """Recompute every invariant of pool and cache and of what joins them."""
         self.pool.check()
         self.cache.check()
-        assert 0 <= self._promised <= self.pool.free + self.cache.idle, self
+        assert self._promised >= 0 and self.available >= 0, self
+        if self.windows is not None:
+            self.windows.check(list(self._leases))
         cached = 0
         for node in self.cache.nodes():
             state = self.pool.state(node.block)
             assert state is not BlockState.FREE and state is not BlockState.RESERVED
             cached += state is BlockState.CACHED
+            for block in node.windows or ():
+                if block != GONE:
+                    is_idle = self._is_idle(block)
+                    assert is_idle or state is not BlockState.CACHED, "whoever holds a window's block holds its node"
+                    cached += is_idle
+                    assert self._owners[block] == node.namespace
             if state is not BlockState.CACHED and node.parent is not None and node.parent.block >= 0:
                 assert not self._is_idle(node.parent.block), "a held block's parent is held"
         assert cached == self.cache.idle == self.pool.counts()["cached"]
@@ -402,10 +503,18 @@ class KVCacheManager:
         return blocks
 
     def _evict(self, namespace: bytes) -> None:
-        node = self.cache.evict(namespace)
+        block = self.cache.shares.pop(namespace)
+        node = self.cache.forget(block)
+        if node.block != block:
+            self._free(block)
+            return
+        for group, window in enumerate(node.windows or ()):
+            if window != GONE:
+                self.cache.unbind(node, group)
+                self._free(window)
         if not self._demote(node):
             self._evicted.append(node.identity)
-        self._free(node.block)
+        self._free(block)
 
     def _demote(self, node: Node) -> bool:
         if self.tiers is None:

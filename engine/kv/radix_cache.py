@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from engine import identity
 from engine.identity import owner
+from engine.kv.groups import GONE, LayerGroup
 from engine.kv.shares import CacheShares
 from engine.kv.sorted_keys import SortedKeys
 from engine.types import BlockId
@@ -28,13 +29,17 @@ class Node:
     """One cached block. `key` are its tokens, packed; in a root it is the namespace and `block` is -1. Identity is by
     object."""
 
-    __slots__ = ("block", "children", "identity", "key", "namespace", "order", "parent")
+    __slots__ = ("block", "children", "identity", "key", "namespace", "order", "parent", "windows")
 
-    def __init__(self, parent: "Node | None", key: bytes, block: BlockId, ident: bytes) -> None:
+    def __init__(
+        self, parent: "Node | None", key: bytes, block: BlockId, ident: bytes, windows: list[BlockId] | None = None
+    ) -> None:
         self.parent = parent
         self.key = key
         self.namespace: bytes = key if parent is None else parent.namespace
         self.block = block
+        self.windows = windows
+        """What the layer groups but the first have of it, GONE where they have nothing; None: there is one group."""
         self.identity = ident
         self.children: dict[bytes, Node] = {}
         self.order: SortedKeys | None = None
@@ -77,9 +82,13 @@ class RadixCache:
     Tokens are 0 .. 2**32 - 1, else struct.error is raised.
     """
 
-    def __init__(self, block_size: int, fingerprint: str, blocks: int = 0) -> None:
-        """`blocks` is the size of the pool, of which namespaces have shares."""
+    def __init__(
+        self, block_size: int, fingerprint: str, blocks: int = 0, windows: Sequence[LayerGroup] = ()
+    ) -> None:
+        """`blocks` is the size of the pool, of which namespaces have shares; `windows` are the layer groups but the
+        first, if there are several."""
         self.block_size = block_size
+        self._windows = tuple(windows)
         self._fingerprint = fingerprint
         self._pack = Struct(f"<{block_size}I").pack
         self._roots: dict[bytes, Node] = {}
@@ -94,8 +103,42 @@ class RadixCache:
         """Blocks that could be evicted, one after the other."""
         return self.shares.idle
 
-    def match(self, namespace: bytes, tokens: Sequence[int], limit: int) -> Match:
-        """The longest cached prefix of `tokens[:limit]`. Changes nothing."""
+    def match(self, namespace: bytes, tokens: Sequence[int], limit: int, *, whole: bool = False) -> Match:
+        """The longest cached prefix of `tokens[:limit]`, from whose end can be computed on; `whole`: of whole blocks.
+        Changes nothing."""
+        found = self._longest(namespace, tokens, limit)
+        if self._windows:
+            return self._in_windows(found, whole)
+        return Match(found.nodes) if whole else found
+
+    def _in_windows(self, found: Match, whole: bool) -> Match:
+        """Cut a match to where every window group has the blocks that the next token sees."""
+        size, best = self.block_size, 0
+        runs = [0] * len(self._windows)
+        for at, node in enumerate(found.nodes, 1):
+            self._count(runs, node)
+            if self._suffice(runs, at, at * size):
+                best = at
+        if best < len(found.nodes) or whole or found.partial is None:
+            partial = None
+        else:
+            partial = found.partial
+            self._count(runs, partial)
+            if not self._suffice(runs, best + 1, best * size + found.partial_tokens):
+                partial = None
+        return Match(found.nodes[:best], partial, found.partial_tokens if partial is not None else 0)
+
+    def _count(self, runs: list[int], node: Node) -> None:
+        assert node.windows is not None
+        for group, block in enumerate(node.windows):
+            runs[group] = 0 if block == GONE else runs[group] + 1
+
+    def _suffice(self, runs: Sequence[int], blocks: int, tokens: int) -> bool:
+        """Return True if the last `runs` of `blocks` blocks are all that computing on from `tokens` tokens reads."""
+        windows = zip(self._windows, runs, strict=True)
+        return all(run >= blocks - group.first_needed(tokens, self.block_size) for group, run in windows)
+
+    def _longest(self, namespace: bytes, tokens: Sequence[int], limit: int) -> Match:
         nodes: list[Node] = []
         node = self._roots.get(namespace)
         if node is None:
@@ -144,7 +187,8 @@ class RadixCache:
                 shorter = parent.children[near].block
                 if (parent.namespace, shorter) in self.shares:
                     self.shares.let_go(parent.namespace, shorter, first=True)
-        child = Node(parent, key, block, identity.extend_packed(parent.identity, key))
+        windows = [GONE] * len(self._windows) if self._windows else None
+        child = Node(parent, key, block, identity.extend_packed(parent.identity, key), windows)
         parent.add(child)
         self._by_block[block] = child
         return child
@@ -157,6 +201,19 @@ class RadixCache:
         node.block = block
         self._by_block[block] = node
         return old
+
+    def bind(self, node: Node, group: int, block: BlockId) -> None:
+        """Index what a window group, counted without the first group, has of a node's tokens. It had nothing."""
+        assert node.windows is not None and node.windows[group] == GONE
+        node.windows[group] = block
+        self._by_block[block] = node
+
+    def unbind(self, node: Node, group: int) -> None:
+        """Index nothing there any more; the block that was indexed is idle."""
+        assert node.windows is not None
+        block, node.windows[group] = node.windows[group], GONE
+        self.shares.occupy(node.namespace, block)
+        del self._by_block[block]
 
     def holds(self, block: BlockId) -> bool:
         return block in self._by_block
@@ -173,7 +230,16 @@ class RadixCache:
 
     def evict(self, namespace: bytes) -> Node:
         """Forget the least recently used block of a namespace that nobody holds. Raises KeyError when there is none."""
-        node = self._by_block.pop(self.shares.pop(namespace))
+        return self.forget(self.shares.pop(namespace))
+
+    def forget(self, block: BlockId) -> Node:
+        """Forget a block that stands in no line, and return its node: gone with it, or, where the block was a window
+        group's, with a gap in its place."""
+        node = self._by_block.pop(block)
+        if block != node.block:
+            assert node.windows is not None
+            node.windows[node.windows.index(block)] = GONE
+            return node
         parent = node.parent
         assert parent is not None and not node.children, "a node was evicted before its children"
         parent.remove(node)
@@ -186,7 +252,9 @@ class RadixCache:
         return self._by_block.get(block)
 
     def nodes(self) -> Iterator[Node]:
-        return iter(self._by_block.values())
+        if not self._windows:
+            return iter(self._by_block.values())
+        return (node for block, node in self._by_block.items() if node.block == block)
 
     def check(self) -> None:
         """Recompute the shape of the tree and the order of the line."""
@@ -203,15 +271,18 @@ class RadixCache:
                 tokens = len(key) // TOKEN_BYTES
                 assert child.key == key and child.parent is node and 0 < tokens <= self.block_size
                 assert tokens == self.block_size or not child.children, "a partial block has a child"
-                assert child.block not in seen
-                seen[child.block] = child
+                assert (child.windows is None) == (not self._windows)
+                for block in (child.block, *(block for block in child.windows or () if block != GONE)):
+                    assert block not in seen
+                    seen[block] = child
                 stack.append(child)
         assert seen == self._by_block
         place = {block: at for _, line in self.shares.lines() for at, block in enumerate(line)}
         lines = self.shares.lines()
         assert all(owner(self._by_block[block].namespace) == name for name, line in lines for block in line)
         for block, at in place.items():
-            for child in self._by_block[block].children.values():
+            node = self._by_block[block]
+            for child in node.children.values() if node.block == block else ():
                 assert place.get(child.block, at) < at, "a parent stands before its child"
 
     def _key(self, tokens: Sequence[int]) -> bytes:

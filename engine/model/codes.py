@@ -5,9 +5,9 @@ rounding wherever an offset is added, so a fused multiply-add gives the bits of 
 sees to that (`engine.model.files.integers` for what others have trained with wider scales).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,35 +69,28 @@ class Codes:
         return Codes(self.codes[first:end], self.scales[first:end], offsets, self.form)
 
 
-def stack(parts: Sequence[Codes]) -> Codes | None:
-    """Return the rows of all parts under each other, in the smallest form that has them all; None where there is no
-    such form."""
-    forms = {part.form for part in parts}
-    if len(parts) == 1:
-        return parts[0]
-    if len(forms) > 1:
-        if "f8" in forms:
-            return None
-        halved, offset = bool(forms & set(HALVED)), bool(forms & set(WITH_OFFSETS))
-        parts = [_as_bytes(part, halved, offset) for part in parts]
-    codes = np.concatenate([part.codes for part in parts])
-    scales = np.concatenate([part.scales for part in parts])
-    offsets = [part.offsets for part in parts if part.offsets is not None]
-    return Codes(codes, scales, np.concatenate(offsets) if offsets else None, parts[0].form)
+def common_form(forms: Collection[str]) -> Form | None:
+    """Return the smallest form that has the values of all these exactly; None where there is none."""
+    if len(set(forms)) == 1:
+        return cast(Form, next(iter(forms)))
+    if "f8" in forms:
+        return None
+    named: dict[tuple[bool, bool], Form] = {(False, False): "q8", (False, True): "a8", (True, False): "h8"}
+    halved, offset = (any(form in kind for form in forms) for kind in (HALVED, WITH_OFFSETS))
+    return named.get((halved, offset), "x8")
 
 
-def _as_bytes(part: Codes, halved: bool, offset: bool) -> Codes:
-    """Return the same values in 8 bits, with scales of half groups or with offsets."""
+def recoded(part: Codes, form: Form) -> Codes:
+    """Return the same values in a form that has them, see `common_form`."""
+    if part.form == form:
+        return part
     scales, offsets = part.scales, part.offsets
-    if halved and part.form not in HALVED:
+    if form in HALVED and part.form not in HALVED:
         scales = np.repeat(scales, 2, axis=1)
         offsets = None if offsets is None else np.repeat(offsets, 2, axis=1)
-    if offset and offsets is None:
+    if form in WITH_OFFSETS and offsets is None:
         offsets = np.full_like(scales, -0.0)  # what it is added to stays as it is, a zero with its sign
-    forms: dict[tuple[bool, bool], Form] = {(False, False): "q8", (False, True): "a8", (True, False): "h8"}
-    return replace(
-        part, codes=part.codes.view(np.int8), scales=scales, offsets=offsets, form=forms.get((halved, offset), "x8")
-    )
+    return replace(part, codes=part.codes.view(np.int8), scales=scales, offsets=offsets, form=form)
 
 
 def nibbles(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -6,6 +6,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from engine.kv.groups import layer_groups
 from engine.kv.layout import KVLayout
 from engine.messages import guarded
 
@@ -222,12 +223,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def rotary_dims(self, table: RopeTable) -> int:
         return table.dims or self.head_dim
 
-    def kv_layout(self, block_size: int, dtype: str | None = None) -> KVLayout:
+    def kv_layout(self, block_size: int, dtype: str | None = None, grouped: bool = False) -> KVLayout:
         """Return the layout in which a pool keeps the model's KV: in `dtype`, or in the one that the model computes
-        in."""
+        in. `grouped`: layers of different windows apart (docs/layer-groups.md)."""
+        groups = layer_groups([self.layer(number).window for number in range(self.layers)]) if grouped else ()
         return KVLayout(
             kv_heads=self.kv_heads,
-            layers=self.layers,
+            layers=len(groups[0].layers) if groups else self.layers,
+            groups=groups,
             block_size=block_size,
             head_dim=self.head_dim,
             dtype=dtype or self.dtype,

@@ -1,51 +1,21 @@
-// x W^T + b with W in panels, in 32 bits.
+// x W^T + b with W in panels (panel.h), in 32 bits.
 //
-// A panel is 64 rows of W, column after column: whoever reads a panel reads memory in order. Weights are kept as small as
-// they can be without loss and widened, 32 columns at a time, into a buffer that stays in the first-level cache:
+// Codes are widened, 32 columns at a time, into a buffer that stays in the first-level cache. Each product is the sum, first
+// to last, of chains of fused multiply-adds over 32 columns. So its bits depend on its row of x and its row of W alone: not on
+// the other rows, the number of threads, the processor, or how W is kept.
 //
-//   F32   [columns][64] float
-//   BF16  [columns][64] bfloat16
-//   Q4    per 32 columns: scales [64], offsets [64] float, codes [32][32] bytes      w = scale * code + offset
-//         byte j of a column: rows j (low half) and j + 32 (high half) of the panel
-//   Q8    per 32 columns: scales [64] float, codes [32][64] int8                     w = scale * code
-//   A8    as Q8, with offsets [64] behind the scales                                 w = scale * code + offset
-//   H8    as Q8, with scales of columns 0 to 15, and of 16 to 31                     w = scale * code
-//   X8    as A8, with scales and offsets of columns 0 to 15, and of 16 to 31         w = scale * code + offset
-//   F8    as Q8, of 8-bit floats (E4M3)                                              w = scale * value of the code
-//
-// Each product is the sum, first to last, of chains of fused multiply-adds over 32 columns. So its bits depend on its row of x
-// and its row of W alone: not on the other rows, the number of threads, the processor, or how W is kept.
+// With `whole`, codes are multiplied in integers instead (integers.cpp), with bits of their own and the same promise.
 
 #include <algorithm>
 #include <vector>
 
 #include "crew.h"
-#include "vector.h"
+#include "integers.h"
+#include "panel.h"
 
 namespace headrace {
 
-constexpr int PANEL = 64;
-constexpr int GROUP = 32;
-constexpr int VECTORS = PANEL / LANES;
-
-#if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
-#else
-constexpr int TILE_ROWS = 3, TILE_VECTORS = 2;
-#endif
-
 constexpr int FEW_ROWS = 4;
-constexpr int AHEAD = 4096;  // bytes; memory is asked for this much before its turn, past the ends of pages
-
-inline void fetch(const void *at) { __builtin_prefetch(at, 0, 3); }
-
-enum Kind { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3, A8 = 4, H8 = 5, X8 = 6, F8 = 7 };
-
-constexpr bool has_offsets(int kind) { return kind == Q4 || kind == A8 || kind == X8; }
-constexpr int parts_of(int kind) { return kind == H8 || kind == X8 ? 2 : 1; }
-constexpr int code_bytes(int kind) { return kind == Q4 ? PANEL / 2 : PANEL; }  // of a column
-constexpr int part_floats(int kind) { return has_offsets(kind) ? 2 * PANEL : PANEL; }
-constexpr int64_t group_bytes(int kind) { return parts_of(kind) * part_floats(kind) * 4 + GROUP * code_bytes(kind); }
 
 // What a column of codes of one part is widened by.
 template <int KIND>
@@ -205,6 +175,9 @@ static void all_rows(const float *x, int64_t stride, int64_t rows, const float *
   }
 }
 
+// What a caller asks for; the second without the processor's instruction for dot products, which gives the same bits.
+enum Arithmetic { FLOATS = 0, INTEGERS = 1, INTEGERS_BY_PAIRS = 2 };
+
 // What one thread does at a time: the product with one panel of W, `number` of those that W has.
 struct Matrix {
   int kind;
@@ -215,20 +188,42 @@ struct Matrix {
   int64_t column_bytes() const { return kind == F32 ? PANEL * 4 : PANEL * 2; }  // where groups mean nothing
   int64_t panel_bytes() const { return coded() ? columns / GROUP * group_bytes(kind) : columns * column_bytes(); }
 
+  bool in_whole(int arithmetic) const { return arithmetic != FLOATS && is_whole(kind); }
+
   void multiply_panel(int64_t number, const uint8_t *panels, const float *x, int64_t rows, const float *bias,
                       float *out) const {
-    alignas(64) float buffer[GROUP * PANEL];
+    float *sums = no_sums(rows);
+    add_products(panels + number * panel_bytes(), x, rows, sums);
+    finish(number, sums, rows, bias, out);
+  }
+
+  void multiply_panel(int64_t number, const uint8_t *panels, const WholeRows &x, int64_t rows, bool dots,
+                      const float *bias, float *out) const {
+    float *sums = no_sums(rows);
+    multiply_whole(kind, x, rows, columns, panels + number * panel_bytes(), dots, sums);
+    finish(number, sums, rows, bias, out);
+  }
+
+ private:
+  static float *no_sums(int64_t rows) {
     static thread_local std::vector<float> sums;
     sums.assign(rows * PANEL, 0.0f);
-    const uint8_t *at = panels + number * panel_bytes();
+    return sums.data();
+  }
+
+  void add_products(const uint8_t *at, const float *x, int64_t rows, float *sums) const {
+    alignas(64) float buffer[GROUP * PANEL];
     for (int64_t k = 0; k < columns; k += GROUP) {
       const int some = (int)std::min<int64_t>(GROUP, columns - k);
       if (coded() && rows <= FEW_ROWS)
-        few_rows(kind, (int)rows, x + k, columns, at, sums.data());
+        few_rows(kind, (int)rows, x + k, columns, at, sums);
       else
-        all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums.data());
+        all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums);
       at += coded() ? group_bytes(kind) : some * column_bytes();
     }
+  }
+
+  void finish(int64_t number, const float *sums, int64_t rows, const float *bias, float *out) const {
     const int64_t first = number * PANEL, here = std::min<int64_t>(PANEL, width - first);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t j = 0; j < here; ++j)
@@ -242,9 +237,16 @@ using namespace headrace;
 
 // x [rows, columns], panels of W [width, columns], bias [width] or null -> out [rows, width].
 HEADRACE_API void headrace_linear(const float *x, int64_t rows, int64_t columns, const uint8_t *panels, int kind,
-                                int64_t width, const float *bias, float *out, int threads) {
+                                int64_t width, const float *bias, int arithmetic, float *out, int threads) {
   if (rows == 0) return;
   const Matrix matrix{kind, width, columns};
+  if (matrix.in_whole(arithmetic)) {
+    const WholeRows whole = round_rows(x, rows, columns, threads);
+    const bool dots = arithmetic == INTEGERS && has_dots();
+    each(matrix.panels(), threads,
+         [&](int64_t i) { matrix.multiply_panel(i, panels, whole, rows, dots, bias, out); });
+    return;
+  }
   each(matrix.panels(), threads, [&](int64_t i) { matrix.multiply_panel(i, panels, x, rows, bias, out); });
 }
 
@@ -252,15 +254,21 @@ HEADRACE_API void headrace_linear(const float *x, int64_t rows, int64_t columns,
 // next one's begin.
 HEADRACE_API void headrace_linear_of_experts(const float *x, const int64_t *starts, int64_t experts, int64_t columns,
                                            const uint8_t *panels, int kind, int64_t width, const float *bias,
-                                           float *out, int threads) {
+                                           int arithmetic, float *out, int threads) {
   const Matrix matrix{kind, width, columns};
   const int64_t count = matrix.panels();
   std::vector<int64_t> busy;
   for (int64_t e = 0; e < experts; ++e)
     if (starts[e] < starts[e + 1]) busy.push_back(e);
+  const bool in_whole = matrix.in_whole(arithmetic), dots = arithmetic == INTEGERS && has_dots();
+  const WholeRows whole = in_whole ? round_rows(x, starts[experts], columns, threads) : WholeRows{};
   each((int64_t)busy.size() * count, threads, [&](int64_t i) {
-    const int64_t e = busy[i / count], first = starts[e];
-    matrix.multiply_panel(i % count, panels + e * count * matrix.panel_bytes(), x + first * columns,
-                          starts[e + 1] - first, bias ? bias + e * width : nullptr, out + first * width);
+    const int64_t e = busy[i / count], first = starts[e], rows = starts[e + 1] - first;
+    const uint8_t *at = panels + e * count * matrix.panel_bytes();
+    const float *more = bias ? bias + e * width : nullptr;
+    if (in_whole)
+      matrix.multiply_panel(i % count, at, whole.from(first), rows, dots, more, out + first * width);
+    else
+      matrix.multiply_panel(i % count, at, x + first * columns, rows, more, out + first * width);
   });
 }

@@ -103,6 +103,9 @@ NEXT = {
         "Prompt tokens computed, by worker": "router: Placements by reason",
         "Tokens generated, by worker": "pools: Busy, by worker",
         "Tokens without a step, by worker": "pools: Tokens generated, by worker",
+        "Drafts": "pools: Tokens of a step, for one request",
+        "Drafts drawn, of a request's": "pools: Drafts",
+        "Tokens of a step, for one request": "pools: Time of a step, mean",
     },
     "memory": {
         "Blocks by state": "memory: Time to full",

@@ -8,12 +8,14 @@ from random import Random
 
 import msgspec
 import pytest
+import torch
 
 from benchmarks import (
     ablation,
     block_size,
     cache_overhead,
     eviction,
+    kv_bits,
     memory_waste,
     preemption,
     prefix_reuse,
@@ -27,7 +29,10 @@ from benchmarks.shapes_of_work import SHAPES
 from cluster.bench.traces import TraceRow, read
 from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
+from engine.model.llama import load_model
+from engine.model.prepared.cache import prepare
 from engine.types import BlockId
+from tests.engine.model.test_families import reference, save_hf
 from tests.integration.fake_device import fake_device
 
 ROWS = traces.make(traces.TraceShape(rows=400), seed=3)
@@ -210,3 +215,19 @@ def test_contiguous_memory_and_static_batches_run_fewer_at_once() -> None:
             most[off] = (max(running), sum(running) / len(running))
     assert most["paging"][0] <= 2 < most["nothing"][0]
     assert most["batching"][1] < most["nothing"][1]
+
+
+def test_fewer_bits_of_kv_are_compared_with_more(tmp_path: Path) -> None:
+    """Guards roundings that round nothing, and ways that are measured against themselves."""
+    rows = torch.randn(3, 64)
+    assert all(len(torch.unique(row)) <= 15 for row in kv_bits.scaled(rows))
+    by_32 = kv_bits.in_groups(rows)
+    assert all(len(torch.unique(group)) <= 16 for group in by_32.view(-1, 32))
+    assert float((by_32 - rows).abs().max()) < float((rows.amax() - rows.amin()) / 29)
+    keys = torch.randn(16, 2, 32) * torch.logspace(-3, 3, 32)  # channels of different sizes
+    assert float(((kv_bits.by_channel(keys) - keys) / torch.logspace(-3, 3, 32)).abs().max()) < 0.3
+    model = load_model(prepare(save_hf(reference(head_dim=32), tmp_path / "model"), tmp_path / "cache"))
+    lines = kv_bits.measure(model, torch.randint(0, 300, (50,), generator=torch.Generator().manual_seed(1)).tolist())
+    off = {str(line["kv"]): float(line["error of logits %"]) for line in lines}
+    assert off["float32"] == 0.0 < off["int8"] < off["int4-32"] < off["int4"]
+    assert {line["same best %"] for line in lines if line["kv"] == "float32"} == {100.0}

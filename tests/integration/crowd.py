@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine.config import TierConfig
 from engine.device import EngineDevice
+from engine.drafts import NewDrafter
 from engine.kv.layout import KVLayout
 from engine.storage.tiers.opening import Tiering, open_tiers
 from engine.types import RequestId, RequestRecord, SamplingParams
@@ -21,11 +22,16 @@ LAYOUT = KVLayout(kv_heads=1, layers=1, block_size=SIZE, head_dim=4)
 
 
 def small_cluster(
-    blocks: int, host_blocks: int = 0, ahead: bool = False, jumps: bool = True, **decode: object
+    blocks: int,
+    host_blocks: int = 0,
+    ahead: bool = False,
+    jumps: bool = True,
+    drafter: NewDrafter | None = None,
+    **decode: object,
 ) -> Colocated:
     """A decode pool of so many blocks, over so many in host memory. `ahead`: steps are planned while others run.
-    `jumps`: tokens that a constraint forces take no step."""
-    device = fake_device(LAYOUT, blocks, ahead, jumps)
+    `jumps`: tokens that a constraint forces take no step. `drafter`: of the decode worker."""
+    device = fake_device(LAYOUT, blocks, ahead, jumps, drafter)
     tiers = TierConfig(host_bytes=host_blocks * LAYOUT.block_bytes)
     return Colocated(
         fake_device(LAYOUT, 48, ahead, jumps),

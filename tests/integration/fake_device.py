@@ -1,6 +1,7 @@
 """A device with the fake model (`fakes.model`), for both schedulers without weights."""
 
 from engine.device import EngineDevice
+from engine.drafts import NewDrafter
 from engine.kv.layout import KVLayout
 from engine.messages import MemoryUse
 from engine.storage.paged import PagedKV
@@ -11,7 +12,9 @@ VOCAB = 257
 STOP_ID = 256
 
 
-def fake_device(layout: KVLayout, blocks: int, ahead: bool = False, jumps: bool = True) -> EngineDevice:
+def fake_device(
+    layout: KVLayout, blocks: int, ahead: bool = False, jumps: bool = True, drafter: NewDrafter | None = None
+) -> EngineDevice:
     kv, matchers = PagedKV(layout, blocks), byte_matchers(STOP_ID, jumps)
     return EngineDevice(
         model="fake",
@@ -26,4 +29,5 @@ def fake_device(layout: KVLayout, blocks: int, ahead: bool = False, jumps: bool 
         memory=MemoryUse(),
         plans_ahead=ahead,
         matchers=matchers,
+        drafter=drafter,
     )

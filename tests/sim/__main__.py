@@ -2,7 +2,8 @@
 
 Schedule n of a run has seed SEED * 1,000,000 + n, so runs of different SEED are disjoint. `--processes N` shares them
 out; `--ledger` begins behind the seeds noted in tests/sim/ledger.jsonl, notes the run there, piece by piece, and prints
-what all runs add up to. `--only N` runs that one schedule, with its story on standard output. Exit status 1: a promise
+what all runs add up to. `--until N` does the same until N schedules count over the source of the cores as it is now, in
+as many runs as it takes. `--only N` runs that one schedule, with its story on standard output. Exit status 1: a promise
 was broken, or a rare state was never reached.
 """
 
@@ -29,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--schedules", type=int, default=None, help="schedules that count")
+    parser.add_argument("--until", type=int, default=None, help="schedules that count over these cores, in all runs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, default=None, help="seed of one schedule")
     parser.add_argument("--processes", type=int, default=1)
@@ -39,17 +41,28 @@ def main() -> int:
     args = parser.parse_args()
     if args.only is not None:
         return _only(args.only, args.strict)
-    seconds = args.seconds
-    if seconds is None and args.schedules is None:
-        seconds = 60.0
+    seconds, schedules = args.seconds, args.schedules
     seeds = range(args.seed * STRIDE, (args.seed + 1) * STRIDE)
+    if args.until is not None:
+        if schedules is not None:
+            parser.error("--until and --schedules both say how many: give one")
+        args.ledger = args.ledger or ledger.LEDGER
+        done = ledger.counted(ledger.read(args.ledger))
+        if done >= args.until:
+            print(f"{done:,} schedules count over cores {ledger.source_hash()} already")
+            return 0
+        schedules = args.until - done
+        # Not every schedule counts, so as many seeds do not suffice.
+        seeds = range(seeds.start, seeds.stop + 2 * args.until)
+    if seconds is None and schedules is None:
+        seconds = 60.0
     if args.ledger is not None:
         seeds = ledger.unused(ledger.read(args.ledger), seeds)
     began_s = time.monotonic()
     if args.ledger is None:
-        report = run(seeds, args.strict, seconds, args.schedules, args.processes)
+        report = run(seeds, args.strict, seconds, schedules, args.processes)
     else:
-        report = _noted(args.ledger, seeds, args.strict, seconds, args.schedules, args.processes)
+        report = _noted(args.ledger, seeds, args.strict, seconds, schedules, args.processes)
     _print(report, seeds.start, time.monotonic() - began_s)
     if args.ledger is not None:
         print(f"ledger: {ledger.total(ledger.read(args.ledger))}")
@@ -70,13 +83,15 @@ def _noted(
     """Run as `run` does, and note every `NOTED` schedules that count: who is ended loses no more than those, and the
     next run goes on behind them."""
     until_s = None if seconds is None else time.monotonic() + seconds
-    total = Report()
+    total, cores = Report(), ledger.source_hash()
     while seeds and not total.failures and (schedules is None or total.counted < schedules):
         left_s = None if until_s is None else until_s - time.monotonic()
         if left_s is not None and left_s <= 0:
             break
         most = NOTED if schedules is None else min(NOTED, schedules - total.counted)
         report = run(seeds, strict, left_s, most, processes)
+        if ledger.source_hash() != cores:
+            sys.exit("the source of the cores has changed during the run: its last piece is not noted")
         ledger.write(path, seeds.start, report)
         total.add(report)
         seeds = range(report.last + 1, seeds.stop)

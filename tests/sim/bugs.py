@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from decode_worker.scheduler import handoffs
+from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.endings import Endings
 from decode_worker.scheduler.events import Tell
 from decode_worker.scheduler.handoffs import Handoffs
@@ -23,6 +24,7 @@ from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.stashes import Stashes
 from engine.messages import Landed, Refused
+from engine.step import DrawnRun, Row, accepted, run_of
 from engine.types import FinishReason
 from tests.sim.slips import SLIPS, Patch
 from transfer import digest
@@ -258,6 +260,49 @@ def swapped_blocks_freed_at_once() -> list[Patch]:
     return [(Stashes, "put", hasty), (Stashes, "check", lambda self: None)]
 
 
+def rejected_draft_cached() -> list[Patch]:
+    """The KV of the first draft that was not drawn is taken for that of the token that was."""
+    accepted = Batch._accepted
+
+    def one_more(self: Batch, request: Any, row: Row, drawn: Any) -> int:
+        return min(row.drafts, accepted(self, request, row, drawn) + 1)
+
+    return [(Batch, "_accepted", one_more)]
+
+
+def rejected_draft_told() -> list[Patch]:
+    """The first draft that was not drawn is told in the place of the token that was."""
+    complete = Batch.complete
+
+    def credulous(self: Batch, plan: Any, drawn: Any) -> Any:
+        told, results = list[Any](), iter(drawn)
+        for row in plan.rows:
+            if row.draw:
+                told.append(next(results))
+                if row.drafts and (count := accepted(row, run := run_of(told[-1]))) < row.drafts:
+                    told[-1] = DrawnRun((*run[:count], row.tokens[count - row.drafts]))
+        return complete(self, plan, told)
+
+    return [(Batch, "complete", credulous)]
+
+
+def planned_behind_drafts() -> list[Patch]:
+    """The next step is planned as if all drafts of the one under way were drawn."""
+    goes_on = Batch.goes_on
+
+    def hasty(self: Batch) -> bool:
+        counts = [step.drafts for step in self._under_way]
+        for step in self._under_way:
+            step.drafts = 0
+        try:
+            return goes_on(self)
+        finally:
+            for step, drafts in zip(self._under_way, counts, strict=True):
+                step.drafts = drafts
+
+    return [(Batch, "goes_on", hasty)]
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -277,6 +322,9 @@ BUGS: dict[str, Plant] = {
         promise_counts_shared_blocks,
         hypotheses_outlive_their_search,
         swapped_blocks_freed_at_once,
+        rejected_draft_cached,
+        rejected_draft_told,
+        planned_behind_drafts,
         *SLIPS,
     )
 }

@@ -79,7 +79,7 @@ class Faults:
         self.struck: Counter[str] = Counter()
         self.effective: Counter[str] = Counter()
         self.unseen = 0
-        """Partitions that held nothing up at first; they may have since."""
+        """Partitions that have held nothing up as far as has been seen: what they hide may have been lost already."""
         self.until = 0.0
         self._silent: dict[frozenset[str], tuple[float, Fault]] = {}
         self._seen: Counter[str] = Counter()
@@ -157,6 +157,7 @@ class Faults:
         else:
             held = stream.under_way
             world.wire.partition(stream, fault.lasts_s)
+            self.unseen += 1
             # It takes effect with the first record that has to wait.
             looks_s = min(0.02, fault.lasts_s)
             world.clock.at(looks_s, lambda: self._partitioned(fault, stream, during, held))
@@ -193,16 +194,17 @@ class Faults:
 
     def _partitioned(self, fault: Fault, stream: Stream, during: bool, held: int) -> None:
         if max(held, stream.under_way):
-            self.strikes(fault, during)
-            return
-        self.unseen += 1
-        if fault.lasts_s > 0.06:
+            self._seen_to_hold(fault, during)
+        elif fault.lasts_s > 0.06:
             self._world.clock.at(0.04, lambda: self._partitioned_late(fault, stream, during))
 
     def _partitioned_late(self, fault: Fault, stream: Stream, during: bool) -> None:
         if stream.under_way:
-            self.unseen -= 1
-            self.strikes(fault, during)
+            self._seen_to_hold(fault, during)
+
+    def _seen_to_hold(self, fault: Fault, during: bool) -> None:
+        self.unseen -= 1
+        self.strikes(fault, during)
 
     def strikes(self, fault: Fault, during_handoff: bool = True) -> None:
         fault.struck = True

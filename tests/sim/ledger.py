@@ -69,12 +69,18 @@ def write(path: Path, first: int, report: Report) -> Entry:
     return entry
 
 
+def counted(entries: list[Entry]) -> int:
+    """Return how many schedules count over the source of the cores as it is now. A run that found a failure does not.
+    """
+    cores = source_hash()
+    return sum(entry.counted for entry in entries if entry.cores == cores and not entry.failures)
+
+
 def total(entries: list[Entry]) -> str:
     """What all runs add up to, in one line. A run that found a failure does not count."""
     clean = [entry for entry in entries if not entry.failures]
-    cores = source_hash()
     return (
         f"{sum(entry.counted for entry in clean):,} schedules that count in {len(clean)} clean runs, "
-        f"{sum(entry.counted for entry in clean if entry.cores == cores):,} of them over these cores; "
+        f"{counted(entries):,} of them over these cores; "
         f"{len(entries) - len(clean)} runs found a failure"
     )

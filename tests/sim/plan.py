@@ -63,6 +63,8 @@ class Plan:
     """How long a tcp connection may owe bytes and bring none."""
     ahead: bool = False
     """Whether workers plan a step while one is under way."""
+    drafts: bool = False
+    """Whether decode workers guess at tokens to come."""
     announced: bool = False
     """Whether the supervisor tells the router which lives there are, as it does in a cluster that has one."""
 

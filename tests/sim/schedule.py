@@ -102,6 +102,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         router=_router(Random(f"router {seed}")),
         strict=strict,
         ahead=Random(f"ahead {seed}").choice((True, False)),
+        drafts=Random(f"drafts {seed}").choice((True, False)),
         goings=goings,
         escalate_s=rng.choice((0.5, 5.0)),
         stall_s=rng.choice((0.3, 1.0)),

@@ -14,14 +14,26 @@ from types import SimpleNamespace
 from msgspec.structs import replace
 
 from engine.beam import BeamSearch
+from engine.drafts import NewDrafter
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import Handoff, MemoryUse
 from engine.plan import banned_tokens, end_tokens, finish_reason
-from engine.step import Candidates, Drawn, DrawnRun, LatestDraws, Row, StepPlan, forced_token
-from engine.types import Beam, BlockId, DrawnToken, RequestRecord, TokenLogprobs
+from engine.step import (
+    Candidates,
+    Drawn,
+    DrawnRun,
+    LatestDraws,
+    Row,
+    StepPlan,
+    draws_of,
+    forced_token,
+    result_of,
+    run_of,
+)
+from engine.types import Beam, BlockId, DrawnToken, RequestRecord, TokenLogprobs, id_of
 from kernels.compilations import Compilations
 from tests.sim import grammar
 from tests.sim.clock import Process, Violation
@@ -209,6 +221,7 @@ class ShadowRunner:
         self.kv = kv
         self.plans_ahead = False
         self.jumps = True
+        self.drafted = self.drawn_drafts = 0
         self.copies = 0
         self.computed_tokens = 0
         self._latest = LatestDraws()
@@ -250,6 +263,7 @@ class ShadowRunner:
         for index in range(start // size, (row.end - 1) // size + 1):
             self._writable(blocks[index], row.request)
         past, end, at = root(row.record), row.end, 0
+        pasts: list[int] = []
         for number in blocks:
             block = rows[number]
             for inside in range(min(size, end - at)):
@@ -262,18 +276,33 @@ class ShadowRunner:
                         f" at position {at}, block {number}"
                     )
                 at += 1
+                if at >= end - row.drafts:
+                    pasts.append(past)
             if at == end:
                 break
         if not row.draw:
             return []
         if row.candidates:
             return [candidates(past, row.candidates, row.banned)]
-        if row.record.constraint is not None:
-            return [self._constrained(past, row)]
-        token, wanted = draw(past, row.draw_key, row.banned), row.record.logprobs
-        return [token if wanted is None else log_probs(past, token, wanted)]
+        said: list[Drawn] = []
+        for one, past in zip(draws_of(row), pasts, strict=True):
+            drawn = self._draw(past, one)
+            token = id_of(run_of(drawn)[0])
+            is_over = row.record.constraint is not None and token == grammar.END
+            if len(said) == row.drafts or token != tokens[len(one.tokens)] or is_over:
+                break
+            said.append(run_of(drawn)[0])
+        self.drafted += row.drafts
+        self.drawn_drafts += len(said)
+        return [result_of(said, drawn)]
 
-    def _constrained(self, past: int, row: Row) -> Drawn:
+    def _draw(self, past: int, row: Row) -> DrawnToken | DrawnRun:
+        if row.record.constraint is not None:
+            return self._constrained(past, row)
+        token, wanted = draw(past, row.draw_key, row.banned), row.record.logprobs
+        return token if wanted is None else log_probs(past, token, wanted)
+
+    def _constrained(self, past: int, row: Row) -> DrawnToken | DrawnRun:
         record, output = row.record, [*row.tokens[row.record.prompt_tokens :]]
         assert record.constraint is not None
         if row.allowed:
@@ -315,12 +344,19 @@ class ShadowRunner:
             )
 
 
-def device(process: Process, blocks: int, block_size: int, context_tokens: int, ahead: bool) -> SimpleNamespace:
+def device(
+    process: Process,
+    blocks: int,
+    block_size: int,
+    context_tokens: int,
+    ahead: bool,
+    drafter: NewDrafter | None = None,
+) -> SimpleNamespace:
     """What `engine.device.open_device` returns, over shadow memory."""
     kv = ShadowKV(process, blocks, block_size)
     kv.runner.plans_ahead = ahead
 
-    def manager(tiers: Tiers | None = None) -> KVCacheManager:
+    def manager(tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
         kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT, tiers)
         kv.pool = kv.manager.pool
         return kv.manager
@@ -342,6 +378,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int, 
         compilations=Compilations(),
         matchers=grammar.SlowCompiler(process),
         adapters=frozenset(ADAPTERS),
+        drafter=drafter,
     )
 
 

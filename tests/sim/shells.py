@@ -38,6 +38,7 @@ from engine.kv.tiers.commands import TierEvent
 from engine.loop import Shell
 from tests.sim import shadow, tiering
 from tests.sim.clock import Process, Violation
+from tests.sim.drafting import Scripted
 from tests.sim.mover import SimMover
 from tests.sim.network import Open
 from tests.sim.pipes import SimTransport
@@ -205,7 +206,7 @@ _nothing: Callable[..., Any] = "".format
 def _open_device(config: object, limits: object, *rest: object) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
     blocks, size = plan.blocks[process.role], plan.block_size[process.role]
-    opened = shadow.device(process, blocks, size, plan.context_tokens, plan.ahead)
+    opened = shadow.device(process, blocks, size, plan.context_tokens, plan.ahead, Scripted if plan.drafts else None)
     _world.memories[process.pid] = opened.kv
     return opened
 

@@ -51,3 +51,28 @@ def test_a_long_run_is_noted_piece_by_piece(tmp_path: Path, monkeypatch: pytest.
     command._noted(path, ledger.unused(entries, seeds), True, None, None, 1)
     assert ledger.unused(ledger.read(path), seeds) == range(79_000_150, 79_000_150), "seeds are left over"
     assert sum(entry.schedules for entry in ledger.read(path)) == len(seeds)
+
+
+def test_counting_goes_on_until_the_number_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a count over one source that takes several runs: against what other sources have, what failed, and seeds
+    that are used again; and against a piece that is noted for a source that it did not run."""
+    path = tmp_path / "ledger.jsonl"
+
+    def until(number: int) -> list[ledger.Entry]:
+        arguments = ["tests.sim", "--until", str(number), "--seed", "79", "--ledger", str(path)]
+        monkeypatch.setattr("sys.argv", arguments)
+        assert command.main() == 0
+        return ledger.read(path)
+
+    other = ledger.write(path, 79_000_000, run(SEEDS[:5], True, None, None, 1))
+    path.write_text(path.read_text().replace(other.cores, "0" * 16))
+    assert ledger.counted(ledger.read(path)) == 0 and other.counted > 0
+    _, first = until(10)
+    assert first.counted >= 10 and first.first == 79_000_005
+    _, _, second = until(first.counted + 20)
+    assert second.counted >= 20 and second.first == first.last + 1
+    assert len(until(first.counted + second.counted)) == 3, "nothing was left to do"
+    monkeypatch.setattr(ledger, "source_hash", iter(map(str, range(99))).__next__)
+    with pytest.raises(SystemExit, match="changed during the run"):
+        command._noted(path, SEEDS, True, None, 1, 1)
+    assert len(path.read_text().splitlines()) == 3

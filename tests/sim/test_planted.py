@@ -12,8 +12,9 @@ from tests.sim.schedule import run_schedule
 
 MOST_SCHEDULES = 2_000
 """Within so many each bug is found: well under a minute of one core."""
-RARE = {"pinned_segment_evicted": 10_000}
-"""Bugs that few schedules meet have more: this one reads a segment of a full disk, about one in two thousand."""
+RARE = {"pinned_segment_evicted": 10_000, "planned_behind_drafts": 10_000}
+"""Bugs that few schedules meet have more: this one reads a segment of a full disk, about one in two thousand. The
+other needs a request near its end, planned ahead, behind its last drafts."""
 FIRST = 50_000_000
 Hunts = dict[tuple[object, ...], Future[str]]
 

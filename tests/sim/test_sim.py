@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from tests.sim.batch import run
+from tests.sim.faults import Fault
 from tests.sim.plan import Going
 from tests.sim.schedule import RECOVERS, make_plan
 from tests.sim.trace import tell
@@ -48,6 +49,18 @@ def test_leaving_alone_costs_nobody_anything() -> None:
         }
         notes += world.notes
     assert notes["leave completed"] >= 24 and notes["request moved"] >= 3, notes
+
+
+def test_a_partition_may_be_to_blame_from_its_first_moment() -> None:
+    """Guards the judge: what is lost behind a partition before its effect is looked at, 20 ms later, is no violation
+    (a worker that said that it leaves, and left, while its router could not hear it)."""
+    plan = make_plan(78_000_000)
+    plan.faults, plan.goings = [Fault("partition router", "time", at_s=0.06, lasts_s=0.5)], []
+    world, known = World(plan), list[int]()
+    for at_s in (0.0599, 0.0601, 0.2):
+        world.clock.at(at_s, lambda: known.append(world.faults.unseen + sum(world.faults.struck.values())))
+    world.run()
+    assert known == [0, 1, 1] and world.faults.struck["partition router"] == 1
 
 
 def test_a_seed_is_a_run() -> None:

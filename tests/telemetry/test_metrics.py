@@ -60,6 +60,9 @@ def test_worker_figures() -> None:
     metrics.blocks({"free": 5, "cached": 0, "active": 0, "reserved": 0, "quarantined": 0})
     metrics.prompt_tokens(computed=10, prefix_hit=7)
     metrics.generated(4, forced=1)
+    metrics.drafts(5, 2)
+    metrics.drafts_of_request(5, 2, 1.4)
+    metrics.drafts_of_request(0, 0, 1.0)
     metrics.migration("ok", "shm", 0.02, 4096)
     metrics.step(8, 0.05, None)
     metrics.step(8, 0.05, 0.25)
@@ -79,6 +82,10 @@ def test_worker_figures() -> None:
     assert seen["headrace_kv_blocks", (("state", "active"),)] == 0
     assert seen["headrace_prompt_tokens_total", (("source", "prefix_hit"),)] == 7
     assert seen["headrace_generated_tokens_total", ()] == 4
+    drafts = {of: seen["headrace_draft_tokens_total", (("outcome", of),)] for of in ("drawn", "rejected")}
+    assert drafts == {"drawn": 2, "rejected": 3}
+    assert seen["headrace_request_draft_acceptance_ratio_sum", ()] == 0.4
+    assert seen["headrace_request_tokens_per_step_count", ()] == 2
     assert seen["headrace_kv_migration_bytes_total", ()] == 4096
     assert seen["headrace_kv_slots", (("state", "live"),)] == 30
     assert seen["headrace_kv_slots", (("state", "empty"),)] == 18

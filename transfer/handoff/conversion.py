@@ -10,6 +10,7 @@ prefix that ends at a border of its own blocks; of each block it takes the rows 
 
 from collections.abc import Collection, Sequence
 
+from engine.kv.groups import LayerGroup, migrated, place
 from engine.types import BlockId
 from transfer.handoff.commands import Rows
 
@@ -30,6 +31,16 @@ def rows_by_block(
             at += count
         found[index] = tuple(rows)
     return found
+
+
+def landed_blocks(
+    landed: Collection[int], have_blocks: int, groups: Sequence[LayerGroup], tokens: int, block_size: int
+) -> int:
+    """Return how many leading blocks are there, with the blocks at the places `landed` behind the first `have_blocks`:
+    of each layer group those that `tokens` tokens need. Both sides cut blocks alike."""
+    blocks = -(-tokens // block_size)
+    wanted = migrated(groups, range(have_blocks, blocks), tokens, block_size)
+    return next((at for at, group in wanted if place(at, group, len(groups)) not in landed), blocks)
 
 
 def landed_tokens(landed: Collection[int], have_tokens: int, sender_size: int, tokens: int) -> int:

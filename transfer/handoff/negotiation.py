@@ -1,9 +1,9 @@
 """Settles terms from two workers' hellos when they connect: that their KV blocks fit, and in which form they travel.
 
-Protocol, model, weights, dtype, layers, the model's KV heads, head size and digest algorithm must be equal: a
-difference is refused at once, with both values. Blocks of another size, or of a range of the heads, are converted by
-the receiver (`transfer.host.repacked`). Of both shares of blocks that shall have a digest, the larger holds. Blocks
-travel in 8 bits only where both ask for the same and store more. Both sides come to the same result.
+Protocol, model, weights, dtype, layers and their groups, the model's KV heads, head size and digest algorithm must be
+equal: a difference is refused at once, with both values. Blocks of another size, or of a range of the heads, are
+converted by the receiver (`transfer.host.repacked`). Of both shares of blocks that shall have a digest, the larger
+holds. Blocks travel in 8 bits only where both ask for the same and store more. Both sides come to the same result.
 """
 
 from typing import Final
@@ -45,7 +45,11 @@ def negotiate(mine: Hello, theirs: Hello) -> Agreement:
     _same("model fingerprint", mine.info.fingerprint, theirs.info.fingerprint)
     here, there = _layout(mine), _layout(theirs)
     _same("dtype", here.dtype, there.dtype)
+    _same("layer groups", _groups(here), _groups(there))
     _same("number of layers", here.layers, there.layers)
+    if here.groups:
+        # A window's first block, which others cut elsewhere, would have rows that nobody sent.
+        _same("block size (with several layer groups)", here.block_size, there.block_size)
     _same("number of KV heads", here.total_heads, there.total_heads)
     _same("head size", here.head_dim, there.head_dim)
     _same("digest", mine.digest, theirs.digest)
@@ -121,6 +125,12 @@ def _layout(hello: Hello) -> KVLayout:
 def _same(what: str, mine: object, theirs: object) -> None:
     if mine != theirs:
         raise NegotiationError(f"its {what} is {theirs}, this worker's is {mine}")
+
+
+def _groups(layout: KVLayout) -> str:
+    if not layout.groups:
+        return "one (engine.layer_groups off, or layers that are all alike)"
+    return ", ".join(f"{group.window or 'all'}: {','.join(map(str, group.layers))}" for group in layout.groups)
 
 
 def _heads(layout: KVLayout) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine import identity
+from engine.identity import in_group
+from engine.kv.groups import GONE, migrated, place
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Fault, FirstToken, Handoff, Landed, PrefillFailed, StartPrefill, Stop
 from engine.types import DrawnToken, Incarnation, RequestRecord, TokenLogprobs, id_of
@@ -126,7 +128,8 @@ class HandoffSource(Generic[T]):
 
     def offer(self, handoff: Handoff, lease: Lease, known_tokens: int) -> list[Command]:
         """Offer the blocks of `lease` that are complete and not offered yet, of a sequence with `known_tokens` rows of
-        KV; its last one may be partly filled."""
+        KV; its last one may be partly filled. Of layer groups with a window: those of its tail at the sequence's end,
+        which must not have slid away."""
         served, size = self._served[handoff], self._kv.block_size
         total = len(served.record.tokens)
         ready = self._kv.blocks_for(total) if known_tokens == total else known_tokens // size
@@ -135,11 +138,13 @@ class HandoffSource(Generic[T]):
         if served.identities is None:
             root = identity.root(served.record.space, self._fingerprint)
             served.identities = identity.blocks(root, served.record.tokens, size)
-        generation, first = self._kv.pool.generation, served.offered_blocks
-        blocks = [
-            OutgoingBlock(block, generation(block), at, min(size, total - at * size), served.identities[at])
-            for at, block in enumerate(lease.blocks[first:ready], first)
-        ]
+        generation, tables, identities = self._kv.pool.generation, lease.tables, served.identities
+        blocks = []
+        for at, group in migrated(self._kv.groups, range(served.offered_blocks, ready), total, size):
+            block, ident = tables[group][at], in_group(identities[at], group)
+            assert block != GONE, f"block {at} of group {group} has slid away before it was offered"
+            index = place(at, group, len(tables))
+            blocks.append(OutgoingBlock(block, generation(block), index, min(size, total - at * size), ident))
         served.offered_blocks = ready
         served.chunks += 1
         return self._settle(self.sender.offer(handoff, blocks))

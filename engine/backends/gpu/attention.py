@@ -23,12 +23,12 @@ from engine.model.config import Activation, ModelConfig
 from engine.sampling import sample
 from engine.step import Drawn, Row
 from engine.storage.paged import TORCH_DTYPES, KVTensors
-from kernels.configs import ConfigKey, KernelConfig, config_for, table_arch
+from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.decode_attention import decode_attention, decode_residency
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import DecodePlan, SharedPrefix, geometry_for, plan_decode
 from kernels.grouped_experts import expert_configs, mix, route
-from kernels.launch import interpreted
+from kernels.launch import arch_of, interpreted
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
 from kernels.residency import UNKNOWN
 from kernels.rms_norm import rms_norm
@@ -97,6 +97,8 @@ class TritonAttention:
         share_tokens: int = 256,
     ) -> None:
         self.device = torch.device(device)
+        if layout.groups:
+            raise ValueError("engine.layer_groups: triton kernels read one block table for all layers (auto, or off)")
         if self.device.type != "cuda" and not interpreted():
             raise ValueError(f"Triton kernels need a CUDA device, not {device} (or TRITON_INTERPRET=1, for tests)")
         self.planning = Planning()
@@ -196,7 +198,7 @@ class TritonAttention:
         self._step = _Step(self._of_step(kind, rows), rows, None, None, slots)
 
     def attend(self, given: LayerInput) -> Tensor:
-        layer, qkv, rotation, batch, kv, norms, options = given
+        layer, qkv, rotation, batch, kv, norms, options, _ = given
         step = self._step
         if step is None:
             raise RuntimeError("attend before begin")
@@ -300,11 +302,6 @@ class TritonAttention:
 
     def _int32(self, numbers: Sequence[Sequence[int]]) -> Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int32), self.device)
-
-
-def arch_of(device: torch.device) -> int:
-    """The configuration table's name of a GPU; the interpreter's is 90."""
-    return table_arch(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 90
 
 
 def _programs(device: torch.device, per_sm: int = UNKNOWN) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.backends.gpu.attention import TritonAttention, arch_of
+from engine.backends.gpu.attention import TritonAttention
 from engine.backends.gpu.graphs import DecodeGraphs, Recorder, recorded_sizes
 from engine.backends.gpu.memory import GpuMemory, auto_pool_bytes, measure_peak
 from engine.backends.gpu.pool import DeviceKV
@@ -15,7 +15,7 @@ from engine.config import EngineConfig, StepLimits
 from engine.kv.layout import KVLayout
 from engine.model.llama import Llama
 from engine.runner import ModelRunner, Opened
-from kernels.launch import count_compilations
+from kernels.launch import arch_of, count_compilations
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages import guarded
-from engine.model.codes import Codes, FloatArray
+from engine.model.codes import FloatArray
 from engine.model.config import ModelConfig, ModelError
 from engine.model.families import FAMILIES, REFUSED, Family, Source
+from engine.model.files.stored import StoredRows
 from engine.text.files import TextFiles
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -32,17 +33,9 @@ class Checkpoint(Protocol):
     def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
         """Return what this file calls a tensor."""
 
-    def read(self, name: str) -> FloatArray:
-        """Read one tensor in 32 bits, as stored. Raises ModelError naming file and tensor."""
-
-    def codes(self, name: str) -> Codes | None:
-        """Return the codes that `read` widens, or None where the file has no such thing. Raises ModelError."""
-
-    def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
-        """Read one expert's part of a weight, as `read` does, also where a tensor holds those of all."""
-
-    def expert_codes(self, source: Source, layer: int, expert: int) -> Codes | None:
-        """Return the codes that `read_expert` widens, as `codes` does."""
+    def find(self, source: Source, layer: int, expert: int | None = None) -> StoredRows:
+        """Find a tensor, or what one expert has of it, also where a tensor holds those of all. Nothing but scales is
+        read yet. Raises ModelError naming file and tensor."""
 
     def text(self) -> TextFiles:
         """Return tokenizer, chat template and special ids."""

@@ -5,12 +5,14 @@
   E2M1 value is a whole number of -12 to 12, so these are signed bytes with half the scale.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.codes import E4M3, GROUP, Codes, FloatArray, nibbles
+from engine.model.files.stored import StoredRows
 
 Bytes = NDArray[np.uint8]
 
@@ -25,21 +27,37 @@ class Floats8:
     scales: FloatArray
     block: tuple[int, int]
 
-    def as_codes(self) -> Codes | None:
-        """Return the same in scales per row and 32 columns; None where a block does not fill these."""
-        rows, columns = self.codes.shape
-        if columns % GROUP or (self.block[1] % GROUP and self.scales.shape[1] > 1):
-            return None
-        by_row = np.repeat(self.scales, self.block[0], axis=0)[:rows]
+    def stored(self, check: Callable[[Bytes], None]) -> StoredRows:
+        """Return the same in scales per row and 32 columns, or as values where a block does not fill these. `check`
+        sees the codes that are read."""
+        columns = self.codes.shape[1]
+        fills = not columns % GROUP and (not self.block[1] % GROUP or self.scales.shape[1] == 1)
         groups = columns // GROUP
         each = groups if self.scales.shape[1] == 1 else self.block[1] // GROUP
-        return Codes(self.codes, np.ascontiguousarray(np.repeat(by_row, each, axis=1)[:, :groups]), None, "f8")
 
-    def rows(self, first: int, end: int) -> FloatArray:
-        """Return the values of some rows."""
-        by_row = self.scales[np.arange(first, end) // self.block[0]]
-        by_column = by_row[:, np.arange(self.codes.shape[1]) // self.block[1]]
-        return E4M3[self.codes[first:end]] * by_column
+        def codes(first: int, end: int) -> Codes:
+            check(self.codes[first:end])
+            by_row = self.scales[np.arange(first, end) // self.block[0]]
+            by_group = np.ascontiguousarray(np.repeat(by_row, each, axis=1)[:, :groups])
+            return Codes(self.codes[first:end], by_group, None, "f8")
+
+        def values(first: int, end: int) -> FloatArray:
+            check(self.codes[first:end])
+            by_row = self.scales[np.arange(first, end) // self.block[0]]
+            return E4M3[self.codes[first:end]] * by_row[:, np.arange(columns) // self.block[1]]
+
+        shape = self.codes.shape
+        return StoredRows(shape, "f8", codes) if fills else StoredRows(shape, "float32", values)
+
+
+def stored_mxfp4(packed: Bytes, scales: Bytes, check: Callable[[Bytes], None]) -> StoredRows:
+    """Return the rows of MXFP4, see `mxfp4`. `check` sees the scales that are read."""
+
+    def read(first: int, end: int) -> Codes:
+        check(scales[first:end])
+        return mxfp4(packed[first:end], scales[first:end])
+
+    return StoredRows((len(packed), 2 * packed.shape[1]), "q8", read)
 
 
 def mxfp4(packed: Bytes, scales: Bytes) -> Codes:

@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from engine.model.codes import GROUP, Codes, FloatArray, nibbles
+from engine.model.codes import GROUP, Codes, FloatArray, Form, nibbles
 
 Bytes = NDArray[np.uint8]
 Blocks = NDArray[np.void]  # structured, [rows, blocks per row]
@@ -22,8 +22,13 @@ def codes_of(data: Bytes, kind: GGMLQuantizationType) -> Codes | None:
     """Return the codes in a tensor's bytes, row by row; None for a vector, or a format that is not taken here."""
     if kind not in _FORMATS or data.ndim != 2:
         return None
-    block, read = _FORMATS[kind]
+    _, block, read = _FORMATS[kind]
     return read(np.ascontiguousarray(data).view(block))
+
+
+def form_of(kind: GGMLQuantizationType) -> Form | None:
+    """Return the form of `codes_of` a matrix in this format; None where it is not taken here."""
+    return _FORMATS[kind][0] if kind in _FORMATS else None
 
 
 def _wide(values: NDArray[np.generic]) -> FloatArray:
@@ -108,18 +113,20 @@ def _block(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[np.void]
     return np.dtype(list(fields))
 
 
-_FORMATS: dict[GGMLQuantizationType, tuple[np.dtype[np.void], Callable[[Blocks], Codes]]] = {
-    GGMLQuantizationType.Q4_0: (_block(_SCALE, ("codes", "u1", 16)), _q4_0),
-    GGMLQuantizationType.Q4_1: (_block(_SCALE, _MINIMUM, ("codes", "u1", 16)), _q4_1),
-    GGMLQuantizationType.Q5_0: (_block(_SCALE, ("high", "u1", 4), ("codes", "u1", 16)), _q5_0),
-    GGMLQuantizationType.Q5_1: (_block(_SCALE, _MINIMUM, ("high", "u1", 4), ("codes", "u1", 16)), _q5_1),
-    GGMLQuantizationType.Q8_0: (_block(_SCALE, ("codes", "i1", 32)), _q8_0),
-    GGMLQuantizationType.Q4_K: (_block(_SCALE, _MINIMUM, ("factors", "u1", 12), ("codes", "u1", 128)), _q4_k),
+_FORMATS: dict[GGMLQuantizationType, tuple[Form, np.dtype[np.void], Callable[[Blocks], Codes]]] = {
+    GGMLQuantizationType.Q4_0: ("q4", _block(_SCALE, ("codes", "u1", 16)), _q4_0),
+    GGMLQuantizationType.Q4_1: ("q4", _block(_SCALE, _MINIMUM, ("codes", "u1", 16)), _q4_1),
+    GGMLQuantizationType.Q5_0: ("q8", _block(_SCALE, ("high", "u1", 4), ("codes", "u1", 16)), _q5_0),
+    GGMLQuantizationType.Q5_1: ("a8", _block(_SCALE, _MINIMUM, ("high", "u1", 4), ("codes", "u1", 16)), _q5_1),
+    GGMLQuantizationType.Q8_0: ("q8", _block(_SCALE, ("codes", "i1", 32)), _q8_0),
+    GGMLQuantizationType.Q4_K: ("q4", _block(_SCALE, _MINIMUM, ("factors", "u1", 12), ("codes", "u1", 128)), _q4_k),
     GGMLQuantizationType.Q5_K: (
+        "a8",
         _block(_SCALE, _MINIMUM, ("factors", "u1", 12), ("high", "u1", 32), ("codes", "u1", 128)),
         _q5_k,
     ),
     GGMLQuantizationType.Q6_K: (
+        "h8",
         _block(("low", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), _SCALE),
         _q6_k,
     ),

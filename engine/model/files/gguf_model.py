@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 
-from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelConfig, ModelError
 from engine.model.families import LLAMA, MIXTRAL, Source
 from engine.model.files import experts
@@ -13,6 +12,7 @@ from engine.model.files.checkpoint import find_family
 from engine.model.files.gguf_options import HeaderSizes, family_options
 from engine.model.files.gguf_reader import GGUFFile
 from engine.model.files.gguf_text import Vocabulary, text_files
+from engine.model.files.stored import StoredRows
 from engine.text.files import TextFiles
 from engine.text.recommended import from_gguf
 
@@ -37,17 +37,8 @@ class GGUFModel:
     def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
         return source.gguf.format(layer=layer)
 
-    def read(self, name: str) -> FloatArray:
-        return self._file.read(name)
-
-    def codes(self, name: str) -> Codes | None:
-        return self._file.codes(name)
-
-    def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
-        return self._file.read(self.tensor_name(source, layer), expert)
-
-    def expert_codes(self, source: Source, layer: int, expert: int) -> Codes | None:
-        return self._file.codes(self.tensor_name(source, layer), expert)
+    def find(self, source: Source, layer: int, expert: int | None = None) -> StoredRows:
+        return self._file.rows(self.tensor_name(source, layer), expert)
 
     def text(self) -> TextFiles:
         files = text_files(Vocabulary.read(self.path, self._file.get))

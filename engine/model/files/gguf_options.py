@@ -117,7 +117,7 @@ def _rope_table(file: GGUFFile, metadata: _Metadata, head_dim: int) -> RopeTable
 
 
 def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
-    return tuple(np.asarray(file.read(name), dtype=np.float64).ravel().tolist())
+    return tuple(np.asarray(file.rows(name).values(0, file.shape(name)[0]), dtype=np.float64).ravel().tolist())
 
 
 def _layers(table: RopeTable, windows: Sequence[int]) -> Options:

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelError
-from engine.model.files.checkpoint import most_of
-from engine.model.files.gguf_codes import codes_of
+from engine.model.files.checkpoint import STORED, most_of
+from engine.model.files.gguf_codes import codes_of, form_of
+from engine.model.files.stored import StoredRows
 
 _BROKEN = (ValueError, KeyError, IndexError, OverflowError, TypeError, struct.error)
 """The errors that the package raises on bytes that are no GGUF."""
@@ -104,26 +105,32 @@ class GGUFFile:
         """Return the type of most of the weights, see `most_of`."""
         return most_of((tensor.tensor_type.name, int(tensor.n_bytes)) for tensor in self._tensors.values())
 
-    def read(self, name: str, part: int | None = None) -> FloatArray:
-        """Read a tensor, dequantized to 32 bits; or what it has of number `part` in its first dimension."""
-        if (codes := self.codes(name, part)) is not None:
-            return codes.widen()
-        found, shape = self._find(name), self.shape(name)
-        try:
-            values = dequantize(self._data(name, part), found.tensor_type)
-        except (NotImplementedError, *_BROKEN) as error:
-            raise ModelError(self.path, f"tensor {name} ({found.tensor_type.name}): {error}") from error
-        return np.ascontiguousarray(values, dtype=np.float32).reshape(shape if part is None else shape[1:])
+    def rows(self, name: str, part: int | None = None) -> StoredRows:
+        """Return a tensor's rows, or those of number `part` in its first dimension: codes where `codes_of` knows the
+        format, and else values, dequantized to 32 bits."""
+        found, shape, data = self._find(name), self.shape(name), self._data(name, part)
+        shape = shape if part is None else shape[1:]
+        form = form_of(found.tensor_type) if len(shape) == 2 else None
 
-    def codes(self, name: str, part: int | None = None) -> Codes | None:
-        """Read a quantized matrix as it is stored; None where `codes_of` does not know the format."""
-        with np.errstate(invalid="ignore"):  # a scale that is no number is told of below
-            codes = codes_of(self._data(name, part), self._find(name).tensor_type)
-        if codes is not None:
-            for what in (codes.scales, codes.offsets):
+        def codes(first: int, end: int) -> Codes:
+            with np.errstate(invalid="ignore"):  # a scale that is no number is told of below
+                read = codes_of(data[first:end], found.tensor_type)
+            assert read is not None
+            for what in (read.scales, read.offsets):
                 if what is not None and not np.isfinite(what).all():
                     raise ModelError(self.path, f"tensor {name}: a scale is not a finite number")
-        return codes
+            return read
+
+        def values(first: int, end: int) -> FloatArray:
+            try:
+                read = dequantize(data[first:end] if len(shape) > 1 else data, found.tensor_type)
+            except (NotImplementedError, *_BROKEN) as error:
+                raise ModelError(self.path, f"tensor {name} ({found.tensor_type.name}): {error}") from error
+            wide = np.ascontiguousarray(read, dtype=np.float32)
+            return wide.reshape(-1, *shape[1:]) if len(shape) > 1 else wide.reshape(shape)[first:end]
+
+        kind = form or STORED.get(found.tensor_type.name, "float32")
+        return StoredRows(shape, kind, codes if form else values)
 
     def _data(self, name: str, part: int | None) -> NDArray[Any]:
         found = self._find(name)

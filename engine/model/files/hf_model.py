@@ -5,16 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from engine.model.codes import Codes, FloatArray
+from engine.model.codes import Codes
 from engine.model.config import PICKLES, Activation, ModelConfig, ModelError
 from engine.model.families import Family, Source
 from engine.model.files import experts
 from engine.model.files.checkpoint import find_family, most_of, read_json
 from engine.model.files.hf_options import DEFAULTS, family_options
-from engine.model.files.hf_quantization import Matrix, Quantization
+from engine.model.files.hf_quantization import Quantization
 from engine.model.files.hf_rope import context_tokens
 from engine.model.files.hf_text import text_files
 from engine.model.files.safetensors_reader import SafetensorsFile, StoredTensor
+from engine.model.files.stored import StoredRows
 from engine.text.files import TextFiles
 
 INDEX = "model.safetensors.index.json"
@@ -45,8 +46,6 @@ class HFModel:
         self._where = {name: shard for shard in self.shards for name in shard.tensors}
         self._wrapping = self._wrapped()
         said = raw.get("quantization_config") or whole.get("quantization_config")
-        self._latest: tuple[str, Codes | None] | None = None
-        """The codes of all experts that were asked for last: they are read expert by expert."""
         self._quantization = None if not said else Quantization(path / "config.json", said, self._where)
 
     def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
@@ -63,11 +62,13 @@ class HFModel:
         """True where config.json says that weights are codes."""
         return self._quantization is not None
 
-    def read(self, name: str) -> FloatArray:
-        found = self._quantized(name)
-        if found is None:
-            return self._holder(name).read(name)
-        return found.widen() if isinstance(found, Codes) else found.rows(0, len(found.codes))
+    def find(self, source: Source, layer: int, expert: int | None = None) -> StoredRows:
+        name = self.tensor_name(source, layer, expert or 0)
+        if self._quantization is not None and (whole := self._quantization.find(name)) is not None:
+            return _of_expert(whole, expert or 0, self.config.expert_count, source) if source.of_all else whole
+        if source.of_all:
+            return self._holder(name).rows(name, expert, _ROWS[source.of_all])
+        return self._holder(name).rows(name)
 
     def stored(self, name: str) -> StoredTensor:
         """Return where the tensor lies. Raises ModelError where it is missing."""
@@ -78,36 +79,21 @@ class HFModel:
             raise ModelError(self.path, f"tensor {name} is missing")
         return self._where[name]
 
-    def codes(self, name: str) -> Codes | None:
-        found = self._quantized(name)
-        return found if found is None or isinstance(found, Codes) else found.as_codes()
-
-    def _quantized(self, name: str) -> Matrix | None:
-        return None if self._quantization is None else self._quantization.find(name)
-
-    def read_expert(self, source: Source, layer: int, expert: int) -> FloatArray:
-        name = self.tensor_name(source, layer, expert)
-        if not source.of_all:
-            return self.read(name)
-        if (codes := self.expert_codes(source, layer, expert)) is not None:
-            return codes.widen()
-        return np.ascontiguousarray(self._holder(name).read(name, expert).T[_ROWS[source.of_all]])
-
-    def expert_codes(self, source: Source, layer: int, expert: int) -> Codes | None:
-        name = self.tensor_name(source, layer, expert)
-        if not source.of_all:
-            return self.codes(name)
-        if self._latest is None or self._latest[0] != name:
-            self._latest = name, self.codes(name)
-        if (whole := self._latest[1]) is None:
-            return None
-        rows = len(whole.codes) // self.config.expert_count
-        one, wanted = whole.rows(expert * rows, (expert + 1) * rows), _ROWS[source.of_all]
-        offsets = None if one.offsets is None else one.offsets[wanted]
-        return Codes(np.ascontiguousarray(one.codes[wanted]), one.scales[wanted], offsets, one.form)
-
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)
+
+
+def _of_expert(whole: StoredRows, expert: int, experts: int, source: Source) -> StoredRows:
+    """Return one expert's rows of a matrix in which those of all lie below each other: all, or each other one."""
+    rows, step = whole.shape[0] // experts, 1 if source.of_all == "all" else 2
+    start, shift = expert * rows, int(source.of_all == "odd")
+
+    def read(first: int, end: int) -> Codes:
+        codes = whole.codes(start + first * step, start + end * step)
+        offsets = None if codes.offsets is None else codes.offsets[shift::step]
+        return Codes(np.ascontiguousarray(codes.codes[shift::step]), codes.scales[shift::step], offsets, codes.form)
+
+    return StoredRows((rows // step, whole.shape[1]), whole.kind, read)
 
 
 def family_of(path: Path) -> Family:

@@ -22,11 +22,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.model.codes import Codes, FloatArray
+from engine.model.codes import FloatArray
 from engine.model.config import ModelError
-from engine.model.files.floats import Floats8, mxfp4
-from engine.model.files.integers import Integers, unpack_awq, unpack_words
+from engine.model.files.floats import Floats8, stored_mxfp4
+from engine.model.files.integers import Integers, awq_rows, unpack_awq, unpack_words
 from engine.model.files.safetensors_reader import SafetensorsFile
+from engine.model.files.stored import StoredRows
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,6 @@ FORMATS = ("float-quantized", "int-quantized", "mxfp4-pack-quantized", "naive-qu
 """Those of compressed-tensors; `mixed-precision` has one of these in each group."""
 BITS = (4, 8)
 _F8 = "F8_E4M3"
-
-Matrix = Codes | Integers | Floats8
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -67,25 +66,27 @@ class Quantization:
         }
         self._groups = read[method](said) if method in read else []
 
-    def find(self, name: str) -> Matrix | None:
-        """Return the matrix that a directory has in place of the plain tensor `name`, or None where that is plain."""
+    def find(self, name: str) -> StoredRows | None:
+        """Return the matrix that a directory has in place of the plain tensor `name`, or None where that is plain. Its
+        scales are read, its codes are not."""
         stem = name.removesuffix(".weight")
         match self._method:
             case "gptq" | "awq" if f"{stem}.qweight" in self._where:
-                return self._gptq_matrix(stem) if self._method == "gptq" else self._awq_matrix(stem)
+                found = self._gptq_matrix(stem) if self._method == "gptq" else self._awq_matrix(stem)
+                return found.stored()
             case "mxfp4" if f"{name}_blocks" in self._where:
                 return self._mxfp4(f"{name}_blocks", f"{name}_scales")
             case "compressed-tensors" if f"{name}_packed" in self._where:
                 group = self._group(stem)
                 if group.format == "mxfp4-pack-quantized":
                     return self._mxfp4(f"{name}_packed", f"{name}_scale")
-                return self._packed(name, group)
+                return self._packed(name, group).stored()
             case "compressed-tensors" | "fp8" if name in self._where:
                 kind = self._where[name].tensors[name].dtype
                 if kind == _F8:
                     return self._float8(name, self._group(stem))
                 if kind == "I8" and self._method == "compressed-tensors":
-                    return self._int8(name, self._group(stem))
+                    return self._int8(name, self._group(stem)).stored()
         return None
 
     # config.json
@@ -195,8 +196,11 @@ class Quantization:
             self._shaped(f"{name}_zero_point", stored, (-(-rows * group.bits // 32), groups))
             zeros = unpack_words(stored.T, group.bits, rows).T.astype(np.int16)
         order = self._order(f"{name}_g_idx", columns, groups)
-        codes = unpack_words(words, group.bits, columns)
-        return Integers(codes, scales, zeros, group.bits, group.group_size or columns, order)
+
+        def unpack(first: int, end: int) -> NDArray[np.uint8]:
+            return unpack_words(words[first:end], group.bits, columns)
+
+        return Integers((rows, columns), unpack, scales, zeros, group.bits, group.group_size or columns, order)
 
     def _int8(self, name: str, group: Weights) -> Integers:
         codes = self._array(name)
@@ -209,7 +213,11 @@ class Quantization:
             if stored.size > 1:
                 self._shaped(f"{name}_zero_point", stored, scales.shape)
             zeros += stored.astype(np.int16)
-        return Integers(codes.view(np.uint8) ^ np.uint8(128), scales, zeros, 8, group.group_size or columns)
+
+        def unpack(first: int, end: int) -> NDArray[np.uint8]:
+            return codes[first:end].view(np.uint8) ^ np.uint8(128)
+
+        return Integers((rows, columns), unpack, scales, zeros, 8, group.group_size or columns)
 
     def _gptq_matrix(self, stem: str) -> Integers:
         (group,) = self._groups
@@ -223,9 +231,12 @@ class Quantization:
         self._shaped(f"{stem}.scales", scales, (groups, rows))
         stored = unpack_words(zeros, group.bits, rows).astype(np.int16) + np.int16(self._plus_one)
         order = self._order(f"{stem}.g_idx", columns, groups)
-        codes = unpack_words(words.T, group.bits, columns)
         by_row, zero = np.ascontiguousarray(scales.T), np.ascontiguousarray(stored.T)
-        return Integers(codes, by_row, zero, group.bits, group.group_size or columns, order)
+
+        def unpack(first: int, end: int) -> NDArray[np.uint8]:
+            return unpack_words(words[:, first:end].T, group.bits, columns)
+
+        return Integers((rows, columns), unpack, by_row, zero, group.bits, group.group_size or columns, order)
 
     def _awq_matrix(self, stem: str) -> Integers:
         (group,) = self._groups
@@ -237,28 +248,35 @@ class Quantization:
         self._shaped(f"{stem}.qzeros", zeros, (groups, words.shape[1]))
         scales = self._floats(f"{stem}.scales")
         self._shaped(f"{stem}.scales", scales, (groups, rows))
-        codes, zero = unpack_awq(words.T), unpack_awq(zeros.T).astype(np.int16)
-        return Integers(codes, np.ascontiguousarray(scales.T), zero, 4, group.group_size or columns)
+        zero, by_row = unpack_awq(zeros.T).astype(np.int16), np.ascontiguousarray(scales.T)
 
-    def _float8(self, name: str, group: Weights) -> Floats8:
+        def unpack(first: int, end: int) -> NDArray[np.uint8]:
+            return awq_rows(words, first, end)
+
+        return Integers((rows, columns), unpack, by_row, zero, 4, group.group_size or columns)
+
+    def _float8(self, name: str, group: Weights) -> StoredRows:
         codes = self._array(name).view(np.uint8)
         if codes.ndim != 2:
             raise ModelError(self._path(name), f"tensor {name} has shape {codes.shape}, not rows and columns")
-        if bool(((codes & 127) == 127).any()):
-            raise ModelError(self._path(name), f"tensor {name}: a value is not a number")
+
+        def check(read: NDArray[np.uint8]) -> None:
+            if bool(((read & 127) == 127).any()):
+                raise ModelError(self._path(name), f"tensor {name}: a value is not a number")
+
         rows, columns = codes.shape
         inverse = f"{name}_scale_inv"  # which multiplies all the same
         scale = inverse if inverse in self._where else f"{name}_scale"
         scales = self._floats(scale)
         if group.block is not None:
             self._shaped(scale, scales, (-(-rows // group.block[0]), -(-columns // group.block[1])))
-            return Floats8(codes, scales, group.block)
+            return Floats8(codes, scales, group.block).stored(check)
         if scales.size == 1:
-            return Floats8(codes, scales.reshape(1, 1), (rows, columns))
+            return Floats8(codes, scales.reshape(1, 1), (rows, columns)).stored(check)
         groups = 1 if group.group_size is None else -(-columns // group.group_size)
-        return Floats8(codes, self._scales(scale, rows, groups), (1, group.group_size or columns))
+        return Floats8(codes, self._scales(scale, rows, groups), (1, group.group_size or columns)).stored(check)
 
-    def _mxfp4(self, blocks: str, scales: str) -> Codes:
+    def _mxfp4(self, blocks: str, scales: str) -> StoredRows:
         packed, exponents = self._array(blocks), self._array(scales)
         if packed.ndim > 2:
             packed = packed.reshape(*packed.shape[:-2], -1)  # [.., groups, 16]
@@ -268,9 +286,12 @@ class Quantization:
         if packed.shape[1] % 16:
             problem = f"tensor {blocks} has {2 * packed.shape[1]} columns, no multiple of 32"
             raise ModelError(self._path(blocks), problem)
-        if bool((exponents == 255).any()):
-            raise ModelError(self._path(scales), f"tensor {scales}: a scale is not a finite number")
-        return mxfp4(packed, exponents)
+
+        def check(read: NDArray[np.uint8]) -> None:
+            if bool((read == 255).any()):
+                raise ModelError(self._path(scales), f"tensor {scales}: a scale is not a finite number")
+
+        return stored_mxfp4(packed, exponents, check)
 
     def _order(self, name: str, columns: int, groups: int) -> NDArray[np.int32] | None:
         if name not in self._where:

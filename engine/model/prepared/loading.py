@@ -2,59 +2,164 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.model.config import Progress
+from engine.model.config import ModelConfig, Progress
+from engine.model.prepared.codes_file import CODES_FILE, coded_forms, coded_weights, map_codes
 from engine.model.prepared.pieces import load_index, map_pieces
-from engine.model.prepared.shards import ShardIndex, agree, by_reference, contents, one_shard
-from engine.model.prepared.streaming import LoadedWeights, stream
+from engine.model.prepared.shards import ShardIndex, agree, by_reference, contents, prepared_shards
+from engine.model.prepared.streaming import stream
 from engine.model.prepared.weights import WEIGHTS_FILE
 from engine.storage.paged import TORCH_DTYPES
+from kernels.coded_weight import CodedWeight
 
 log = logging.getLogger(__name__)
 
+SLAB_VALUES = 1 << 22
+"""The number of values that are widened at once."""
+
+Stored = Tensor | CodedWeight
+"""A weight as a prepared model keeps it."""
+
+
+class LoadedWeights(NamedTuple):
+    """Weights by name, and the digests of their files by name: none where the files were not hashed."""
+
+    weights: dict[str, Stored]
+    digests: dict[str, str]
+
+
+class PreparedWeights(Mapping[str, Tensor]):
+    """A prepared model's weights, mapped: clean pages, never to be written. `[name]` is a weight in the model's type: a
+    view of the mapping where it is kept so, and else widened into memory of its own, each time. `stored` and `rows` are
+    what is kept. Raises ModelError."""
+
+    suffix = ""
+    """What names files made of these weights."""
+
+    def __init__(self, model_dir: Path) -> None:
+        config = ModelConfig.load(model_dir)
+        self.dtype = TORCH_DTYPES[config.dtype]
+        self._experts = config.expert_count
+        kept: dict[str, Stored] = {
+            name: torch.frombuffer(piece.raw, dtype=TORCH_DTYPES[piece.form.decode()]).view(piece.shape)
+            for name, piece in map_pieces(model_dir / WEIGHTS_FILE).items()
+        }
+        self.stored: Mapping[str, Stored] = kept | dict(map_codes(model_dir))
+        """Matrices of codes have the rows of experts below each other."""
+
+    def again(self, model_dir: Path) -> "PreparedWeights":
+        """Return the same, mapped anew."""
+        return PreparedWeights(model_dir)
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self.stored[name]
+        if isinstance(found, Tensor):
+            return found.to(self.dtype)
+        return widened(found, self.dtype).view(self.shape(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a weight's shape; `[experts, rows, columns]` where it is of all experts of a layer."""
+        found = self.stored[name]
+        if isinstance(found, Tensor) or not is_of_experts(name):
+            return tuple(found.shape)
+        rows, columns = found.shape
+        return self._experts, rows // self._experts, columns
+
+    def rows(self, name: str, first: int, end: int) -> Stored:
+        """Return some rows of a matrix as they are kept, those of experts below each other: a rank, or whoever makes
+        something of a large matrix, reads no others."""
+        found = self.stored[name]
+        return found.flatten(0, -2)[first:end] if isinstance(found, Tensor) else found.part(slice(first, end))
+
+    def matrices(self) -> dict[str, str]:
+        """Name the weights that steps multiply with, and as what each is kept: matrices, and those of all experts of a
+        layer. The output matrix is always `head`."""
+        found = {name: name for name in self.stored if len(self.shape(name)) > 1 and not name.endswith("_bias")}
+        embedding = found.pop("embedding")
+        return {"head": embedding} | found
+
+
+    def others(self) -> dict[str, Stored]:
+        """Return what steps do not multiply with, as it is kept: the embedding, norms, biases."""
+        matrices = set(self.matrices().values()) - {"embedding"}
+        return {name: self.stored[name] for name in self.stored if name not in matrices}
+
+    def multiplied(self) -> dict[str, Stored]:
+        """Return the matrices as a GPU gets them: in codes, but for those of experts, or in the model's type."""
+        found = dict[str, Stored]()
+        for name, key in self.matrices().items():
+            stored = self.stored[key]
+            in_codes = isinstance(stored, CodedWeight) and stays_coded(key)
+            found[name] = stored if in_codes else self[key]
+        return found
+
+
+def is_of_experts(name: str) -> bool:
+    """Say whether a weight is that of all experts of a layer."""
+    return name.rpartition(".")[2].startswith("experts_")
+
+
+def stays_coded(name: str) -> bool:
+    """Say whether a GPU multiplies with a matrix's codes: no kernel does so with experts, and routers are multiplied in
+    32 bits."""
+    return not is_of_experts(name) and not name.endswith(".router")
+
+
+def widened(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the values of codes, rounded to `dtype`, without more than some rows of them in 32 bits."""
+    rows, columns = weight.shape
+    found = torch.empty(rows, columns, dtype=dtype, device=weight.codes.device)
+    step = max(1, SLAB_VALUES // columns)
+    for first in range(0, rows, step):
+        numbers = torch.arange(first, min(first + step, rows), device=found.device)
+        found[first : first + step] = weight.lookup(numbers, dtype)
+    return found
+
+
+def map_weights(model_dir: Path) -> PreparedWeights:
+    """Map every weight of a prepared model. Raises ModelError."""
+    return PreparedWeights(model_dir)
+
 
 def load_weights(model_dir: Path, device: torch.device, progress: Progress | None = None) -> LoadedWeights:
-    """Load every weight by name. `progress` hears of bytes read, as the log does at every tenth. Raises ModelError."""
+    """Load every weight by name to a device: in the model's type, or in codes of 16-bit models. `progress` hears of
+    bytes read, as the log does at every tenth. Raises ModelError."""
+    told = logged(model_dir.name, progress)
     # 1. By reference: streamed and hashed on the way, and held against what the first load has seen.
     if by_reference(model_dir):
         index = ShardIndex.load(model_dir)
-        loaded = stream(index, device, logged(model_dir.name, progress), is_known=bool(contents(model_dir)))
-        agree(model_dir, index, loaded.digests)
-        return loaded
-    # 2. On the CPU: mapped, and not read at all.
-    if device.type == "cpu":
-        return LoadedWeights(map_weights(model_dir), {})
-    # 3. Elsewhere: streamed from the prepared file.
-    return stream(one_shard(model_dir / WEIGHTS_FILE), device, logged(model_dir.name, progress), hashed=False)
-
-
-def loaded_bytes(model_dir: Path) -> int:
-    """Return the bytes that a prepared model's weights take in memory. Raises ModelError."""
-    if by_reference(model_dir):
-        return ShardIndex.load(model_dir).size_bytes
-    return load_index(model_dir / WEIGHTS_FILE).size_bytes
-
-
-def map_weights(model_dir: Path) -> dict[str, Tensor]:
-    """Map every tensor of a prepared model by name, as views of one private mapping: clean pages, never to be written.
-    Raises ModelError."""
-    return {
-        name: torch.frombuffer(piece.raw, dtype=TORCH_DTYPES[piece.form.decode()]).view(piece.shape)
-        for name, piece in map_pieces(model_dir / WEIGHTS_FILE).items()
-    }
-
-
-def matrices(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a prepared model that steps multiply with: matrices, and those of experts in one tensor for
-    all of a layer. The output matrix is always `head`."""
-    found = {name: weight for name, weight in weights.items() if weight.dim() > 1 and not name.endswith("_bias")}
-    embedding = found.pop("embedding")
-    return {"head": embedding, **found}
+        tensors, digests = stream(index, device, told, is_known=bool(contents(model_dir)))
+        agree(model_dir, index, digests)
+        return LoadedWeights(dict(tensors), digests)
+    # 2. Else streamed from the prepared files.
+    config = ModelConfig.load(model_dir)
+    codes, dtype = model_dir / CODES_FILE, TORCH_DTYPES[config.dtype]
+    files = [model_dir / WEIGHTS_FILE, *([codes] if codes.exists() else [])]
+    tensors, _ = stream(prepared_shards(files, config.dtype), device, told, hashed=False)
+    forms = coded_forms(load_index(codes), codes) if codes.exists() else {}
+    coded = coded_weights(tensors, forms)
+    pieces = {f"{name}.{kind}" for name in forms for kind in ("codes", "scales", "offsets")}
+    found: dict[str, Stored] = {name: tensor.to(dtype) for name, tensor in tensors.items() if name not in pieces}
+    del tensors
+    for name in forms:
+        weight = coded.pop(name)
+        if is_of_experts(name):
+            found[name] = widened(weight, dtype).unflatten(0, (config.expert_count, -1))
+        else:
+            found[name] = weight if stays_coded(name) and dtype != torch.float32 else widened(weight, dtype)
+    return LoadedWeights(found, {})
 
 
 def logged(name: str, progress: Progress | None, clock_s: Callable[[], float] = time.monotonic) -> Progress:

@@ -9,8 +9,7 @@ A digest is XXH3 of 128 bits over a whole file, header included: what `xxhsum -H
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
-from math import prod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ import msgspec
 from engine.model.config import ModelError, read_prepared
 from engine.model.prepared.pieces import load_index, locked
 
+NUMBERS = ("float32", "float16", "bfloat16")
 SHARDS_FILE = "shards.json"
 CONTENTS_FILE = "contents.json"
 
@@ -76,12 +76,8 @@ class ShardIndex(msgspec.Struct, frozen=True):
     dtype: str
     shapes: dict[str, tuple[int, ...]]
     shards: tuple[Shard, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the bytes that the weights take."""
-        width = 4 if self.dtype == "float32" else 2
-        return sum(prod(shape) * width for shape in self.shapes.values())
+    others: dict[str, str] = {}
+    """The types of those that are not in `dtype`; of codes uint8."""
 
     @property
     def file_bytes(self) -> int:
@@ -96,12 +92,18 @@ class ShardIndex(msgspec.Struct, frozen=True):
         (model_dir / SHARDS_FILE).write_bytes(msgspec.json.encode(self))
 
 
-def one_shard(weights: Path) -> ShardIndex:
-    """Describe a prepared file of weights as the one shard of them all. Raises ModelError."""
-    pieces = load_index(weights).pieces
-    stretches = tuple(Stretch(name, 0, piece.offset_bytes, piece.size_bytes) for name, piece in pieces.items())
-    shapes = {name: piece.shape for name, piece in pieces.items()}
-    return ShardIndex(pieces["embedding"].form.decode(), shapes, (Shard(Stamp.of(weights), stretches),))
+def prepared_shards(files: Sequence[Path], dtype: str) -> ShardIndex:
+    """Describe a prepared model's own files as the shards of all their pieces. Raises ModelError."""
+    shapes, others, shards = dict[str, tuple[int, ...]](), dict[str, str](), list[Shard]()
+    for path in files:
+        pieces = load_index(path).pieces
+        stretches = tuple(Stretch(name, 0, piece.offset_bytes, piece.size_bytes) for name, piece in pieces.items())
+        shards.append(Shard(Stamp.of(path), stretches))
+        shapes |= {name: piece.shape for name, piece in pieces.items()}
+        said = {name: piece.form.decode() for name, piece in pieces.items()}
+        kinds = {name: kind if kind in NUMBERS else "uint8" for name, kind in said.items()}
+        others |= {name: kind for name, kind in kinds.items() if kind != dtype}
+    return ShardIndex(dtype, shapes, tuple(shards), others)
 
 
 def by_reference(model_dir: Path) -> bool:

@@ -86,10 +86,10 @@ def _nothing() -> None:
     pass
 
 
-class LoadedWeights(NamedTuple):
-    """Weights by name, and the digests of their files by name: none where the files were not hashed."""
+class StreamedPieces(NamedTuple):
+    """Tensors by name, and the digests of their files by name: none where the files were not hashed."""
 
-    weights: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     digests: dict[str, str]
 
 
@@ -103,14 +103,17 @@ def stream(
     copies: Copies | None = None,
     read: Read = os.preadv,
     piece_bytes: int = PIECE_BYTES,
-) -> LoadedWeights:
+) -> StreamedPieces:
     """Load every weight of `index` to `device`, and digest its files. `is_known`: the digests will be held against
     earlier ones. `progress` hears of bytes of files.
 
     Raises ModelError naming a file that cannot be read, is shorter than it was, or has changed.
     """
+    kinds = {name: TORCH_DTYPES.get(kind, torch.uint8) for name, kind in index.others.items()}
     dtype = TORCH_DTYPES[index.dtype]
-    weights = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in index.shapes.items()}
+    weights = {
+        name: torch.empty(shape, dtype=kinds.get(name, dtype), device=device) for name, shape in index.shapes.items()
+    }
     targets = {name: weight.view(-1).view(torch.uint8) for name, weight in weights.items()}
     by = copies or (PinnedCopies(device) if device.type == "cuda" else HostCopies())
     digests, done = dict[str, str](), 0
@@ -148,7 +151,7 @@ def stream(
         by.mark()()
         for file in files:
             file.check()
-    return LoadedWeights(weights, digests)
+    return StreamedPieces(weights, digests)
 
 
 class _OpenFile:

@@ -1,71 +1,135 @@
-"""The prepared weights: every weight as the engine multiplies it (q, k and v in one matrix, gate and up in another), a
-piece of one file. A worker maps it and copies nothing; all workers of a host share its pages.
+"""The prepared weights: every weight as the engine multiplies it (q, k and v in one matrix, gate and up in another).
+
+    weights.bin   what is stored as numbers: each weight in the type that its file has, or in the 16 bits asked for
+    codes.bin     what is stored as codes, as codes (`engine.model.prepared.codes_file`)
+
+Nothing is kept twice, and nothing is widened but what has no smaller form. Files are read by slabs of rows, so that no
+tensor is held whole. A worker maps the files and copies nothing; all workers of a host share their pages.
 """
 
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
-from engine.model.codes import Codes, FloatArray, stack
+from engine.model.codes import Codes, FloatArray, Form, common_form, recoded
 from engine.model.config import ModelError, Progress
 from engine.model.families import Source, Weight, layer_key
 from engine.model.files.checkpoint import Checkpoint, as_dtype, halves_from_pairs
+from engine.model.files.stored import FORMS, StoredRows
+from engine.model.prepared.codes_file import CodedMatrix, write_codes
 from engine.model.prepared.pieces import Made, write_pieces
 
 WEIGHTS_FILE = "weights.bin"
 
 SLAB_VALUES = 1 << 20
-"""The number of values that are rounded at once: rounding takes a few times their memory."""
+"""The number of values that are unpacked or rounded at once: that takes a few times their memory."""
+
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def write_weights(source: Checkpoint, dtype: str, folder: Path, progress: Progress | None = None) -> None:
-    """Convert every weight of `source` into `folder`. `progress` hears of the bytes of weights done so far, and of all.
-    Raises ModelError naming a missing or misshapen tensor."""
-    weights = [(key, weight, layer, weight.shape(source.config)) for key, weight, layer in prepared_weights(source)]
-    width = 4 if dtype == "float32" else 2
-    size = sum(prod(shape) * width for *_, shape in weights)
+    """Convert every weight of `source` into `folder`. `progress` hears of values done so far, and of all, in bytes of
+    `dtype`. Raises ModelError naming a missing or misshapen tensor."""
+    weights = [
+        (key, weight, layer, stored_kind(source, weight, layer, dtype))
+        for key, weight, layer in prepared_weights(source)
+    ]
+    width = WIDTHS[dtype]
+    size, done = sum(prod(weight.shape(source.config)) * width for _, weight, *_ in weights), 0
 
-    def pieces() -> Iterator[Made]:
-        done = 0
-        for key, weight, layer, shape in weights:
-            if progress is not None:
-                progress(done, size)
-            yield Made(key, shape, dtype.encode(), _slabs(source, weight, layer, dtype))
-            done += prod(shape) * width
+    def tell(weight: Weight | None) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(done, size)
+        if weight is not None:
+            done += prod(weight.shape(source.config)) * width
 
-    write_pieces(folder / WEIGHTS_FILE, pieces())
-    if progress is not None:
-        progress(size, size)
+    def coded() -> Iterator[CodedMatrix]:
+        for key, weight, layer, kind in weights:
+            if kind in FORMS:
+                tell(weight)
+                *counts, rows, columns = weight.shape(source.config)
+                yield CodedMatrix(key, (prod(counts) * rows, columns), kind, _codes(source, weight, layer, kind, dtype))
+
+    def plain() -> Iterator[Made]:
+        for key, weight, layer, kind in weights:
+            if kind not in FORMS:
+                tell(weight)
+                yield Made(key, weight.shape(source.config), kind.encode(), _slabs(source, weight, layer, kind))
+
+    write_codes(folder, coded())
+    write_pieces(folder / WEIGHTS_FILE, plain())
+    tell(None)
+
+
+def stored_kind(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> str:
+    """Return what a weight is kept as in a model in `dtype`: the form of its codes, or the type of its numbers. Reads
+    headers and scales alone. Raises ModelError naming a missing or misshapen tensor."""
+    kinds = {rows.kind for *_, rows in _pieces(source, weight, layer)}
+    if weight.columns and kinds <= set(FORMS) and (form := common_form(kinds)) is not None:
+        return form
+    if dtype != "float32":
+        return dtype
+    return kinds.pop() if len(kinds) == 1 and kinds <= set(WIDTHS) else "float32"
 
 
 def _slabs(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> Iterator[memoryview]:
-    """Yield a weight's bytes by slabs of rows, so that no more than one tensor is held in 32 bits, and of codes no
-    more than a slab."""
+    """Yield a weight's bytes by slabs of rows."""
+    for name, unit, rows in _pieces(source, weight, layer):
+        for first, end in _cuts(rows.shape, unit):
+            yield np.ascontiguousarray(as_dtype(rows.values(first, end), dtype, source.path, name)).data
+
+
+def _codes(source: Checkpoint, weight: Weight, layer: int, form: str, dtype: str) -> Iterator[Codes]:
+    """Yield a weight's codes by slabs of rows; values that do not fit `dtype` are refused here as others are."""
+    for name, unit, rows in _pieces(source, weight, layer):
+        for first, end in _cuts(rows.shape, unit):
+            codes = recoded(rows.codes(first, end), cast(Form, form))
+            if dtype == "float16":
+                as_dtype(codes.widen(), dtype, source.path, name)
+            yield codes
+
+
+def _cuts(shape: tuple[int, ...], unit: int) -> Iterator[tuple[int, int]]:
+    rows = max(1, SLAB_VALUES // max(1, prod(shape[1:])) // unit) * unit
+    yield from ((at, min(at + rows, shape[0])) for at in range(0, shape[0], rows))
+
+
+def _pieces(source: Checkpoint, weight: Weight, layer: int) -> Iterator[tuple[str, int, StoredRows]]:
+    """Yield the tensors of a weight: name, the rows that must be read together, and the rows as the engine has them."""
     for piece, expert in pieces_of(source, weight):
         name = source.tensor_name(piece, layer, expert)
-        for values in _rows_of(source, weight, piece, layer, expert):
-            yield np.ascontiguousarray(as_dtype(values, dtype, source.path, name)).data
+        rows = source.find(piece, layer, expert if weight.each_expert else None)
+        check_shape(source, name, rows.shape, weight, piece)
+        unit = 1
+        if source.rope_pairs and piece.rope_heads:
+            unit = rows.shape[0] // int(getattr(source.config, piece.rope_heads))
+            rows = _in_halves(rows, unit)
+        if source.folds_norms and piece.is_norm and source.config.norm_offset:
+            rows = _unfolded(rows, source.config.norm_offset)
+        yield name, unit, rows
 
 
-def _rows_of(source: Checkpoint, weight: Weight, piece: Source, layer: int, expert: int) -> Iterator[FloatArray]:
-    """Yield a tensor's values by slabs of rows. What it holds goes with it, before another tensor is read."""
-    name = source.tensor_name(piece, layer, expert)
-    if (codes := _codes(source, weight, piece, layer, expert)) is not None:
-        check_shape(source, name, codes.codes.shape, weight, piece)
-        rows = max(1, SLAB_VALUES // codes.codes.shape[1])
-        yield from (codes.rows(at, at + rows).widen() for at in range(0, len(codes.codes), rows))
-        return
-    values = source.read_expert(piece, layer, expert) if weight.each_expert else source.read(name)
-    check_shape(source, name, values.shape, weight, piece)
-    if source.rope_pairs and piece.rope_heads:
-        values = halves_from_pairs(values, int(getattr(source.config, piece.rope_heads)))
-    if source.folds_norms and piece.is_norm and source.config.norm_offset:
-        # As Hugging Face has it: a weight near one would lose bits in the type of 16.
-        values = values - np.float32(source.config.norm_offset)
-    rows = max(1, SLAB_VALUES // max(1, prod(values.shape[1:])))
-    yield from (values[at : at + rows] for at in range(0, len(values), rows))
+def _in_halves(rows: StoredRows, head: int) -> StoredRows:
+    """Return rows that are stored as rotary pairs in heads of `head` rows, read by whole heads, as two halves."""
+
+    def read(first: int, end: int) -> FloatArray | Codes:
+        found, heads = rows.read(first, end), (end - first) // head
+        if not isinstance(found, Codes):
+            return halves_from_pairs(found, heads)
+        offsets = None if found.offsets is None else halves_from_pairs(found.offsets, heads)
+        codes, scales = halves_from_pairs(found.codes, heads), halves_from_pairs(found.scales, heads)
+        return Codes(codes, scales, offsets, found.form)
+
+    return StoredRows(rows.shape, rows.kind, read)
+
+
+def _unfolded(rows: StoredRows, offset: float) -> StoredRows:
+    """Return a norm's weight as Hugging Face has it: one near one would lose bits in the type of 16."""
+    return StoredRows(rows.shape, "float32", lambda first, end: rows.values(first, end) - np.float32(offset))
 
 
 def pieces_of(source: Checkpoint, weight: Weight) -> list[tuple[Source, int]]:
@@ -79,27 +143,6 @@ def check_shape(source: Checkpoint, name: str, shape: tuple[int, ...], weight: W
     wanted = (int(getattr(source.config, piece.rows)), *weight.columns_of(source.config))
     if shape != wanted:
         raise ModelError(source.path, f"tensor {name} has shape {shape}, expected {wanted}")
-
-
-def prepared_codes(source: Checkpoint) -> Iterator[tuple[str, Codes]]:
-    """Yield the codes of those weights whose sources all have them: what widens to the very bits that
-    `write_weights` writes in 32 bits, and has checked."""
-    for key, weight, layer in prepared_weights(source):
-        found = [_codes(source, weight, piece, layer, expert) for piece, expert in pieces_of(source, weight)]
-        parts = [part for part in found if part is not None]
-        if len(parts) == len(found) and (whole := stack(parts)) is not None:
-            yield key, whole
-
-
-def _codes(source: Checkpoint, weight: Weight, piece: Source, layer: int, expert: int) -> Codes | None:
-    if weight.each_expert:
-        return source.expert_codes(piece, layer, expert)
-    codes = source.codes(source.tensor_name(piece, layer))
-    if codes is None or not (source.rope_pairs and piece.rope_heads):
-        return codes
-    heads = int(getattr(source.config, piece.rope_heads))
-    offsets = None if codes.offsets is None else halves_from_pairs(codes.offsets, heads)
-    return Codes(halves_from_pairs(codes.codes, heads), halves_from_pairs(codes.scales, heads), offsets, codes.form)
 
 
 def prepared_weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:

@@ -19,6 +19,7 @@ from cluster.plan.planner import (
     weights_bytes,
 )
 from cluster.plan.shapes import PUBLISHED
+from engine.kv.groups import layer_groups
 from engine.kv.layout import KVLayout
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -187,6 +188,11 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         ("gemma-2-27b", 27_227_128_320),
         ("gemma-3-270m", 268_098_176),
         ("gemma-3-1b", 999_885_952),
+        ("gemma-3-4b", 3_880_263_168),
+        ("gemma-3-12b", 11_766_034_176),
+        ("gemma-3-27b", 27_009_346_304),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
         ("granite-3.1-8b", 8_170_848_256),
         ("mistral-nemo", 12_247_782_400),
         ("mistral-small-24b", 23_572_403_200),
@@ -209,6 +215,9 @@ def test_a_token_meets_few_of_the_experts() -> None:
     """Guards active sizes: 12.9 billion of Mixtral's 46.7, and 3.3 of Qwen3-30B-A3B's, as their publishers say."""
     mixtral, qwen = PUBLISHED["mixtral-8x7b"], PUBLISHED["qwen3-30b-a3b"]
     assert [round(active_parameters(model) / 1e9, 1) for model in (mixtral, qwen)] == [12.9, 3.4]
+    # 5.13 are said to be active of gpt-oss-120b, the embedding, which is looked up, not among them.
+    large = PUBLISHED["gpt-oss-120b"]
+    assert round((active_parameters(large) - large.vocab * large.hidden) / 1e9, 2) == 5.13
     assert active_parameters(PUBLISHED["llama-3-8b"]) == parameters(PUBLISHED["llama-3-8b"])
     # On two ranks each has half of every expert, and all of the router.
     assert mixtral.experts is not None
@@ -234,3 +243,35 @@ def test_a_longer_context_costs_its_rotary_tables() -> None:
     long = msgspec.structs.replace(short, context_tokens=2 * short.context_tokens)
     more = weights_bytes(long, "float32") - weights_bytes(short, "float32")
     assert more == short.context_tokens * 128 * 4
+
+
+def test_windows_keep_no_more_than_their_window() -> None:
+    """Guards a plan that counts windows' layers for all of a long sequence: Gemma 3 270M, by hand."""
+    model = PUBLISHED["gemma-3-270m"]
+    kinds = [0 if layer % 6 == 5 else 512 for layer in range(model.layers)]
+    plain = Shape(name="gemma", layers=18, kv_heads=1, head_dim=256)
+    grouped = msgspec.structs.replace(plain, groups=layer_groups(kinds))
+    whole, sizes = token_sizes(plain, "bfloat16", 16), token_sizes(grouped, "bfloat16", 16)
+    assert sizes.token_bytes == whole.token_bytes
+    assert sizes.rank_block_bytes == whole.rank_block_bytes // 6, "a block has three layers of eighteen"
+    assert (sizes.block_layers, len(sizes.windows)) == (3, 5)
+    short, long = request(sizes, 512), request(sizes, 8192)
+    assert short.token_bytes == request(whole, 512).token_bytes, "it fits into its windows"
+    assert long.token_bytes == (3 * 8192 + 15 * 512) * 2 * 256 * 2
+    assert (long.blocks, long.window_blocks) == (512 + 5 * 33, 5 * 33)
+    assert long.rank_block_bytes < 0.23 * request(whole, 8192).rank_block_bytes
+    # A step of so many tokens is computed before anything slides away.
+    assert request(sizes, 8192, step_tokens=128).window_blocks == 5 * 41
+    pool = pool_of("rank", sizes, long.blocks, kv_bytes=long.rank_block_bytes)
+    assert (pool.requests, pool.tokens, pool.blocks) == (1, 8192, long.blocks)
+    layout = KVLayout(kv_heads=1, layers=3, block_size=16, head_dim=256, dtype="bfloat16", groups=grouped.groups)
+    assert sizes.rank_block_bytes == layout.block_bytes
+
+
+def test_groups_of_a_short_pool() -> None:
+    """Guards the longest sequence of a pool that is smaller than the windows."""
+    groups = layer_groups([0, 64])
+    sizes = token_sizes(Shape(name="g", layers=2, kv_heads=1, head_dim=8, groups=groups), "float32", 16)
+    tail = groups[1].tail_blocks(16)
+    longest = [pool_of("p", sizes, 1, kv_bytes=n * sizes.rank_block_bytes).tokens // 16 for n in range(1, 30)]
+    assert longest == [max(k for k in range(n + 1) if k + min(k, tail) <= n) for n in range(1, 30)]

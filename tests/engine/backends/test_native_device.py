@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from engine.model.prepared.cache import prepare
 from engine.step import Row, StepPlan
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from kernels.native import native
+from tests.engine.model.quantized import Kind, write_model
 from tests.engine.model.test_families import reference, save_hf
 
 THREADS = 2
@@ -94,6 +96,33 @@ def test_without_the_library_pytorch_serves(folder: Path, monkeypatch: pytest.Mo
     opened.kv.close()
     with pytest.raises(ValueError, match="were not built"):
         open_device(EngineConfig(model_dir=str(folder), pool_bytes=1 << 20, attention="native"))
+
+
+def test_codes_are_multiplied_in_integers_unless_told_otherwise(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards two things: KV of one arithmetic taken for KV of the other, and a warning about workers of a model without
+    codes, for which the setting changes no bit."""
+    if native() is None:
+        pytest.skip("the native kernels were not built here: they need a C++ compiler at installation")
+    coded = prepare(write_model(tmp_path / "model.gguf", lambda _: Kind.Q4_K), tmp_path / "cache")
+
+    def opened(model: Path, arithmetic: Literal["auto", "integer", "float32"]) -> EngineDevice:
+        found = open_device(EngineConfig(model_dir=str(model), pool_bytes=1 << 22, arithmetic=arithmetic))
+        found.kv.close()
+        return found
+
+    asked: tuple[Literal["auto", "integer", "float32"], ...] = ("auto", "integer", "float32")
+    auto, integer, float32 = (opened(coded, one).arithmetic for one in asked)
+    assert auto == integer == f"{float32} in integers"
+    assert opened(coded, "auto").is_deterministic
+    assert len({opened(folder, one).arithmetic for one in asked}) == 1
+    config = EngineConfig(model_dir=str(coded), pool_bytes=1 << 22, arithmetic="integer")
+    with pytest.raises(ValueError, match=r"engine\.arithmetic: the torch kernels"):
+        open_device(msgspec.structs.replace(config, attention="torch"))
+    monkeypatch.setattr(device, "find_native", lambda: None)
+    with pytest.raises(ValueError, match=r"engine\.arithmetic: .* not built"):
+        open_device(config)
 
 
 def test_an_engine_computes_in_what_its_model_was_prepared_in(folder: Path) -> None:

@@ -41,8 +41,9 @@ def random_blocks(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndar
     return raw.reshape(rows, -1)
 
 
-def write_model(path: Path, kind_of: Callable[[str], Kind], tied: bool = True) -> str:
-    """`kind_of` is asked for each of `MATRICES`, and for `output` where the embedding is not `tied`."""
+def write_model(path: Path, kind_of: Callable[[str], Kind], tied: bool = True, wide: bool = False) -> str:
+    """`kind_of` is asked for each of `MATRICES`, and for `output` where the embedding is not `tied`. `wide`: the same
+    values, as the `gguf` package dequantizes them, in 32 bits."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)
@@ -65,7 +66,10 @@ def write_model(path: Path, kind_of: Callable[[str], Kind], tied: bool = True) -
             writer.add_tensor(f"{name}.weight", values)
         else:
             raw = random_blocks(kind, rows, HIDDEN, seed)
-            writer.add_tensor(f"{name}.weight", raw, raw_dtype=kind)
+            if wide:
+                writer.add_tensor(f"{name}.weight", gguf.quants.dequantize(raw, kind))
+            else:
+                writer.add_tensor(f"{name}.weight", raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,10 +1,12 @@
 """Codes of quantized weights: the values of the file, and in a prepared folder the bits of its plain weights."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from engine.model.codes import WITH_OFFSETS, Form
@@ -12,8 +14,9 @@ from engine.model.config import ModelError
 from engine.model.files.gguf_codes import codes_of
 from engine.model.files.gguf_model import GGUFModel
 from engine.model.prepared.cache import find_demo_model, prepare
-from engine.model.prepared.codes_file import CODES_FILE, CodesFile
+from engine.model.prepared.codes_file import CODES_FILE, map_codes
 from engine.model.prepared.loading import map_weights
+from engine.model.prepared.pieces import load_index
 from tests.engine.model.quantized import HIDDEN, MATRICES, Kind, random_blocks, write_model
 from tests.engine.model.test_families import reference, save_hf
 
@@ -34,14 +37,23 @@ def bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
     return np.ascontiguousarray(values).view(np.uint32)
 
 
-def same_bits(folder: Path) -> set[str]:
-    """The names of all weights that have codes; every one of them widens to the bits of its plain weight."""
-    stored, found = CodesFile(folder), set()
-    for name, weight in map_weights(folder).items():
-        if (codes := stored.get(name)) is not None:
-            assert np.array_equal(bits(codes.widen()), bits(weight.numpy())), name
-            found.add(name)
-    return found
+def prepared(tmp_path: Path, kind_of: Callable[[str], Kind]) -> tuple[Path, set[str]]:
+    """A model of these kinds, and the names of all its weights that have codes; each of them widens to what somebody
+    else makes of the file."""
+    folder = prepare(write_model(tmp_path / "model.gguf", kind_of), tmp_path / "cache")
+    wide = map_weights(prepare(write_model(tmp_path / "wide.gguf", kind_of, wide=True), tmp_path / "cache"))
+    found = map_weights(folder)
+    assert found.keys() == wide.keys()
+    for name, weight in wide.items():
+        # A code of 8 in Q4_0 is a zero of its scale's sign there, and 0.0 here.
+        assert torch.equal(found[name], weight), name
+    codes = map_codes(folder)
+    for name, weight in codes.items():
+        rows = torch.tensor([len(weight.codes) - 1, 0, 3])
+        assert torch.equal(weight.widen(torch.float32), found[name])
+        assert torch.equal(weight.lookup(rows, torch.float16), found[name][rows].half())
+        assert torch.equal(weight.part(slice(3, 9), slice(32, 96)).widen(torch.float32), found[name][3:9, 32:96])
+    return folder, set(codes)
 
 
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.name)
@@ -82,53 +94,42 @@ def test_other_formats_have_none(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.name)
 def test_a_prepared_model_has_the_codes_of_all_its_matrices(kind: Kind, tmp_path: Path) -> None:
     """Guards rotary rows and stacked matrices, whose scales must move as their codes do; and the file of both."""
-    source = write_model(tmp_path / "model.gguf", lambda name: kind)
-    folder = prepare(source, tmp_path / "cache")
-    assert same_bits(folder) == NAMES
-    # The plain weights are made from codes too: hold them against what somebody else makes of the file.
-    raw = random_blocks(kind, MATRICES["token_embd"], 256)
-    embedding = map_weights(folder)["embedding"].numpy()
-    assert np.array_equal(embedding, gguf.quants.dequantize(raw, kind))
+    folder, names = prepared(tmp_path, lambda name: kind)
+    assert names == NAMES
+    # Beside them there is nothing of these matrices: norms alone are numbers.
+    assert set(load_index(folder / "weights.bin").pieces) == set(map_weights(folder)) - NAMES
 
 
 def test_the_demo_model_has_the_codes_of_all_its_matrices(demo_model: Path) -> None:
     """Guards the same on a real file, where the embedding has 8 bits and the layers 4."""
     folder = demo_model
-    weights = map_weights(folder)
-    assert same_bits(folder) == {name for name, weight in weights.items() if weight.dim() == 2}
-    assert len(same_bits(folder)) == 1 + 4 * 30
-    stored = CodesFile(folder)
-    head, down = stored.get("embedding"), stored.get("layers.29.down")
-    assert head is not None
-    assert down is not None
-    assert (head.form, down.form) == ("q8", "q4")
+    weights, stored = map_weights(folder), map_codes(folder)
+    assert set(stored) == {name for name in weights if len(weights.shape(name)) == 2}
+    assert len(stored) == 1 + 4 * 30
+    down = stored["layers.29.down"]
+    assert (stored["embedding"].kind, down.kind) == ("q8", "q4")
     raw = GGUFModel(find_demo_model())._file._find("blk.29.ffn_down.weight")
     wanted = gguf.quants.dequantize(raw.data, raw.tensor_type)
-    assert np.array_equal(bits(down.widen()), bits(wanted))
+    assert np.array_equal(bits(down.widen(torch.float32).numpy()), bits(wanted))
 
 
 def test_only_what_has_codes_in_all_its_parts_has_codes(tmp_path: Path) -> None:
     """Guards mixed files: half a matrix in codes is none."""
     finer = {"blk.0.attn_v": Kind.F16, "blk.0.ffn_up": Kind.F16, "blk.0.ffn_down": Kind.F32}
-    source = write_model(tmp_path / "model.gguf", lambda name: finer.get(name, Kind.Q4_K))
-    folder = prepare(source, tmp_path / "cache")
-    assert same_bits(folder) == {"embedding", "layers.0.output"}
+    _, names = prepared(tmp_path, lambda name: finer.get(name, Kind.Q4_K))
+    assert names == {"embedding", "layers.0.output"}
 
 
 @pytest.mark.parametrize("finer", [Kind.Q8_0, Kind.Q5_K, Kind.Q6_K, Kind.Q4_1], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("rest", [Kind.Q4_K, Kind.Q6_K, Kind.Q5_0], ids=lambda kind: kind.name)
 def test_parts_of_a_matrix_may_have_codes_of_two_forms(rest: Kind, finer: Kind, tmp_path: Path) -> None:
     """Guards files where v is finer than q and k (as in Q4_K_M): all stays small, in a form that has both exactly."""
-    source = write_model(
-        tmp_path / "model.gguf", lambda name: finer if name in ("blk.0.attn_v", "blk.0.ffn_up") else rest
-    )
-    folder = prepare(source, tmp_path / "cache")
-    assert same_bits(folder) == NAMES
+    folder, names = prepared(tmp_path, lambda name: finer if name in ("blk.0.attn_v", "blk.0.ffn_up") else rest)
+    assert names == NAMES
     forms = {FORMS[rest], FORMS[finer]}
-    stored = CodesFile(folder).get("layers.0.qkv")
-    assert stored is not None
+    stored = map_codes(folder)["layers.0.qkv"]
     both: Form = "x8" if forms == {"h8", "q4"} or forms == {"h8", "a8"} else "h8" if "h8" in forms else "a8"
-    assert stored.form == (forms.pop() if len(forms) == 1 else both)
+    assert stored.kind == (forms.pop() if len(forms) == 1 else both)
 
 
 def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
@@ -145,11 +146,11 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
 def test_no_file_where_there_are_no_codes(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     plain = prepare(save_hf(reference(), tmp_path / "hf"), tmp_path / "cache")
-    source = write_model(tmp_path / "model.gguf", lambda name: Kind.Q4_0)
+    source = write_model(tmp_path / "model.gguf", lambda name: Kind.F16)
     short = prepare(source, tmp_path / "cache", "bfloat16")
     for folder in (plain, short):
         assert not list(folder.glob("codes*"))
-        assert CodesFile(folder).get("embedding") is None
+        assert map_codes(folder) == {}
 
 
 def test_a_folder_with_codes_cut_short_is_made_anew(tmp_path: Path) -> None:

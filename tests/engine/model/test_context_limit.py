@@ -38,6 +38,8 @@ def test_original_context_has_the_short_table(case: str, form: str, tmp_path: Pa
     assert fingerprint(whole) != fingerprint(short)
     assert TextModel.load(short).context_tokens == ModelConfig.load(short).context_tokens == ORIGINAL_TOKENS
     assert prepare(saved, tmp_path) == whole
+    # What does not depend on the context is there once.
+    assert (short / "weights.bin").samefile(whole / "weights.bin")
 
 
 def test_left_weights_have_their_limit_too(tmp_path: Path) -> None:

@@ -1,0 +1,319 @@
+"""The block tables of window groups: what leases hold of them, and what they are charged. Pure.
+
+    group 0   [ 0 1 2 3 4 5 6 7 | room to grow ]          every block
+    window    [ . . . . . 5 6 7 | the next ones ]         from the first that the last token sees; `.` is GONE
+
+A lease is charged for the most blocks of a window group that it may hold at once. What it holds less than that, it is
+promised; so a window that slides finds its next block whatever others do. A block that two leases hold is charged to
+both, since either may let go first: `doubled` are those charges that no block stands for. So what is free, idle or
+doubled changes by one with every block that a lease takes or lets go, and promises stay backed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.groups import GONE, LayerGroup
+from engine.kv.lease import Lease
+from engine.kv.radix_cache import Match, Node, RadixCache
+from engine.types import BlockId
+
+MORE = 4
+"""Tokens that handoffs may have named before one succeeds."""
+
+Allocate = Callable[[bytes, int, BlockState], list[BlockId]]
+Give = Callable[[BlockId], None]
+
+
+class WindowTables:
+    """Mutable state: `promised`, `doubled`, `_holders`, and of every lease its `windows`, `held`, `charges` and
+    `starts`. Owner: the manager."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        block_size: int,
+        ahead_tokens: int,
+        pool: BlockPool,
+        cache: RadixCache,
+        allocate: Allocate,
+        let_go: Give,
+        free: Give,
+    ) -> None:
+        """`groups`: all but the first. `ahead_tokens`: how far the steps under way may go beyond the last one that has
+        ended."""
+        self.groups = tuple(groups)
+        self.promised = 0
+        self.doubled = 0
+        self._holders: Counter[BlockId] = Counter()
+        self._size = block_size
+        # The last token may be computed again, so one more is kept (`LayerGroup.first_migrated`).
+        self._most = [group.tail_blocks(block_size, ahead_tokens + 1) for group in groups]
+        self._pool = pool
+        self._cache = cache
+        self._allocate = allocate
+        self._let_go = let_go
+        self._free = free
+
+    @property
+    def charged(self) -> int:
+        """Blocks that are free or idle, and yet nobody's to have."""
+        return self.promised + self.doubled
+
+    def charges(self, blocks: int) -> list[int]:
+        """Return the most blocks that a sequence of `blocks` blocks holds of each group at once."""
+        return [min(blocks, most) for most in self._most]
+
+    # what a match has
+
+    def for_fork(self, blocks: int) -> list[int]:
+        """Return what a fork to come is charged that will have `blocks` blocks, shared ones included: one more, for the
+        boundary block that it copies, which is held beside its table."""
+        return [charge + 1 for charge in self.charges(blocks)]
+
+    def migrating(self, charges: Sequence[int], match: Match, tokens: int, promised: int) -> list[int]:
+        """Return what a lease is charged while its blocks are to come: it keeps the windows of what it has found, too,
+        and a token that a lost handoff has named may want one more of each."""
+        firsts, nodes = self._firsts(match), len(match.nodes)
+        both = zip(charges, firsts, self.wanted(nodes, tokens), strict=True)
+        return [max(charge, nodes - first + len(wanted) + min(promised, MORE)) for charge, first, wanted in both]
+
+    # what a match has
+
+    def _firsts(self, match: Match) -> list[int]:
+        """Return which node is the first that each group needs to compute on behind a match."""
+        nodes, partial_tokens = len(match.nodes), match.partial_tokens
+        tokens = nodes * self._size + partial_tokens
+        return [min(nodes, group.first_needed(tokens, self._size)) for group in self.groups]
+
+    def hold(self, match: Match) -> tuple[list[BlockId], ...]:
+        """Hold the blocks that computing on behind a match takes, the partly matching ones for a copy; return the
+        tables that they make."""
+        tables = []
+        for group, first in enumerate(self._firsts(match)):
+            blocks = [_windows(node)[group] for node in match.nodes[first:]]
+            for block in blocks:
+                self.retain(block)
+            tables.append([GONE] * first + blocks)
+        if match.partial is not None:
+            for block in _windows(match.partial):
+                self.retain(block)
+        return tuple(tables)
+
+    def copy(self, lease: Lease, partial: Node, at: int) -> list[tuple[BlockId, BlockId]]:
+        """Begin the blocks at `at` as copies of those of a node, which are held. Return the copies."""
+        copies = []
+        for group, source in enumerate(_windows(partial)):
+            self.take(lease, group, range(at, at + 1))
+            copies.append((source, lease.windows[group][at]))
+        return copies
+
+    def retain(self, block: BlockId) -> None:
+        self._pool.retain(block)
+        self._cache.occupy(block)
+        self._holders[block] += 1
+        self.doubled += self._holders[block] > 1
+
+    def give_back(self, block: BlockId) -> None:
+        """One that was retained, or taken, is let go."""
+        holders = self._holders[block] = self._holders[block] - 1
+        if holders:
+            self.doubled -= 1
+        else:
+            del self._holders[block]
+        self._let_go(block)
+
+    # what a lease has
+
+    def open(self, lease: Lease, tables: tuple[list[BlockId], ...], charges: Sequence[int]) -> None:
+        """Make the tables the lease's, as long as its own."""
+        lease.windows, lease.charges = tables, list(charges)
+        lease.held = [sum(block != GONE for block in table) for table in tables]
+        lease.starts = [next((at for at, b in enumerate(table) if b != GONE), len(table)) for table in tables]
+        self.promised += sum(map(_promise, charges, lease.held))
+        self.lengthen(lease)
+
+    def lengthen(self, lease: Lease) -> None:
+        for table in lease.windows:
+            table += [GONE] * (len(lease.blocks) - len(table))
+
+    def charge(self, lease: Lease, charges: Sequence[int]) -> None:
+        for group, charge in enumerate(charges):
+            self.promised += _promise(charge, lease.held[group]) - _promise(lease.charges[group], lease.held[group])
+            lease.charges[group] = charge
+
+    def take(self, lease: Lease, group: int, blocks: range, state: BlockState = BlockState.ACTIVE) -> None:
+        """Allocate what the lease does not hold of these blocks of a group. Raises ValueError beyond its charge."""
+        table = lease.windows[group]
+        missing = [at for at in blocks if table[at] == GONE]
+        if not missing:
+            return
+        if lease.held[group] + len(missing) > lease.charges[group]:
+            raise ValueError(f"window group {group + 1} of a lease goes beyond its {lease.charges[group]} blocks")
+        for at, block in zip(missing, self._allocate(lease.namespace, len(missing), state), strict=True):
+            table[at] = block
+            self._holders[block] = 1
+        lease.starts[group] = min(lease.starts[group], missing[0])
+        self._changed(lease, group, len(missing))
+
+    def reach(self, lease: Lease, start: int, end: int) -> None:
+        """Have the blocks that computing `tokens[start:end]` writes."""
+        for group in range(len(self.groups)):
+            self.take(lease, group, range(start // self._size, -(-end // self._size)))
+
+    def reserve(self, lease: Lease, have_blocks: int, tokens: int) -> None:
+        """Reserve what is to come of a sequence of `tokens` tokens, of which `have_blocks` blocks are here."""
+        for group, blocks in enumerate(self.wanted(have_blocks, tokens)):
+            self.take(lease, group, blocks, BlockState.RESERVED)
+
+    def wanted(self, have_blocks: int, tokens: int) -> list[range]:
+        """Return which blocks of each group are to come then."""
+        last = -(-tokens // self._size)
+        return [range(max(have_blocks, group.first_migrated(tokens, self._size)), last) for group in self.groups]
+
+    def slide(self, lease: Lease, tokens: int) -> None:
+        """Let go what is not needed any more where `tokens` tokens are computed."""
+        for number, group in enumerate(self.groups):
+            first = min(group.first_migrated(tokens, self._size), len(lease.blocks))
+            if first > lease.starts[number]:
+                self._drop(lease, number, range(lease.starts[number], first))
+                lease.starts[number] = first
+
+    def drop_behind(self, lease: Lease, blocks: int) -> None:
+        """Let go everything but the first `blocks` blocks of each table: nothing is in the others."""
+        for group, table in enumerate(lease.windows):
+            self._drop(lease, group, range(blocks, len(table)))
+
+    def replace(self, lease: Lease, nodes: Sequence[Node]) -> None:
+        """Go on behind `nodes`, which a match at their end has found, in place of what the lease has."""
+        tokens = len(nodes) * self._size
+        for number, group in enumerate(self.groups):
+            table, first = lease.windows[number], group.first_needed(tokens, self._size)
+            shared = [_windows(node)[number] for node in nodes[first:]]
+            for block in shared:
+                self.retain(block)
+            self._changed(lease, number, len(shared))
+            self._drop(lease, number, range(len(nodes)))
+            table[first : len(nodes)] = shared
+            lease.starts[number] = first
+
+    def fork(self, parent: Lease, child: Lease, tokens: int) -> list[tuple[BlockId, BlockId]]:
+        """Share what computing on from `tokens` takes; return the copies of the boundary block that are to be made."""
+        whole, rest = divmod(tokens, self._size)
+        copies = []
+        self.charge(child, [charge - 1 for charge in child.charges])
+        for number, group in enumerate(self.groups):
+            first = group.first_needed(tokens, self._size)
+            shared = parent.windows[number][first:whole]
+            for block in shared:
+                self.retain(block)
+            child.windows[number][:] = [GONE] * min(first, whole) + shared
+            child.starts[number] = first
+            self._changed(child, number, len(shared))
+        if rest:
+            self.lengthen(child)
+            for number in range(len(self.groups)):
+                boundary = parent.windows[number][whole]
+                pending = {target: source for source, target in parent.copies}
+                source = pending.get(boundary, boundary)
+                self.retain(source)
+                self.take(child, number, range(whole, whole + 1))
+                copies.append((source, child.windows[number][whole]))
+        return copies
+
+    def can_fork(self, parent: Lease, tokens: int) -> bool:
+        """Return True where the parent still has all that computing on from `tokens` takes."""
+        last = -(-tokens // self._size)
+        return all(
+            GONE not in parent.windows[number][group.first_needed(tokens, self._size) : last]
+            for number, group in enumerate(self.groups)
+        )
+
+    def landed(self, lease: Lease) -> None:
+        """Nothing is to come any more."""
+        for block in self.holders(lease):
+            if self._pool.state(block) is BlockState.RESERVED:
+                self._pool.landed(block)
+        self.charge(lease, self.charges(len(lease.blocks) + lease.promised))
+
+    def _risen(self, lease: Lease, blocks: int) -> list[int]:
+        own = len(lease.blocks) + lease.promised + blocks
+        new = self.charges(own) if lease.to_share is None else self.for_fork(own + lease.to_share)
+        return [max(pair) for pair in zip(lease.charges, new, strict=True)]
+
+    def rise(self, lease: Lease, blocks: int) -> int:
+        """Return how much more the lease is charged with the promise of `blocks` more blocks."""
+        risen = zip(self._risen(lease, blocks), lease.held, strict=True)
+        now = zip(lease.charges, lease.held, strict=True)
+        return sum(_promise(*pair) for pair in risen) - sum(_promise(*pair) for pair in now)
+
+    def grow(self, lease: Lease, blocks: int) -> None:
+        self.charge(lease, self._risen(lease, blocks))
+
+    def forgo(self, lease: Lease) -> None:
+        """The lease is released: it is promised nothing more."""
+        self.charge(lease, [0] * len(self.groups))
+
+    def close(self, lease: Lease) -> None:
+        """Let all go, tail first; behind what is let go of group 0, since without its tail that is worth little."""
+        for group, table in enumerate(lease.windows):
+            self._drop(lease, group, range(len(table)))
+
+    def index(self, lease: Lease, at: int, node: Node) -> None:
+        """The cached node has what the lease has in its tables at `at`, where nobody holds another block for it."""
+        theirs = _windows(node)
+        for group, table in enumerate(lease.windows):
+            ours, known = table[at], theirs[group]
+            if ours in (GONE, known) or self._cache.holds(ours):
+                continue
+            if known != GONE and self._pool.state(known) is not BlockState.CACHED:
+                continue
+            if known != GONE:
+                self._cache.unbind(node, group)
+                self._free(known)
+            self._cache.bind(node, group, ours)
+
+    def _drop(self, lease: Lease, group: int, blocks: range) -> None:
+        table, dropped = lease.windows[group], 0
+        for at in reversed(blocks):
+            if table[at] != GONE:
+                block, table[at] = table[at], GONE
+                self.give_back(block)
+                dropped += 1
+        self._changed(lease, group, -dropped)
+
+    def _changed(self, lease: Lease, group: int, more: int) -> None:
+        charge, held = lease.charges[group], lease.held[group]
+        lease.held[group] = held + more
+        self.promised += _promise(charge, held + more) - _promise(charge, held)
+
+    def holders(self, lease: Lease) -> Iterator[BlockId]:
+        return (block for table in lease.windows for block in table if block != GONE)
+
+    def check(self, leases: Sequence[Lease]) -> None:
+        """Recompute what is promised and doubled, and that no lease lacks a block between those that it has."""
+        holders: Counter[BlockId] = Counter()
+        promised = 0
+        for lease in leases:
+            holders.update(self.holders(lease))
+            holders.update(source for source, _ in lease.copies[1:])
+            for group, table in enumerate(lease.windows):
+                held = [at for at, block in enumerate(table) if block != GONE]
+                assert len(held) == lease.held[group] and len(table) == len(lease.blocks)
+                assert not held or held[0] >= lease.starts[group], (held, lease.starts)
+                promised += _promise(lease.charges[group], len(held))
+                for at in held:
+                    if at < len(lease.path):
+                        assert lease.path[at].windows is not None
+        assert promised == self.promised, (promised, self.promised)
+        assert holders == self._holders, holders - self._holders
+        assert self.doubled == sum(holders.values()) - len(holders)
+
+
+def _promise(charge: int, held: int) -> int:
+    return max(0, charge - held)
+
+
+def _windows(node: Node) -> list[BlockId]:
+    assert node.windows is not None, "a node has a block for each group"
+    return node.windows

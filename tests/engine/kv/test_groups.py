@@ -1,0 +1,65 @@
+"""Which layers share a block table, and which blocks a window still needs."""
+
+import msgspec
+import pytest
+
+from engine.identity import IDENTITY_BYTES, in_group
+from engine.kv.groups import LayerGroup, index_and_group, layer_groups, place
+from engine.kv.layout import KVLayout
+
+GEMMA = [8, 8, 8, 8, 8, 0] * 3
+
+
+def test_layers_of_one_kind_are_one_group_and_need_no_table_more() -> None:
+    assert layer_groups([0] * 4) == layer_groups([16] * 4) == ()
+
+
+def test_the_layers_of_a_window_fill_groups_as_large_as_the_first() -> None:
+    first, *others = layer_groups(GEMMA)
+    assert first == LayerGroup((5, 11, 17)) and len(others) == 5
+    assert [group.layers for group in others[:2]] == [(0, 1, 2), (3, 4, 6)]
+    assert all(group.window == 8 for group in others)
+    uneven = layer_groups([8, 8, 8, 0, 0])
+    assert [group.layers for group in uneven] == [(3, 4), (0, 1), (2,)]
+
+
+def test_without_global_layers_those_of_the_largest_window_keep_everything() -> None:
+    assert layer_groups([4, 64]) == (LayerGroup((1,)), LayerGroup((0,), 4))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_a_block_is_needed_exactly_while_a_query_sees_one_of_its_tokens(window: int, size: int) -> None:
+    group = LayerGroup((0,), window)
+    for position in range(80):
+        seen = range(max(0, position - window + 1), position + 1)  # its own included
+        assert group.first_needed(position, size) == seen[0] // size
+        for tokens in (1, 7):
+            blocks = (position + tokens - 1) // size - group.first_needed(position, size) + 1
+            assert blocks <= group.tail_blocks(size, tokens)
+
+
+def test_places_and_identities_tell_groups_apart() -> None:
+    assert [place(index, 0, 1) for index in range(5)] == list(range(5)), "the wire of one group is as ever"
+    pairs = [(index, group) for index in range(4) for group in range(3)]
+    assert [index_and_group(place(*pair, 3), 3) for pair in pairs] == pairs
+    ident = bytes(IDENTITY_BYTES)
+    assert in_group(ident, 0) == ident and len({in_group(ident, group) for group in range(4)}) == 4
+
+
+def test_a_layout_says_where_each_layer_is() -> None:
+    layout = KVLayout(kv_heads=1, layers=3, block_size=4, head_dim=8, groups=layer_groups(GEMMA))
+    assert layout.group_count == 6 and len(layout.places) == 18
+    assert layout.places[5] == (0, 0) and layout.places[0] == (1, 0) and layout.places[6] == (2, 2)
+    assert msgspec.convert(layout.describe(), KVLayout) == layout
+    plain = KVLayout(kv_heads=1, layers=3, block_size=4, head_dim=8)
+    assert "groups" not in plain.describe() and plain.places == ((0, 0), (0, 1), (0, 2))
+
+
+def test_a_layout_whose_groups_do_not_fit_its_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        KVLayout(
+            kv_heads=1, layers=1, block_size=4, head_dim=8, groups=(LayerGroup((0,)), LayerGroup((1, 2), 8))
+        )
+    with pytest.raises(ValueError, match="does not fill"):
+        KVLayout(kv_heads=1, layers=2, block_size=4, head_dim=8, groups=(LayerGroup((0,)), LayerGroup((1,), 8)))
