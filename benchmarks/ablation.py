@@ -70,7 +70,7 @@ class Ablated(EngineDevice):
 
     managed_by: type[KVCacheManager] = KVCacheManager
 
-    def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
+    def manager(self, tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
         return self.managed_by(self.blocks, self.layout.block_size, self.fingerprint, tiers)
 
 

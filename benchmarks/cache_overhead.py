@@ -78,7 +78,7 @@ class TimedRunner:
 
 @dataclass(frozen=True, slots=True)
 class TimedDevice(EngineDevice):
-    def manager(self, tiers: Tiers | None = None) -> TimedManager:
+    def manager(self, tiers: Tiers | None = None, step_tokens: int = 1) -> TimedManager:
         return TimedManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
 
 

@@ -66,7 +66,7 @@ class _Copying(KVCacheManager):
 
 @dataclass(frozen=True)
 class _Apart(EngineDevice):
-    def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
+    def manager(self, tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
         return _Copying(self.blocks, self.layout.block_size, self.fingerprint, tiers)
 
 

@@ -110,7 +110,7 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> No
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="any setting that `headrace dump-config` lists",
+        help="any setting that `headrace dump-config` lists; engine.KEY, transfer.KEY and tiers.KEY set both pools'",
     )
 
 
@@ -175,6 +175,8 @@ def _work_out(
     """Set what nobody has set from the machine and the number of workers."""
     config = build(values)
     workers = config.prefill_workers + config.decode_workers
+    processes = config.prefill_workers * config.prefill.engine.tensor_parallel
+    processes += config.decode_workers * config.decode.engine.tensor_parallel
     for key, pool_bytes in MEMORY_KEYS.items():
         on_cpu = devices[_pool(key)] == "cpu"
         if origins[key] == "default" and values[pool_bytes] == "auto" and on_cpu:
@@ -182,8 +184,10 @@ def _work_out(
             origins[key] = f"computed: available memory / {workers} workers"
     for key in THREAD_KEYS:
         if origins[key] == "default":
-            values[key] = default_threads(workers)
+            values[key] = default_threads(processes)
             origins[key] = f"computed: cores / {workers} workers"
+            if processes > workers:
+                origins[key] = f"computed: cores / {processes} ranks of {workers} workers"
     if not config.prefill_workers and origins["decode.local_chunk_tokens"].startswith("default"):
         values["decode.local_chunk_tokens"] = config.prefill.chunk_tokens
         origins["decode.local_chunk_tokens"] = "computed: no prefill workers, a prefill worker's chunk"
@@ -236,7 +240,10 @@ def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, object, st
         key, equals, raw = assignment.partition("=")
         if not equals:
             raise ConfigError(f"flag --set: {assignment!r} is not KEY=VALUE")
-        yield key.strip().replace("-", "_"), raw.strip(), "flag --set"
+        name = key.strip().replace("-", "_")
+        # What both pools have may be set for both.
+        for pool in ("prefill.", "decode.") if name.startswith(("engine.", "transfer.", "tiers.")) else ("",):
+            yield f"{pool}{name}", raw.strip(), "flag --set"
     given = {flag: raw for flag, key, _, _ in FLAGS if (raw := getattr(arguments, f"set:{key}", None)) is not None}
     for flag, key, _, _ in FLAGS:
         if flag in given and flag != ONE_POOL:

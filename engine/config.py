@@ -28,6 +28,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The kernels: `triton`, those for a GPU; `native`, those for the CPU, which compute in 32 bits and were built when
     Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be had
     and the model is in float32."""
+    prefill_kernel: Literal["portable", "hopper"] = "portable"
+    """Which Triton kernel attends with prompts: `portable`, on every GPU; `hopper`, for compute capability 9.0 alone,
+    with 16-bit KV, heads of 64 or 128 and no windows: refused elsewhere. It is no default until
+    `python3 -m benchmarks.gpu correct` has passed on such a card."""
     arithmetic: Literal["auto", "integer", "float32"] = "auto"
     """How the native kernels multiply with codes of 4 and 8 bits. `integer`: by activations rounded to 16 bits, 32
     of them with one scale (`docs/cpu.md` has what that gains and costs); `float32`: with the very bits of the widened
@@ -67,6 +71,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     the row behind it is dropped. Every token is the same either way. `auto`: on a GPU, which would wait for its next
     step otherwise; the CPU, which plans and computes with the same cores, gains nothing by it."""
 
+    tensor_parallel: int = 1
+    """Processes that compute one model together, each with a part of every layer and of every block
+    (`docs/tensor-parallel.md`); only on the CPU so far. `threads` are each one's. The model's heads and widths must
+    divide by it."""
+    rank_wait_s: float = 30.0
+    """A rank of them that has not answered for so long has ended, and the worker with it."""
+    sum_slices: int = 1
+    """Compute, with one process, each sum in the slices in which so many ranks would, and add these in the order of the
+    ranks: the same bits as `tensor_parallel` of that number, which is what its tests compare with."""
     layer_groups: Literal["auto", "on", "off"] = "auto"
     """Keep layers with a sliding window apart from those without (docs/layer-groups.md): of the former, a sequence
     holds only its window. `off`: all layers keep everything. Every token is the same either way. Only where the model
@@ -134,6 +147,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         on_cpu = self.device == "cpu"
         if self.attention in ("native", "torch") and not on_cpu:
             raise ValueError(f"engine.attention: the {self.attention} kernels do not run on {self.device}")
+        if self.prefill_kernel == "hopper" and on_cpu:
+            raise ValueError("engine.prefill_kernel: hopper runs on GPUs of compute capability 9.0, not on the CPU")
         if self.attention == "native" and self.dtype != "float32":
             raise ValueError(f"engine.attention: the native kernels compute in float32, not {self.dtype}")
         if self.attention == "auto":

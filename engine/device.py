@@ -1,17 +1,18 @@
 """Everything one engine computes with, opened from its config: the model, its KV pool, a runner."""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from engine.backends.attention import TorchAttention
 from engine.backends.determinism import deviations
-from engine.backends.native_attention import NativeAttention, attends
+from engine.backends.native_attention import NativeAttention, attends_to
 from engine.backends.workspace import measure_workspace
 from engine.config import EngineConfig, StepLimits
 from engine.cores import process_cores
@@ -22,6 +23,9 @@ from engine.kv.tiers.tiers import Tiers
 from engine.messages import MemoryUse
 from engine.model.config import ModelConfig, Progress
 from engine.model.llama import Llama, load_model
+from engine.model.split import check_split
+from engine.ranks.orders import RankReady
+from engine.ranks.sums import RankSums
 from engine.runner import ModelRunner, Opened, Runner
 from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.text.files import TextFiles
@@ -31,6 +35,7 @@ from kernels.native import native as find_native
 
 if TYPE_CHECKING:
     from engine.constraints.matchers import Matchers
+    from engine.ranks.group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +67,18 @@ class EngineDevice:
     """Says what answers with a constraint may go on with; None: such requests are refused."""
     adapters: frozenset[str] = frozenset()
     """The digests of the adapters that it can apply: none, until there are kernels for them."""
+    ranks: "RankGroup | None" = None
+    """The other processes that compute the model; None: there are none."""
     drafter: NewDrafter | None = None
     """Guesses what requests go on with, in steps of a decode worker; None: nobody does."""
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
 
-    def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
-        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups)
+    def manager(self, tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
+        """`step_tokens`: the most of a prompt that one step computes."""
+        ahead = step_tokens * (2 if self.plans_ahead else 1)
+        own = self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups
+        return KVCacheManager(*own, ahead_tokens=ahead)
 
 
 def open_device(
@@ -85,19 +95,20 @@ def open_device(
     recorded for before this returns; `host_tier_bytes` are left out of a pool that is sized by this host's memory,
     `transport_bytes` out of one that is sized by a GPU's. Raises ModelError for a model that is not whole, ValueError
     for a pool too small to hold one block, for a profile without limits, for kernels that do not run on the device, for
-    another dtype than the model was prepared in, for a pool beside which a GPU has no room for a step, and where
-    `deterministic` is on and cannot be kept.
+    another dtype than the model was prepared in, for a pool beside which a GPU has no room for a step, for a model that
+    cannot be divided among the ranks asked for, and where `deterministic` is on and cannot be kept; RankError for a
+    rank that cannot be opened.
     """
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
-    if config.groups_layers:
-        raise ValueError("engine.layer_groups: schedulers do not plan for layer groups yet")
     kernels = config.kernels  # refused whether or not this machine has such a device
     if kernels == "triton" and config.deterministic == "on":
         raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")
     if limits is None and (config.profile_workspace or config.pool_bytes == "auto"):
         raise ValueError("a workspace can only be measured for known step limits")
+    if config.tensor_parallel > 1:
+        return _open_ranks(config, model_dir, limits, host_tier_bytes)
     native = _native(config)
     alone: AbstractContextManager[None] = nullcontext()
     if config.device != "cpu":
@@ -115,16 +126,31 @@ def open_device(
             coded=kernels == "triton",
             integer=config.in_integers,
             progress=progress,
+            sum_slices=config.sum_slices,
         )
         shape = model.config
         layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
         weights_bytes = model.weights_bytes + model.table_bytes
-        is_tried = kernels != "triton" and config.deterministic != "off"
-        stable = is_tried and _holds(model, config, _attention(model, native, stable=True))
+        stable = _is_stable(model, config, native)
         if config.device == "cpu":
             opened = _open_on_cpu(config, model, layout, native, stable, limits, weights_bytes, host_tier_bytes)
         else:
             opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
+    return _device(config, shape, layout, opened, weights_bytes, stable, arithmetic_of(config, native, model, layout))
+
+
+def _device(
+    config: EngineConfig,
+    shape: ModelConfig,
+    layout: KVLayout,
+    opened: Opened,
+    weights_bytes: int,
+    stable: bool,
+    arithmetic: str,
+    ranks: "RankGroup | None" = None,
+) -> EngineDevice:
+    """`shape`: of the whole model."""
+    model_dir = Path(config.model_dir)
     memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
     opened.runner.matchers = _matchers(model_dir, shape.vocab, config.jump_forward)
@@ -143,9 +169,66 @@ def open_device(
         matchers=opened.runner.matchers,
         drafter=_drafter(config, stable),
         is_deterministic=stable,
-        arithmetic=_arithmetic(native, model, opened.kv),
+        arithmetic=arithmetic,
+        ranks=ranks,
         compilations=Compilations() if config.device == "cpu" else OWN,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What a rank computes with. `fingerprint`: of the whole model."""
+
+    model: Llama
+    native: Native | None
+    attention: TorchAttention
+    is_stable: bool
+    fingerprint: str
+    weights_bytes: int
+
+
+def open_part(config: EngineConfig, sums: RankSums) -> RankPart:
+    """Load a rank's part of the prepared model; sets this process's compute threads. Raises what `open_device` does."""
+    torch.set_num_threads(config.threads)
+    model_dir = Path(config.model_dir)
+    native = _native(config)
+    model = load_model(model_dir, panels=native is not None, integer=config.in_integers, ranks=sums)
+    weights_bytes = model.weights_bytes + model.table_bytes
+    stable = _is_stable(model, config, native)
+    fingerprint = model.config.fingerprint
+    return RankPart(model, native, _attention(model, native, stable), stable, fingerprint, weights_bytes)
+
+
+def _open_ranks(
+    config: EngineConfig, model_dir: Path, limits: StepLimits | None, host_tier_bytes: int
+) -> EngineDevice:
+    """Open a model whose parts several processes compute, of which this one is rank 0."""
+    if config.device != "cpu" or config.kernels == "triton":
+        where = f"on {config.device} with {config.kernels} kernels"
+        raise ValueError(f"engine.tensor_parallel: ranks compute on the CPU, not {where}")
+    if config.groups_layers:
+        raise ValueError("engine.layer_groups: ranks keep all layers in one group")
+    if config.sum_slices > 1:
+        raise ValueError("engine.sum_slices: is for one process, and engine.tensor_parallel asks for more")
+    shape = ModelConfig.load(model_dir)
+    check_split(shape, config.tensor_parallel)
+    from engine.ranks.group import RankGroup
+
+    with ExitStack() as closing:
+        group = RankGroup(config, shape)
+        closing.callback(group.close)
+        part = open_part(config, group.sums)
+        shape = msgspec.structs.replace(shape, fingerprint=part.fingerprint)
+        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
+        arithmetic = arithmetic_of(config, part.native, part.model, layout)
+        own = RankReady(f"{part.fingerprint}/{layout.dtype}", arithmetic, part.weights_bytes, part.is_stable)
+        stable, weights_bytes = group.ready(own)
+        opened = _open_on_cpu(
+            config, part.model, layout, part.native, stable, limits, weights_bytes, host_tier_bytes, group
+        )
+        device = _device(config, shape, layout, opened, weights_bytes, stable, arithmetic, group)
+        closing.pop_all()
+    return device
 
 
 def _matchers(model_dir: Path, vocab: int, jumps: bool) -> "Matchers | None":
@@ -179,6 +262,7 @@ def _open_on_cpu(
     limits: StepLimits | None,
     weights_bytes: int,
     host_tier_bytes: int,
+    group: "RankGroup | None" = None,
 ) -> Opened:
     workspace_bytes = 0
     if limits is not None and (config.profile_workspace or config.pool_bytes == "auto"):
@@ -194,8 +278,16 @@ def _open_on_cpu(
     cores = process_cores(config.threads) if native is not None and config.lend_cores else None
     if native is not None and cores is not None:
         native.threads = cores.threads
-    runner = ModelRunner(model, kv, _attention(model, native, stable), cores=cores)
-    return Opened(kv, runner, workspace_bytes)
+    on_cpu = _attention(model, native, stable)
+    if group is None:
+        return Opened(kv, ModelRunner(model, kv, on_cpu, cores=cores), workspace_bytes)
+    from engine.ranks.group import GroupModel
+    from engine.ranks.heads import HeadBlocks, HeadsAttention
+
+    group.share_pool(kv)
+    blocks = HeadBlocks(layout, group.kv_heads)
+    own = HeadsAttention(on_cpu, blocks, blocks.view(kv.memory, kv.file))
+    return Opened(kv, ModelRunner(GroupModel(model, group), kv, own, cores=cores), workspace_bytes)
 
 
 def _open_on_gpu(
@@ -213,7 +305,8 @@ def _open_on_gpu(
 
     # One for the trial and for what comes after it: workspaces of libraries stay with it.
     stream: torch.cuda.Stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-    opener = TritonOpener(model, layout, limits or ANY_STEP, lambda: CudaRecorder(model.device, stream))
+    recorder = partial(CudaRecorder, model.device, stream)
+    opener = TritonOpener(model, layout, limits or ANY_STEP, recorder, config.prefill_kernel)
     return opener.sized(config, CudaMemory(model.device), weights_bytes, transport_bytes)
 
 
@@ -230,11 +323,14 @@ def _native(config: EngineConfig) -> Native | None:
     return found
 
 
-def _arithmetic(native: Native | None, model: Llama, kv: KVTensors) -> str:
-    """Native kernels round alike on every machine; PyTorch's do by its version and the processor."""
+def arithmetic_of(config: EngineConfig, native: Native | None, model: Llama, layout: KVLayout) -> str:
+    """Native kernels round alike on every machine; PyTorch's do by its version and the processor. Sums round by the
+    slices that they are made of."""
     parts = [] if native is None else [f"native {native.sources}{' in integers' if model.in_integers else ''}"]
-    if native is None or not attends(kv):
+    if native is None or not attends_to(TORCH_DTYPES[layout.dtype], layout.head_dim):
         parts.append(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
+    if (slices := max(config.tensor_parallel, config.sum_slices)) > 1:
+        parts.append(f"sums of {slices} slices")
     return ", ".join(parts)
 
 
@@ -242,6 +338,11 @@ def _attention(model: Llama, native: Native | None, stable: bool) -> TorchAttent
     if native is not None:
         return NativeAttention(model.config.heads, native)
     return TorchAttention(model.config.heads, stable, TORCH_DTYPES[model.config.dtype])
+
+
+def _is_stable(model: Llama, config: EngineConfig, native: Native | None) -> bool:
+    is_tried = config.kernels != "triton" and config.deterministic != "off"
+    return is_tried and _holds(model, config, _attention(model, native, stable=True))
 
 
 def _holds(model: Llama, config: EngineConfig, attention: TorchAttention) -> bool:

@@ -21,7 +21,6 @@ from engine.backends.gpu.graphs import DecodeGraphs
 from engine.batch import Followed, ForwardBatch
 from engine.cores import Cores
 from engine.logprobs import PromptScores, QueuedDraws, StepLogprobs, prompt_scores
-from engine.model.llama import Llama
 from engine.sampling import needs_tokens
 from engine.step import (
     DeadEnd,
@@ -62,6 +61,22 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Carry out one step behind those launched before, one of which may not have ended: a row that `follows` goes
         on with what its request's row of the latest one draws. The plan is read before this returns."""
+
+
+class Forwards(Protocol):
+    """Fulfilled by `engine.model.llama.Llama`, which says what these do, and where ranks compute together by
+    `engine.ranks.group.GroupModel`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(
+        self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend, out: Tensor | None = None
+    ) -> Tensor: ...
+
+    def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor: ...
+
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class HostMark:
@@ -169,7 +184,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Forwards,
         kv: KVTensors,
         attention: AttentionBackend,
         graphs: DecodeGraphs | None = None,

@@ -100,15 +100,22 @@ class Colocated:
             "context_tokens": prefill.context_tokens,
             "stop_ids": prefill.stop_ids,
         }
+        prefill_config, decode_config = prefill_config or PrefillConfig(), decode_config or DecodeConfig()
+        managers = [
+            device.manager(None if one is None else one.tiers, limits.chunk_tokens)
+            for device, one, limits in zip(
+                (prefill, decode), tiers, (prefill_config.step_limits, decode_config.step_limits), strict=True
+            )
+        ]
         self.prefill = PrefillScheduler(
-            prefill_config or PrefillConfig(),
-            prefill.manager(None if tiers[0] is None else tiers[0].tiers),
+            prefill_config,
+            managers[0],
             compiled=None if prefill.matchers is None else prefill.matchers.is_compiled,
             **shared,  # type: ignore[arg-type]
         )
         self.decode = DecodeScheduler(
-            config=decode_config or DecodeConfig(),
-            kv=decode.manager(None if tiers[1] is None else tiers[1].tiers),
+            config=decode_config,
+            kv=managers[1],
             receiver=KVReceiver(),
             name="decode-0",
             incarnation=DECODE,

@@ -74,6 +74,9 @@ def open_parts(
 
     device = open_device(config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes)
     closing.callback(device.kv.close)
+    if device.ranks is not None:
+        closing.callback(device.ranks.close)
+        device.ranks.on_death = inbox.put
     if device.matchers is not None:
         closing.callback(device.matchers.close)
         device.matchers.wake = partial(inbox.put, None)
@@ -133,7 +136,7 @@ def open_parts(
         transports=transports,
         transfer=transfer,
         device=device,
-        kv=device.manager(None if tiering is None else tiering.tiers),
+        kv=device.manager(None if tiering is None else tiering.tiers, config.step_limits.chunk_tokens),
         tier_mover=None if tiering is None else tiering.mover,
         mover=mover,
         metrics=metrics,

@@ -36,6 +36,7 @@ from engine.messages import (
 )
 from engine.messages import frames as split_frames
 from engine.model.config import Progress
+from engine.ranks.sums import RankError
 from engine.types import Incarnation
 from telemetry.audit import BLOCK_LEDGERS, AuditError, Auditor, Ledger
 from telemetry.flight import Flight
@@ -260,6 +261,8 @@ class Worker(Generic[E]):
                 self._role.hear(item, self._tell)
             case _ if isinstance(item, TierEvent):
                 self._tell(item)
+            case RankError() if self.parts.device.ranks is not None:
+                raise self.parts.device.ranks.explained(item)
             case MoverDied(error) | TiersDied(error):
                 raise RuntimeError(f"a thread that moves KV has died: {error}")
             case _:

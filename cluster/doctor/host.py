@@ -133,8 +133,8 @@ def _memory(config: ClusterConfig) -> Iterator[Check]:
     yield Check("memory", "ok" if wanted < free else "fail", found, "" if wanted < free else fix)
     workers = config.prefill_workers + config.decode_workers
     cores = usable_cores()
-    threads = config.prefill_workers * config.prefill.engine.threads
-    threads += config.decode_workers * config.decode.engine.threads
+    threads = config.prefill_workers * config.prefill.engine.threads * config.prefill.engine.tensor_parallel
+    threads += config.decode_workers * config.decode.engine.threads * config.decode.engine.tensor_parallel
     most = max(config.prefill.engine.threads, config.decode.engine.threads)
     crowded = threads > cores and most > 1
     found = f"{cores} cores for {workers} workers with {threads} compute threads"

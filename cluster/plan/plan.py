@@ -57,7 +57,7 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     shape = _grouped(shape, engine)
     configured = gpu_dtype(shape.stored) if engine.dtype == "auto" else engine.dtype
     dtype = asked.dtype or configured
-    kv_dtype, ranks = asked.kv_dtype or engine.kv_dtype_of(dtype), asked.tp or 1
+    kv_dtype, ranks = asked.kv_dtype or engine.kv_dtype_of(dtype), asked.tp or (engine.tensor_parallel if own else 1)
     sizes = token_sizes(shape, kv_dtype, asked.block_size or engine.block_size, ranks)
     context = asked.context or (config.context_tokens if own else 0) or shape.context_tokens
     if not context:

@@ -82,7 +82,7 @@ class Admission:
 
     def _most_blocks(self, record: RequestRecord) -> int:
         """Return all that it may hold at one time; hypotheses hold the prompt's whole blocks once, the rest each."""
-        total = self.kv.blocks_for(record.prompt_tokens + record.max_tokens)
+        total = self.kv.pool_blocks_for(record.prompt_tokens + record.max_tokens)
         if record.beams is None:
             return total
         shared = (record.prompt_tokens - 1) // self.kv.block_size
@@ -94,7 +94,7 @@ class Admission:
 
     def blocks(self, record: RequestRecord) -> int:
         """Return the same in blocks, for a new request."""
-        return self.kv.blocks_for(self.room_tokens(record, len(record.tokens)))
+        return self.kv.pool_blocks_for(self.room_tokens(record, len(record.tokens)))
 
     def acquire(
         self,

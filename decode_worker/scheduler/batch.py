@@ -270,7 +270,10 @@ class Batch:
     def _row(self, step: _Planned, request: Request, end: int, drafts: Sequence[int] = ()) -> Row:
         record, tokens, lease = request.record, request.tokens, request.lease
         follows = end > len(tokens)
-        row = row_of(record, tokens, self._known(request), end, lease.blocks, self.stop_ids, follows=follows)
+        known = self._known(request)
+        self._kv.reach(lease, known, end + len(drafts))
+        own = known, end, lease.blocks, self.stop_ids
+        row = row_of(record, tokens, *own, follows=follows, windows=lease.windows)
         if drafts:
             row = msgspec.structs.replace(row, tokens=[*tokens, *drafts], end=end + len(drafts), drafts=len(drafts))
         step.requests.append(request)
@@ -322,6 +325,7 @@ class Batch:
                 token = None  # it came with the one before
             if not row.candidates:
                 request.known = row.end - row.drafts + self._accepted(request, row, token)
+                self._kv.slide(request.lease, request.known)
             if request.state is RequestState.LOCAL and request.is_recovering:
                 self.recomputed_tokens += row.end - row.start
             elif request.state is RequestState.LOCAL:

@@ -68,7 +68,7 @@ class Preemption:
             if request.state is not RequestState.RUNNING:
                 continue  # it has given way to one before it
             wants = self.batch.wants(request)
-            while (short := sum(more for _, more in wants)) > self.kv.available:
+            while (short := sum(self.kv.cost(*want) for want in wants)) > self.kv.available:
                 if awaited + short <= self.kv.available + self.swapping.freeing:
                     awaited += short
                     break

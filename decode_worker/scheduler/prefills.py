@@ -97,6 +97,9 @@ class Prefills:
         if request.prefill.worker.name and not request.arrived:
             self.handoffs.note("fallback", request)
         known = len(request.tokens) - 1 if request.arrived else request.have_blocks * self.kv.block_size
+        if self.kv.groups and not request.arrived:
+            # What has landed behind the match has none of the windows that computing on would see.
+            known = min(known, request.lease.cached_tokens)
         # What has landed is computed again where its log probabilities were to come with the first token.
         known = min(known, request.match_limit)
         if request.output_tokens == 0:
@@ -108,6 +111,7 @@ class Prefills:
     def compute_rest(self, request: Request, known: int) -> None:
         """Compute all but `known` tokens, whose KV is here, in chunks beside the running batch."""
         self.kv.landed(request.lease)
+        self.kv.restart(request.lease, known)
         request.known, request.arrived = known, True
         self.kv.commit(request.lease, request.tokens[:known])
         self.batch.add_local(request)

@@ -73,4 +73,9 @@ class NativeAttention(TorchAttention):
 
 def attends(kv: KVTensors) -> bool:
     """True where the native kernels can read and write this pool."""
-    return kv.tensor.dtype in STORAGE and kv.tensor.shape[-1] % _LANES == 0
+    return attends_to(kv.tensor.dtype, kv.tensor.shape[-1])
+
+
+def attends_to(dtype: torch.dtype, head_dim: int) -> bool:
+    """The same of a pool of this type and head size."""
+    return dtype in STORAGE and head_dim % _LANES == 0

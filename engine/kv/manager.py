@@ -171,7 +171,9 @@ class KVCacheManager:
         if self.windows is None:
             tokens = blocks * self.block_size
             return self.acquire(namespace, (), match_limit=0, room_tokens=0, grow_tokens=tokens, spare=spare)
-        charges = self.windows.charges(0) if to_share is None else self.windows.for_fork(blocks + to_share)
+        # One that is promised nothing yet is charged when it grows.
+        is_fork = to_share is not None and blocks > 0
+        charges = self.windows.for_fork(blocks + (to_share or 0)) if is_fork else self.windows.charges(0)
         if self.available < blocks + sum(charges) + spare:
             return None
         self._promised += blocks

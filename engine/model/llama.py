@@ -6,7 +6,7 @@ rows.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 
@@ -30,7 +30,10 @@ from engine.model.prepared.loading import PreparedWeights, load_weights
 from engine.model.prepared.packed import packed_weights, wide_weights
 from engine.model.prepared.panels import panel_weights
 from engine.model.prepared.shards import by_reference, fingerprint_of
+from engine.model.prepared.sliced import PartWeights
+from engine.model.reduction import ColumnSlices, Reduction, WholeNorm, add_in_order, embedded
 from engine.model.rope import rope_table
+from engine.model.split import Share, check_split, local_config
 from engine.storage.paged import TORCH_DTYPES, KVTensors
 from kernels.coded_weight import CodedWeight
 from kernels.experts import ClampedGate, ExpertWeights, Routing
@@ -41,12 +44,15 @@ from kernels.panels import Panels, PanelStack, in_integers
 Weights = Mapping[str, Weight | PanelStack]
 """Weights by name; norms, biases and the embedding are plain."""
 
+Summed = Weight | ColumnSlices
+"""A weight whose product is a sum over columns that ranks may have in part."""
+
 
 class _Layer:
     """One layer's weights: `[rows, columns]` matrices as `torch.nn.functional.linear` wants them. What its
     family does not have is None."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, rank: int = 0) -> None:
         dtype = TORCH_DTYPES[config.dtype]
 
         def maybe(name: str) -> Tensor | None:
@@ -65,12 +71,16 @@ class _Layer:
         norms = HeadNorms(q_norm, k_norm, config.norm_eps) if q_norm is not None and k_norm is not None else None
         self.head_norms = norms if config.qk_norm == "head" else None
         self.whole_norms = norms if config.qk_norm == "whole" else None
-        self.output, self.output_bias = matrix("output"), maybe("output_bias")
+        self.output: Summed = matrix("output")
+        self.output_bias = maybe("output_bias")
         self.mlp_norm, self.mlp_post_norm = norm("mlp_norm"), norm("mlp_post_norm")
-        self.mixture = _mixture(config, weights, layer) if config.is_mixture(layer) else None
+        self.mixture: Mixture | list[Mixture] | None = None
+        if config.is_mixture(layer):
+            self.mixture = _mixture(config, weights, layer, rank)
         if self.mixture is None:
             self.gate_up, self.gate_up_bias = matrix("gate_up"), maybe("gate_up_bias")
-            self.down, self.down_bias = matrix("down"), maybe("down_bias")
+            self.down: Summed = matrix("down")
+            self.down_bias = maybe("down_bias")
         self.rope = config.layer(layer).rope
         self.options = AttentionOptions(
             window=config.layer(layer).window,
@@ -79,13 +89,30 @@ class _Layer:
             sinks=maybe("sinks"),
         )
 
+    def divide(self, parts: "Sequence[_Layer]") -> None:
+        """Compute each sum over columns in the slices that ranks have, `parts` in their order."""
+        self.output = _columns([part.output for part in parts])
+        if self.mixture is None:
+            self.down = _columns([part.down for part in parts])
+        else:
+            self.mixture = [part.mixture for part in parts if isinstance(part.mixture, Mixture)]
+
 
 class Llama:
-    """A loaded model. `forward` changes nothing but the KV rows that `attention` writes. `in_integers`: some of its
-    products are taken in integers."""
+    """A loaded model, or a rank's part of one: `config` has the heads and widths of that part. `forward` changes
+    nothing but the KV rows that `attention` writes. `in_integers`: some of its products are taken in integers."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ranks: Reduction | None = None,
+        slices: Sequence[tuple[ModelConfig, Weights]] = (),
+    ) -> None:
+        """`ranks` adds up what this rank computes and what the others do; None: there is one. `slices`: what each of so
+        many ranks would have, whose products this one adds up as they would."""
         self.config = config
+        self._ranks = ranks
         self.in_integers = any(isinstance(item, Panels | PanelStack) and item.integer for item in weights.values())
         dtype = TORCH_DTYPES[config.dtype]
         self._embedding = _matrix(weights["embedding"])
@@ -93,7 +120,17 @@ class Llama:
         self._head = _matrix(weights.get("head", self._embedding))
         self.weights_bytes = sum(_held_bytes(weight) for weight in weights.values())
         """What the weights take as they are multiplied with."""
-        self._layers = [_Layer(config, weights, layer) for layer in range(config.layers)]
+        rank = 0 if ranks is None else ranks.share.rank
+        self._layers = [_Layer(config, weights, layer, rank) for layer in range(config.layers)]
+        for number, layer in enumerate(self._layers if slices else ()):
+            layer.divide([_Layer(part, own, number, at) for at, (part, own) in enumerate(slices)])
+        self._split_norms: tuple[WholeNorm, WholeNorm] | None = None
+        if config.qk_norm == "whole" and (ranks is not None or slices):
+            heads = (config.heads, config.kv_heads) if ranks is None else ranks.heads
+            self._split_norms = (
+                WholeNorm(heads[0], ranks, len(slices) or 1),
+                WholeNorm(heads[1], ranks, len(slices) or 1),
+            )
         self._tables = [
             tuple(part.to(self.device) for part in rope_table(config, table, dtype))
             for table in config.ropes
@@ -129,6 +166,8 @@ class Llama:
         else:
             wanted = norm_rows(rows, self._norm, self.config.norm_eps)
             product = linear(wanted, self._head)
+        if self._ranks is not None:
+            product = self._ranks.gathered(product.float())
         wide = product.float() if out is None else out.copy_(product)
         self._finish(wide)
         return wide
@@ -157,24 +196,44 @@ class Llama:
             normed = self._normed(x, delta, layer.attention_norm, attention)
             qkv = self._qkv(normed, layer, attention)
             given = LayerInput(at, qkv, rotation, batch, kv, layer.head_norms, layer.options, group)
-            delta = linear(attention.attend(given), layer.output, layer.output_bias)
+            delta = self._summed(attention.attend(given), layer.output, layer.output_bias)
             delta = self._branch(delta, layer.attention_post_norm, attention)
             normed = self._normed(x, delta, layer.mlp_norm, attention)
             if layer.mixture is not None:
-                delta = attention.mix(normed, layer.mixture)
+                delta = self._mixed(normed, layer.mixture, attention)
             else:
                 gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
-                delta = linear(attention.gate(gate_up, self.config.activation), layer.down, layer.down_bias)
+                delta = self._summed(attention.gate(gate_up, self.config.activation), layer.down, layer.down_bias)
             delta = self._branch(delta, layer.mlp_post_norm, attention)
         return x if delta is None else x.add_(delta)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
+        if self._ranks is None:
+            return self._rows(tokens)
+        return embedded(self._ranks, tokens, self._rows, self.config.vocab)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
         embedding, dtype = self._embedding, TORCH_DTYPES[self.config.dtype]
         if isinstance(embedding, Panels):
             raise TypeError("rows of an embedding are not read from panels")
         if isinstance(embedding, CodedWeight):
             return embedding.lookup(tokens, dtype)
         return embedding[tokens].to(dtype)
+
+    def _summed(self, x: Tensor, weight: Summed, bias: Tensor | None) -> Tensor:
+        """Return the product of all columns, whoever has them. A bias is added once, to the sum."""
+        if isinstance(weight, ColumnSlices):
+            return weight.product(x, bias)
+        if self._ranks is None:
+            return linear(x, weight, bias)
+        total = self._ranks.sum(linear(x, weight))
+        return total if bias is None else total.add_(bias)
+
+    def _mixed(self, x: Tensor, mixture: Mixture | list[Mixture], attention: AttentionBackend) -> Tensor:
+        if isinstance(mixture, list):
+            return add_in_order([attention.mix(x, part) for part in mixture])
+        mixed = attention.mix(x, mixture)
+        return mixed if self._ranks is None else self._ranks.sum(mixed)
 
     def _normed(self, x: Tensor, delta: Tensor | None, norm: Tensor | None, attention: AttentionBackend) -> Tensor:
         """Add `delta` to `x` in place; return what the next product reads: the norm of the sum, or the sum."""
@@ -194,19 +253,26 @@ class Llama:
         if layer.whole_norms is not None:
             q_norm, k_norm, eps = layer.whole_norms
             q, k, v = qkv.split([len(q_norm), len(k_norm), self.config.kv_rows], 1)
+            if self._split_norms is not None:
+                q_split, k_split = self._split_norms
+                q, k = q_split(q, q_norm, eps, self.config.head_dim), k_split(k, k_norm, eps, self.config.head_dim)
+                return torch.cat([q, k, v], 1).view(len(normed), -1, self.config.head_dim)
             q = attention.norm(q.contiguous(), None, q_norm, eps)
             qkv = torch.cat([q, attention.norm(k.contiguous(), None, k_norm, eps), v], 1)
         return qkv.view(len(normed), -1, self.config.head_dim)
 
     def layer_of_each_kind(self) -> "Llama":
         """Return a model of this one's first layer of each kind, by its options and whether it has experts, and its
-        output matrix: its shapes, at a fraction of the work."""
+        output matrix: its shapes, at a fraction of the work. Of a rank's part it is a model of its own, which asks
+        nothing of the others."""
         numbers = range(self.config.layers)
         kinds = {(self.config.layer(at), self._layers[at].mixture is None): at for at in reversed(numbers)}
         chosen = sorted(kinds.values())
         options = tuple(self.config.layer(at) for at in chosen)
         short = copy(self)
-        short.config = msgspec.structs.replace(self.config, layers=len(chosen), layer_options=options)
+        vocab = self.config.vocab if self._ranks is None else self._embedding.shape[0]
+        short.config = msgspec.structs.replace(self.config, layers=len(chosen), layer_options=options, vocab=vocab)
+        short._ranks = short._split_norms = None
         short._layers = [self._layers[at] for at in chosen]
         return short
 
@@ -219,6 +285,8 @@ def load_model(
     integer: bool = False,
     coded: bool = False,
     progress: Progress | None = None,
+    ranks: Reduction | None = None,
+    sum_slices: int = 1,
 ) -> Llama:
     """Load a prepared model's weights and build the model on them. On the CPU they are mapped: no copy, pages shared by
     all workers of the host. With `packed`, its matrices are those packed for this processor, made by the first process
@@ -226,8 +294,12 @@ def load_model(
     integers; `coded`: as they are kept, for Triton's interpreter. Another `device` gets a copy of what is kept,
     streamed from its files; `progress` hears of it.
 
+    `ranks`: load only what this rank has of the model, and let it add up sums with the others. `sum_slices`: load all
+    of it, but compute sums in the slices in which so many ranks would.
+
     Raises ModelError where the folder is not whole or its family is not one of this file's, ValueError for panels of
-    a model in another dtype than float32.
+    a model in another dtype than float32, for a model that cannot be divided so, and for parts on another device than
+    the CPU.
     """
     config = ModelConfig.load(model_dir)
     if config.family not in FAMILIES:
@@ -235,22 +307,58 @@ def load_model(
     if panels and config.dtype != "float32":
         raise ValueError(f"panels are for float32, not {config.dtype}")
     device = torch.device(device)
+    if (ranks is not None or sum_slices > 1) and (device.type != "cpu" or by_reference(model_dir)):
+        raise ValueError(f"a rank's part of a model is on the CPU and prepared there, not on {device}")
+    if ranks is not None:
+        return Llama(*_part(model_dir, config, ranks.share, panels, integer), ranks)
+    slices = [
+        _part(model_dir, config, Share(at, sum_slices), panels, integer)
+        for at in range(sum_slices if sum_slices > 1 else 0)
+    ]
     if device.type != "cpu" or by_reference(model_dir):
         weights, digests = load_weights(model_dir, device, progress)
         return Llama(msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests)), weights)
     mapped = PreparedWeights(model_dir)
     if panels:
-        found = panel_weights(model_dir, mapped)
-        if integer:
-            found = {name: in_integers(weight) for name, weight in found.items()}
-        return Llama(config, {**mapped.others(), **found})
+        found = _panels(model_dir, mapped, integer)
+        return Llama(config, {**mapped.others(), **found}, slices=slices)
     if coded:
-        return Llama(config, {**mapped.others(), **mapped.multiplied()})
+        return Llama(config, {**mapped.others(), **mapped.multiplied()}, slices=slices)
     fast = packed_weights(model_dir, mapped) if packed else {}
-    return Llama(config, {**mapped.others(), **fast, **wide_weights(model_dir, mapped, fast)})
+    return Llama(config, {**mapped.others(), **fast, **wide_weights(model_dir, mapped, fast)}, slices=slices)
 
 
-def _mixture(config: ModelConfig, weights: Weights, layer: int) -> Mixture | None:
+def _panels(model_dir: Path, mapped: PreparedWeights, integer: bool) -> dict[str, Panels | PanelStack]:
+    found = panel_weights(model_dir, mapped)
+    return {name: in_integers(weight) for name, weight in found.items()} if integer else found
+
+
+def _part(
+    model_dir: Path, config: ModelConfig, share: Share, panels: bool, integer: bool
+) -> tuple[ModelConfig, Weights]:
+    """Return a rank's part of a model, and its sizes. Raises ValueError where the model cannot be divided so."""
+    check_split(config, share.ranks)
+    mapped = PartWeights(model_dir, share)
+    if panels:
+        return local_config(config, share), {**mapped.others(), **_panels(model_dir, mapped, integer)}
+    multiplied = {name: mapped[key] for name, key in mapped.matrices().items()}
+    return local_config(config, share), {**mapped.others(), **multiplied}
+
+
+def _columns(parts: Sequence[Summed]) -> ColumnSlices:
+    """Return a weight of these slices of columns."""
+    weights = [_whole(part) for part in parts]
+    return ColumnSlices(weights, [weight.shape[1] for weight in weights])
+
+
+def _whole(weight: Summed) -> Weight:
+    if isinstance(weight, ColumnSlices):
+        raise TypeError("a slice of columns is not cut again")
+    return weight
+
+
+def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mixture | None:
+    """The first rank's answers have the bias of the sum."""
     options = config.experts
     if options is None:
         return None
@@ -265,12 +373,15 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int) -> Mixture | Non
     gate_up, down = find("experts_gate_up"), find("experts_down")
     if isinstance(gate_up, Panels | CodedWeight) or isinstance(down, Panels | CodedWeight):
         raise TypeError("the experts of a layer are in one stack of panels")
+    down_bias = bias("experts_down_bias")
+    if down_bias is not None and rank:
+        down_bias = torch.zeros_like(down_bias)
     clamp = ClampedGate(options.alpha, options.limit) if options.limit else None
     return Mixture(
         router.float() if isinstance(router, Tensor) else router,
         None if router_bias is None else router_bias.float(),
         Routing(options.chosen, options.over_chosen, options.normalise),
-        ExpertWeights(gate_up, down, bias("experts_gate_up_bias"), bias("experts_down_bias"), clamp),
+        ExpertWeights(gate_up, down, bias("experts_gate_up_bias"), down_bias, clamp),
     )
 
 

@@ -81,7 +81,7 @@ class KVTensors:
         self.block_bytes = layout.block_bytes
         self.memory = memory
         self.tensor, self.scales = pool_views(memory, layout)
-        self._file = file
+        self.file = file
 
     @cached_property
     def pool(self) -> KVPool:
@@ -100,20 +100,20 @@ class KVTensors:
     @property
     def fd(self) -> int:
         """The memfd that backs the pool, or its generations alone; -1 once the pool is closed."""
-        return self._file.fd
+        return self.file.fd
 
     def block(self, block: BlockId) -> memoryview:
         """A writable flat byte view of one block. Raises TypeError where the CPU cannot see it."""
         raise TypeError(f"block {block} is on {self.device}: this process has no bytes of it")
 
     def generation(self, block: BlockId) -> int:
-        return int(self._file.generations[block])
+        return int(self.file.generations[block])
 
     def advance(self, blocks: list[BlockId]) -> None:
         """Mark blocks as handed out anew, once for each time they are named: whoever still reads them under the old
         generation reads a stale block."""
         if blocks:
-            np.add.at(self._file.generations, np.asarray(blocks), np.uint64(1))
+            np.add.at(self.file.generations, np.asarray(blocks), np.uint64(1))
 
     def copy(self, pairs: list[tuple[BlockId, BlockId]]) -> None:
         """Copy whole blocks (source, target), one after the other: the copy of copy-on-write."""
@@ -122,7 +122,7 @@ class KVTensors:
 
     def close(self) -> None:
         """Give back what is not memory. The memory itself goes when the last view of it does."""
-        self._file.close()
+        self.file.close()
 
 
 class PagedKV(KVTensors):

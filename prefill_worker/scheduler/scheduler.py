@@ -145,7 +145,7 @@ class PrefillScheduler:
         fault = refusal(record, self._vocab, self._context_tokens, self._compiled, self._adapters)
         if fault is not None:
             return fault
-        if self.kv.blocks_for(len(record.tokens)) > self.kv.pool.total:
+        if self.kv.pool_blocks_for(len(record.tokens)) > self.kv.pool.total:
             return Fault("OUT_OF_RANGE", "the prompt does not fit the prefill worker's pool", "prompt")
         if not 0 <= message.have_tokens < len(record.tokens):
             return Fault("INTERNAL", f"the decode side cannot have {message.have_tokens} tokens")
@@ -183,7 +183,10 @@ class PrefillScheduler:
                 job.started = now
                 copies += job.lease.copies
             end = job.computed + share
-            rows.append(row_of(job.record, job.record.tokens, job.computed, end, job.lease.blocks, self._stop_ids))
+            lease, tokens = job.lease, job.record.tokens
+            self.kv.reach(lease, job.computed, end)
+            own = job.computed, end, lease.blocks, self._stop_ids
+            rows.append(row_of(job.record, tokens, *own, windows=lease.windows))
             job.computed = end
             jobs.append(job)
         if not rows:
@@ -224,6 +227,7 @@ class PrefillScheduler:
             self.kv.copied(job.lease)
             self.kv.commit(job.lease, job.record.tokens[: row.end], tail=row.draw)
             commands += self._offer(job, row.end)
+            self.kv.slide(job.lease, row.end)
             if isinstance(token, DeadEnd):
                 commands += self.source.fail(job.handoff, token.code, token.message)
             elif row.draw:

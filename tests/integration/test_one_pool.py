@@ -28,6 +28,9 @@ class Served:
     def __init__(self, model_dir: Path, prefill: int, decode: int, local_prefill: str = "never") -> None:
         router = RouterConfig(grpc_port=0, http_port=-1, local_prefill=local_prefill)  # type: ignore[arg-type]
         config = ClusterConfig(launcher="process", prefill_workers=prefill, decode_workers=decode, router=router)
+        self.serve(config, model_dir)
+
+    def serve(self, config: ClusterConfig, model_dir: Path) -> None:
         self.cluster = Cluster(config, make_launcher("process"), model_dir=str(model_dir))
         self.client = Client(self.cluster.start().grpc)
         self._stop = threading.Event()

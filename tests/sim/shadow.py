@@ -356,7 +356,7 @@ def device(
     kv = ShadowKV(process, blocks, block_size)
     kv.runner.plans_ahead = ahead
 
-    def manager(tiers: Tiers | None = None) -> KVCacheManager:
+    def manager(tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
         kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT, tiers)
         kv.pool = kv.manager.pool
         return kv.manager

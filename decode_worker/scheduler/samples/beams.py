@@ -64,7 +64,7 @@ class Beams:
         wants = []
         for one in self._live[request].hypotheses:
             short = self._kv.shortage(one.lease, len(one.tokens))
-            if one.parent is not None:
+            if one.parent is not None and one.lease.to_share is None:
                 short -= one.known // self._kv.block_size
             wants.append((one.lease, short))
         return wants
@@ -84,9 +84,9 @@ class Beams:
         for one in live.hypotheses:
             self._kv.extend(one.lease, len(one.tokens))
             wanted = live.search.candidates
-            rows.append(
-                row_of(record, one.tokens, one.known, len(one.tokens), one.lease.blocks, self._stop_ids, wanted)
-            )
+            self._kv.reach(one.lease, one.known, len(one.tokens))
+            own = one.known, len(one.tokens), one.lease.blocks, self._stop_ids
+            rows.append(row_of(record, one.tokens, *own, wanted, windows=one.lease.windows))
         return rows
 
     def leases(self, request: Request) -> list[Lease]:
@@ -104,6 +104,7 @@ class Beams:
         for one in live.hypotheses:
             self._kv.copied(one.lease)
             self._kv.commit(one.lease, one.tokens)
+            self._kv.slide(one.lease, len(one.tokens))
         steps = live.search.advance(live.drawn)
         if live.search.is_over:
             assert request.record.beams is not None
@@ -120,7 +121,8 @@ class Beams:
             if heir is None:
                 one = heirs[step.parent] = _Hypothesis(tokens, before[step.parent].lease)
             else:
-                lease = self._kv.promise(request.record.space, 0)
+                whole = (len(tokens) - 1) // self._kv.block_size
+                lease = self._kv.promise(request.record.space, 0, to_share=whole)
                 assert lease is not None
                 one = _Hypothesis(tokens, lease, parent=heir)
             live.hypotheses.append(one)

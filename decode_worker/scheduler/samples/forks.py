@@ -33,14 +33,16 @@ class Forks:
             return None
         theirs, prompt = other.record, record.prompt_tokens
         same = theirs.prompt_tokens == prompt and theirs.tokens[:prompt] == record.tokens[:prompt]
-        return other if same and record.max_tokens <= theirs.max_tokens else None
+        # What it shares may have slid out of the windows of one that has gone on.
+        can = not other.arrived or self._kv.can_fork(other.lease, shared_tokens(record))
+        return other if same and can and record.max_tokens <= theirs.max_tokens else None
 
     def promise(self, record: RequestRecord, room_tokens: int, spare: int = 0) -> Lease | None:
         """Return room for what a fork will not share of `room_tokens` tokens, which leaves `spare` blocks to others, if
         there is any."""
         whole = shared_tokens(record) // self._kv.block_size
         wanted = self._kv.blocks_for(room_tokens) - whole
-        return self._kv.promise(record.space, wanted, spare)
+        return self._kv.promise(record.space, wanted, spare, to_share=whole)
 
     def waiting(self, parent: Request) -> Sequence[Request]:
         """Return those that wait for the prompt of `parent`."""

@@ -39,15 +39,23 @@ class PreparedWeights(Mapping[str, Tensor]):
     view of the mapping where it is kept so, and else widened into memory of its own, each time. `stored` and `rows` are
     what is kept. Raises ModelError."""
 
+    suffix = ""
+    """What names files made of these weights."""
+
     def __init__(self, model_dir: Path) -> None:
         config = ModelConfig.load(model_dir)
         self.dtype = TORCH_DTYPES[config.dtype]
         self._experts = config.expert_count
-        self.stored: dict[str, Stored] = {
+        kept: dict[str, Stored] = {
             name: torch.frombuffer(piece.raw, dtype=TORCH_DTYPES[piece.form.decode()]).view(piece.shape)
             for name, piece in map_pieces(model_dir / WEIGHTS_FILE).items()
-        } | map_codes(model_dir)
+        }
+        self.stored: Mapping[str, Stored] = kept | dict(map_codes(model_dir))
         """Matrices of codes have the rows of experts below each other."""
+
+    def again(self, model_dir: Path) -> "PreparedWeights":
+        """Return the same, mapped anew."""
+        return PreparedWeights(model_dir)
 
     def __getitem__(self, name: str) -> Tensor:
         found = self.stored[name]
@@ -86,7 +94,7 @@ class PreparedWeights(Mapping[str, Tensor]):
     def others(self) -> dict[str, Stored]:
         """Return what steps do not multiply with, as it is kept: the embedding, norms, biases."""
         matrices = set(self.matrices().values()) - {"embedding"}
-        return {name: weight for name, weight in self.stored.items() if name not in matrices}
+        return {name: self.stored[name] for name in self.stored if name not in matrices}
 
     def multiplied(self) -> dict[str, Stored]:
         """Return the matrices as a GPU gets them: in codes, but for those of experts, or in the model's type."""

@@ -2,6 +2,7 @@
 in a file beside them that every worker maps. Quantized ones stay as small as they came.
 
     <prepared model>/panels-<version of the layout>.bin, .json
+    <prepared model>/panels-<version>-<rank>of<ranks>.bin, .json    a tensor-parallel rank's part
 
 They are made by slabs of rows: no matrix is held as a whole. Where the file cannot be made, each process makes panels
 of its own.
@@ -29,10 +30,10 @@ SLAB_VALUES = 1 << 22
 def panel_weights(model_dir: Path, weights: PreparedWeights) -> dict[str, Panels | PanelStack]:
     """Return every matrix of a prepared model that steps multiply with, by name; the output matrix is always `head`.
     Each stands for the very values of `weights`. Raises ModelError where the folder is not whole."""
-    path = model_dir / f"panels-{VERSION}.bin"
+    path = model_dir / f"panels-{VERSION}{weights.suffix}.bin"
     try:
         # Made from mappings of its own: their pages go when they do.
-        make_once(path, lambda: _made(PreparedWeights(model_dir)))
+        make_once(path, lambda: _made(weights.again(model_dir)))
         panels = _map(path)
         _compare(panels, weights)
     except (OSError, ModelError) as error:

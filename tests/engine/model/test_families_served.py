@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transformers
 
 from engine.config import EngineConfig
 from engine.device import open_device
@@ -57,7 +58,21 @@ def test_answers_are_the_references_alone_in_a_batch_chunked_cached_and_migrated
         pytest.skip("the native kernels were not built here")
     model = build(case)
     folder = prepare(save_hf(model, tmp_path / "model"), tmp_path / "cache")
-    config = EngineConfig(model_dir=str(folder), threads=1, attention=kernels, pool_bytes=8 << 20)  # type: ignore[arg-type]
+    serve(model, EngineConfig(model_dir=str(folder), threads=1, attention=kernels, pool_bytes=8 << 20), served)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", ["gemma3", "olmo3", pytest.param("gemma2", marks=pytest.mark.parity),
+                                  pytest.param("gpt-oss", marks=pytest.mark.parity),
+                                  pytest.param("qwen2-window", marks=pytest.mark.parity)])
+def test_answers_are_the_references_with_layer_groups(case: str, tmp_path: Path, served: list[Colocated]) -> None:
+    """Guards windows that slide behind chunks, migrated tails, and prefixes whose windows are gone."""
+    model = build(case)
+    folder = prepare(save_hf(model, tmp_path / "model"), tmp_path / "cache")
+    serve(model, EngineConfig(model_dir=str(folder), threads=1, pool_bytes=8 << 20, layer_groups="on"), served)
+
+
+def serve(model: transformers.PreTrainedModel, config: EngineConfig, served: list[Colocated]) -> None:
+    """Run prompts every way there is, and compare them with the reference's answers."""
     engine = Colocated(
         open_device(config),
         open_device(config),

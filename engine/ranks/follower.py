@@ -1,0 +1,144 @@
+"""The process of a tensor-parallel rank other than rank 0: it loads its part of the model, maps the worker's pool, and
+computes what it is told, until it is told to end, the worker's process is gone, or a rank fails."""
+
+import ctypes
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.config import EngineConfig
+from engine.cores import process_cores
+from engine.device import arithmetic_of, open_part
+from engine.kv.layout import KVLayout
+from engine.model.config import ModelConfig
+from engine.model.split import Share
+from engine.ranks.heads import HeadBlocks, HeadsAttention
+from engine.ranks.orders import (
+    ANNOUNCEMENT,
+    ORDER_BYTES,
+    OrderRead,
+    PoolMapped,
+    RankFailed,
+    RankOrder,
+    RankReady,
+    RankSetup,
+    Said,
+    digest_of,
+)
+from engine.ranks.sums import RankError, RankSums, bytes_of, places_bytes
+from engine.storage.paged import PoolFile, header_bytes
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSetup)
+    _end_with_rank_0()
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {setup.rank} %(levelname)s %(name)s: %(message)s")
+    orders = socket.socket(fileno=setup.orders_fd)
+    try:
+        with torch.inference_mode():
+            Follower(setup, orders).run()
+    except RankError as error:
+        _say(orders, RankFailed(error.rank, error.problem))
+        raise SystemExit(1) from error
+    except Exception as error:
+        _say(orders, RankFailed(setup.rank, f"failed: {type(error).__name__}: {error}"))
+        raise
+
+
+class Follower:
+    """Opens its part; `run` does what it is told. Raises RankError where another rank fails, and what opening raises.
+    Mutable state: the number of the last order."""
+
+    def __init__(self, setup: RankSetup, orders: socket.socket) -> None:
+        config = msgspec.msgpack.decode(setup.config, type=EngineConfig)
+        self._rank, self._orders, self._number = setup.rank, orders, 0
+        whole = ModelConfig.load(Path(config.model_dir))
+        links = {rank: socket.socket(fileno=fd) for rank, fd in setup.sums_fds.items()}
+        self._memory = mmap.mmap(setup.memory_fd, ORDER_BYTES + places_bytes(setup.ranks))
+        share = Share(setup.rank, setup.ranks)
+        memory = bytes_of(self._memory, ORDER_BYTES)
+        self._sums = RankSums(share, (whole.heads, whole.kv_heads), whole.vocab, links, memory)
+        part = open_part(config, self._sums)
+        self._model = part.model
+        layout = whole.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
+        fingerprint = f"{part.fingerprint}/{layout.dtype}"
+        arithmetic = arithmetic_of(config, part.native, part.model, layout)
+        ready = RankReady(fingerprint, arithmetic, part.weights_bytes, part.is_stable)
+        _say(orders, ready)
+        blocks = HeadBlocks(layout, share.kv_heads(whole))
+        pool = self._map_pool(layout)
+        # Generations are rank 0's: nobody looks for them here.
+        self._kv = blocks.view(pool, PoolFile("headrace-rank", 1))
+        self._attention = HeadsAttention(part.attention, blocks, self._kv)
+        _say(orders, PoolMapped(len(pool)))
+        cores = process_cores(config.threads) if part.native is not None and config.lend_cores else None
+        if part.native is not None and cores is not None:
+            part.native.threads = cores.threads
+        self._at_work = nullcontext if cores is None else cores.at_work
+
+    def _map_pool(self, layout: KVLayout) -> torch.Tensor:
+        word, fds, _, _ = socket.recv_fds(self._orders, ANNOUNCEMENT.size, 1)
+        if not word:
+            raise SystemExit(0)
+        blocks, block_bytes, _ = ANNOUNCEMENT.unpack(word)
+        size = header_bytes(blocks) + blocks * block_bytes
+        if block_bytes != layout.block_bytes or os.fstat(fds[0]).st_size != size:
+            raise RankError(self._rank, f"has blocks of {layout.block_bytes} bytes, not of {block_bytes}")
+        memory = mmap.mmap(fds[0], size)
+        os.close(fds[0])
+        return bytes_of(memory, header_bytes(blocks)).view(blocks, block_bytes)
+
+    def run(self) -> None:
+        while word := self._orders.recv(ANNOUNCEMENT.size):
+            number, size, announced = ANNOUNCEMENT.unpack(word)
+            self._number += 1
+            raw = bytes(self._memory[:size])
+            _say(self._orders, OrderRead(self._number, digest_of(raw, self._number)))
+            if (number, announced) != (self._number, digest_of(raw, self._number)):
+                raise RankError(self._rank, f"has read another order than {number}, which rank 0 wrote")
+            with self._at_work():
+                self._carry_out(msgspec.msgpack.decode(raw, type=RankOrder))
+
+    def _carry_out(self, order: RankOrder) -> None:
+        if order.rows is not None:
+            self._model.logits(order.rows.tensor())
+            return
+        batch = order.batch()
+        self._attention.begin(batch, self._kv)
+        if order.kind == "forward":
+            self._model.forward(batch, self._kv, self._attention)
+        else:
+            self._model.hidden(batch, self._kv, self._attention)
+
+
+def _say(orders: socket.socket, said: Said) -> None:
+    with suppress(OSError):  # nobody listens any more: the next receive says so
+        orders.send(msgspec.msgpack.encode(said))
+
+
+def _end_with_rank_0() -> None:
+    """End this process when the one that started it does: at once, also while it is stopped, by the kernel; and where
+    rank 0 was gone before that was asked for, by the pipe that has ended."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="life", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

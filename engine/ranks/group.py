@@ -1,0 +1,324 @@
+"""Rank 0's side of a tensor-parallel group: it starts the other ranks, tells them what to compute, and knows when one
+of them has ended.
+
+    rank 0 (the worker's process)                        rank r (engine.ranks.follower)
+      engine thread    orders, sums   <-- sockets -->      main thread: orders, sums
+      watching thread  its processes  --- pipe ----->      a thread that ends the process with the pipe
+
+The watching thread starts the processes and stays: the kernel kills them when that thread is no more, whatever ends it.
+"""
+
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.backends.attention import AttentionBackend
+from engine.batch import ForwardBatch
+from engine.config import EngineConfig
+from engine.model.config import ModelConfig
+from engine.model.llama import Llama
+from engine.model.split import Share
+from engine.ranks.orders import (
+    ANNOUNCEMENT,
+    ORDER_BYTES,
+    OrderRead,
+    PackedTensor,
+    PoolMapped,
+    RankFailed,
+    RankOrder,
+    RankReady,
+    RankSetup,
+    Said,
+    digest_of,
+)
+from engine.ranks.sums import RankError, RankSums, bytes_of, memory_file, places_bytes, set_wait
+from engine.storage.paged import KVTensors
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", RankReady, PoolMapped, OrderRead)
+
+_END_S = 0.5
+"""How long the reason of a rank's end is waited for."""
+_SAID_BYTES = 64 * 1024
+
+_decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+
+
+class RankGroup:
+    """Starts the ranks from 1 on; `close` ends them. All but `close` raises RankError for the rank that has ended, does
+    not answer or differs. Owner: the thread that opened it, then the engine's.
+
+    Mutable state: the number of the last order, which ranks have ended and why, and whether the group is closing."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        ranks = config.tensor_parallel
+        self.kv_heads = Share(0, ranks).kv_heads(model)
+        self.weights_bytes: list[int] = []
+        """By rank, once they are ready."""
+        self._wait_s = config.rank_wait_s
+        self.on_death: Callable[[RankError], None] = lambda error: None
+        """Called from the watching thread."""
+        self._number = 0
+        self._closing = False
+        self._ended: dict[int, str] = {}
+        self._said: dict[int, RankFailed] = {}
+        self._others = range(1, ranks)
+        memory_fd = memory_file("headrace-ranks", ORDER_BYTES + places_bytes(ranks))
+        orders = {rank: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for rank in self._others}
+        sums = {
+            (low, high): socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for high in self._others
+            for low in range(high)
+        }
+        self._orders = {rank: ends[0] for rank, ends in orders.items()}
+        own = {rank: sums[0, rank][0] for rank in self._others}
+        self._memory = mmap.mmap(memory_fd, ORDER_BYTES + places_bytes(ranks))
+        heads = (model.heads, model.kv_heads)
+        self.sums = RankSums(Share(0, ranks), heads, model.vocab, own, bytes_of(self._memory, ORDER_BYTES))
+        self._links = [*self._orders.values(), *own.values()]
+        setups = {}
+        for rank in self._others:
+            links = {other: _end(sums, rank, other) for other in range(ranks) if other != rank}
+            setups[rank] = RankSetup(
+                config=msgspec.msgpack.encode(config),
+                rank=rank,
+                ranks=ranks,
+                memory_fd=memory_fd,
+                orders_fd=orders[rank][1].fileno(),
+                sums_fds={other: link.fileno() for other, link in links.items()},
+            )
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._wake_fd, self._waked_fd = os.pipe()[::-1]
+        started = threading.Event()
+        failure: list[OSError] = []
+
+        def run() -> None:
+            try:
+                for rank, setup in setups.items():
+                    self._processes[rank] = _start(setup)
+            except OSError as error:
+                failure.append(error)
+            finally:
+                started.set()
+            self._watch()
+
+        self._thread = threading.Thread(target=run, name="ranks", daemon=True)
+        self._thread.start()
+        started.wait()
+        os.close(memory_fd)
+        for pair in [*(ends[1] for ends in orders.values()), *(ends[1] for ends in sums.values())]:
+            pair.close()
+        for (low, _), ends in sums.items():
+            if low:
+                ends[0].close()
+        if failure:
+            self.close()
+            raise failure[0]
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks from 1 on."""
+        return [process.pid for process in self._processes.values()]
+
+    def ready(self, own: RankReady) -> tuple[bool, int]:
+        """Wait until all have loaded the model, and compare. Return whether every rank's kernels are stable, and the
+        bytes of all ranks' weights."""
+        stable, self.weights_bytes = own.is_stable, [own.weights_bytes]
+        for rank in self._others:
+            told = self._hear(rank, RankReady)
+            for name in ("fingerprint", "arithmetic"):
+                if getattr(told, name) != getattr(own, name):
+                    raise RankError(rank, f"differs in {name}: {getattr(told, name)}, not {getattr(own, name)}")
+            stable &= told.is_stable
+            self.weights_bytes.append(told.weights_bytes)
+        return stable, sum(self.weights_bytes)
+
+    def share_pool(self, kv: KVTensors) -> None:
+        """Let all map the pool. From then on no rank may take longer than `engine.rank_wait_s` over anything."""
+        word = ANNOUNCEMENT.pack(kv.blocks, kv.block_bytes, 0)
+        for rank in self._others:
+            self._send(rank, lambda link: socket.send_fds(link, [word], [kv.fd]))
+        for rank in self._others:
+            if (mapped := self._hear(rank, PoolMapped).blocks) != kv.blocks:
+                raise RankError(rank, f"has a pool of {mapped} blocks, not of {kv.blocks}")
+        self.sums.wait_at_most(self._wait_s)
+        for link in self._orders.values():
+            set_wait(link, self._wait_s)
+
+    def order(self, order: RankOrder) -> None:
+        """Tell all ranks to compute; returns when they have read what, and not when they have done it."""
+        raw = msgspec.msgpack.encode(order)
+        if len(raw) > ORDER_BYTES:
+            raise ValueError(f"a step of {len(raw)} bytes is larger than {ORDER_BYTES}")
+        self._memory[: len(raw)] = raw
+        self._number += 1
+        digest = digest_of(raw, self._number)
+        word = ANNOUNCEMENT.pack(self._number, len(raw), digest)
+        for rank in self._others:
+            self._send(rank, lambda link: link.send(word))
+        for rank in self._others:
+            read = self._hear(rank, OrderRead)
+            if read != OrderRead(self._number, digest):
+                raise RankError(
+                    rank,
+                    f"is at order {read.number} of digest {read.digest:016x}, not at {self._number} of {digest:016x}",
+                )
+
+    def explained(self, error: RankError) -> RankError:
+        """Return the error with what is known of why the rank has ended; others may only have noticed."""
+        deadline_s = time.monotonic() + _END_S
+        while not self._ended and time.monotonic() < deadline_s and error.problem == "has ended":
+            time.sleep(0.01)
+        for rank in self._others:
+            self._take_failure(rank)
+        told = next(iter(self._said.values()), None)
+        if told is not None:
+            rank = told.rank
+            return RankError(rank, f"{told.problem}{self._how(rank)}")
+        # Who waits for a stopped rank is as silent as that one.
+        stopped = [rank for rank in self._others if self._is_stopped(rank)]
+        rank = stopped[0] if stopped and error.problem == "does not answer" else error.rank
+        return RankError(rank, f"{error.problem}{self._how(rank)}")
+
+    def _is_stopped(self, rank: int) -> bool:
+        with suppress(OSError):
+            stat = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] in "tT"
+        return False
+
+    def close(self) -> None:
+        """End all ranks, whatever they do, and give everything back. Twice is as good as once."""
+        if self._closing:
+            return
+        self._closing = True
+        os.write(self._wake_fd, b"0")
+        self._thread.join()
+        for link in self._links:
+            link.close()
+        os.close(self._wake_fd)
+        os.close(self._waked_fd)
+
+    def _how(self, rank: int) -> str:
+        if rank not in self._processes:
+            return ""
+        ended = self._ended.get(rank)
+        return f" (pid {self._processes[rank].pid}{'' if ended is None else f', {ended}'})"
+
+    def _send(self, rank: int, send: Callable[[socket.socket], object]) -> None:
+        try:
+            send(self._orders[rank])
+        except OSError as error:
+            raise self.explained(RankError(rank, "has ended")) from error
+
+    def _hear(self, rank: int, kind: type[S]) -> S:
+        try:
+            raw = self._orders[rank].recv(_SAID_BYTES)
+        except BlockingIOError:
+            raise self.explained(RankError(rank, "does not answer")) from None
+        except OSError as error:
+            raise self.explained(RankError(rank, "has ended")) from error
+        if not raw:
+            raise self.explained(RankError(rank, "has ended"))
+        said = _decoder.decode(raw)
+        if isinstance(said, RankFailed):
+            self._said[rank] = said
+            raise self.explained(RankError(rank, "has ended"))
+        if not isinstance(said, kind):
+            raise RankError(rank, f"says {type(said).__name__} where {kind.__name__} is due")
+        return said
+
+    def _take_failure(self, rank: int) -> None:
+        """Read what a rank may have said at its end, if it is there."""
+        with suppress(OSError):
+            while raw := self._orders[rank].recv(_SAID_BYTES, socket.MSG_DONTWAIT):
+                if isinstance(said := _decoder.decode(raw), RankFailed):
+                    self._said.setdefault(rank, said)
+
+    def _watch(self) -> None:
+        """Wait for the end of any process, then of the group."""
+        poll, fds = select.poll(), dict[int, int]()
+        poll.register(self._waked_fd, select.POLLIN)
+        for rank, process in self._processes.items():
+            fds[fd := os.pidfd_open(process.pid)] = rank
+            poll.register(fd, select.POLLIN)
+        while not self._closing:
+            for fd, _ in poll.poll():
+                if fd == self._waked_fd:
+                    continue
+                rank = fds[fd]
+                poll.unregister(fd)
+                code = self._processes[rank].wait()
+                self._ended[rank] = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                if not self._closing:
+                    self.on_death(RankError(rank, "has ended"))
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        for fd in fds:
+            os.close(fd)
+
+
+class GroupModel:
+    """A rank's part of a model whose other parts compute with it: what a runner takes for a model. Raises RankError."""
+
+    def __init__(self, model: Llama, group: RankGroup) -> None:
+        self._model = model
+        self._group = group
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    def forward(
+        self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend, out: Tensor | None = None
+    ) -> Tensor:
+        return self._do(RankOrder.of_batch("forward", batch), lambda: self._model.forward(batch, kv, attention, out))
+
+    def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
+        return self._do(RankOrder.of_batch("hidden", batch), lambda: self._model.hidden(batch, kv, attention))
+
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._do(RankOrder("logits", rows=PackedTensor.of(rows)), lambda: self._model.logits(rows, out))
+
+    def _do(self, order: RankOrder, compute: Callable[[], Tensor]) -> Tensor:
+        self._group.order(order)
+        try:
+            return compute()
+        except RankError as error:
+            raise self._group.explained(error) from error
+
+
+def _end(sums: dict[tuple[int, int], tuple[socket.socket, socket.socket]], rank: int, other: int) -> socket.socket:
+    """Return `rank`'s end of its socket to `other`."""
+    return sums[min(rank, other), max(rank, other)][int(rank > other)]
+
+
+def _start(setup: RankSetup) -> subprocess.Popen[bytes]:
+    """Start a rank; its standard input is how it learns what it is, and that this process is gone."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.ranks.follower"],
+        stdin=subprocess.PIPE,
+        pass_fds=(setup.memory_fd, setup.orders_fd, *setup.sums_fds.values()),
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(setup) + b"\n")
+    process.stdin.flush()
+    return process

@@ -1,0 +1,227 @@
+"""Ranks as processes: what they compute, that they wait asleep, and what the end or the error of one costs."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.backends.workspace import trial_row
+from engine.config import EngineConfig
+from engine.device import EngineDevice, open_device
+from engine.model.config import ModelConfig
+from engine.model.prepared.cache import prepare
+from engine.ranks.group import RankGroup
+from engine.ranks.orders import ANNOUNCEMENT, RankOrder, digest_of
+from engine.ranks.sums import RankError
+from engine.step import StepPlan
+from engine.types import BlockId
+from tests.engine.model.checkpoints import build, save_hf
+
+BLOCKS = [BlockId(block) for block in (3, 1, 6, 0)]
+CONFIG = EngineConfig(pool_bytes=8 * 16 * 2 * 4 * 2 * 16 * 4, deterministic="off", rank_wait_s=1.0)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six heads and six KV heads: two and three ranks."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = build("qwen2", num_attention_heads=6, num_key_value_heads=6, hidden_size=96)
+    return prepare(save_hf(model, folder / "model"), folder / "cache")
+
+
+def opened(folder: Path, **options: object) -> EngineDevice:
+    config = msgspec.structs.replace(CONFIG, model_dir=str(folder), **options)
+    layout = ModelConfig.load(folder).kv_layout(16)
+    return open_device(msgspec.structs.replace(config, pool_bytes=8 * layout.block_bytes))
+
+
+def group_of(device: EngineDevice) -> RankGroup:
+    assert device.ranks is not None
+    return device.ranks
+
+
+def close(device: EngineDevice) -> None:
+    if device.ranks is not None:
+        device.ranks.close()
+    if device.matchers is not None:
+        device.matchers.close()
+    device.kv.close()
+
+
+@pytest.fixture
+def three(tiny: Path) -> Iterator[EngineDevice]:
+    device = opened(tiny, tensor_parallel=3)
+    pids = group_of(device).pids
+    yield device
+    close(device)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "a rank has outlived its group"
+
+
+def plan(tokens: list[int], start: int = 0, copies: tuple[tuple[BlockId, BlockId], ...] = ()) -> StepPlan:
+    row = msgspec.structs.replace(trial_row(tokens, start, BLOCKS), draw=True)
+    return StepPlan((row,), copies=copies)
+
+
+def answer(device: EngineDevice) -> list[object]:
+    """Draw ten tokens greedily, behind a prompt of two chunks and a block copied to and fro."""
+    tokens = list(range(40, 61))
+    device.runner.launch(StepPlan((trial_row(tokens[:9], 0, BLOCKS),))).wait()
+    drawn = device.runner.launch(plan(tokens, 9)).wait()
+    told: list[object] = [*drawn]
+    for _ in range(9):
+        tokens.append(int(str(told[-1])))
+        copies = ((BLOCKS[0], BlockId(5)), (BlockId(5), BLOCKS[0]))
+        told += device.runner.launch(plan(tokens, len(tokens) - 1, copies)).wait()
+    return told
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_give_the_bits_of_one_in_the_same_slices(tiny: Path, ranks: int) -> None:
+    """Guards the way from a plan to other processes: tokens, positions, block numbers and copies."""
+    alone, group = opened(tiny, sum_slices=ranks), opened(tiny, tensor_parallel=ranks)
+    try:
+        assert answer(group) == answer(alone)
+        for block in BLOCKS[:1]:
+            assert bytes(group.kv.block(block)) == bytes(alone.kv.block(block))
+        assert group.arithmetic == alone.arithmetic
+        assert f"sums of {ranks} slices" in group.arithmetic
+        assert group.fingerprint == alone.fingerprint
+        assert group.layout == alone.layout
+    finally:
+        close(group)
+        close(alone)
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_waiting_ranks_take_no_processor_time(three: EngineDevice) -> None:
+    """Guards against a wait that spins, between steps and within one whose other rank does not come."""
+    group = group_of(three)
+    answer(three)
+    before = [cpu_s(pid) for pid in group.pids]
+    time.sleep(1.0)
+    assert [cpu_s(pid) for pid in group.pids] == pytest.approx(before, abs=0.03)
+
+
+def failing(device: EngineDevice) -> RankError:
+    with pytest.raises(RankError) as caught:
+        answer(device)
+    return caught.value
+
+
+def test_a_killed_rank_ends_the_group(three: EngineDevice) -> None:
+    """Guards against a group that goes on, or waits, without one of its ranks, and against blaming another one."""
+    rank = 2
+    group, told = group_of(three), list[RankError]()
+    group.on_death = told.append
+    answer(three)
+    os.kill(group.pids[rank - 1], signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [error.rank for error in told] == [rank], "nobody was told while the group was idle"
+    error = failing(three)
+    assert error.rank == rank
+    assert "SIGKILL" in str(error)
+
+
+def test_a_frozen_rank_ends_the_group(three: EngineDevice) -> None:
+    """Guards against a wait without end, and against blaming a rank that waits for the frozen one as well."""
+    rank = 1
+    group = group_of(three)
+    answer(three)
+    os.kill(group.pids[rank - 1], signal.SIGSTOP)
+    began = time.monotonic()
+    error = failing(three)
+    assert time.monotonic() - began < 5
+    assert error.rank == rank
+    assert "does not answer" in str(error)
+
+
+def test_a_rank_that_reads_another_order_says_so(three: EngineDevice) -> None:
+    """Guards against ranks that go on with different steps, which is a wrong answer or a wait for ever: rank 1 is told
+    of other bytes than it finds."""
+    group = group_of(three)
+    answer(three)
+    raw = msgspec.msgpack.encode(RankOrder("logits"))
+    group._memory[: len(raw)] = raw
+    group._number += 1
+    group._orders[1].send(ANNOUNCEMENT.pack(group._number, len(raw), digest_of(raw, group._number + 1)))
+    error = failing(three)
+    assert error.rank == 1
+    assert "order" in str(error)
+
+
+def test_ranks_at_different_sums_say_so(three: EngineDevice) -> None:
+    """Guards against sums of different things: rank 0 skips one."""
+    group_of(three).sums._count += 2
+    error = failing(three)
+    assert "sum" in str(error)
+
+
+@pytest.mark.parametrize(("option", "said"), [({"kv_dtype": "float16"}, "fingerprint"), ({"block_size": 8}, "blocks")])
+def test_a_rank_that_opens_otherwise_is_named(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, object], said: str
+) -> None:
+    original = RankGroup.__init__
+
+    def differing(self: RankGroup, config: EngineConfig, model: ModelConfig) -> None:
+        original(self, msgspec.structs.replace(config, **option), model)
+
+    monkeypatch.setattr(RankGroup, "__init__", differing)
+    with pytest.raises(RankError, match=said) as caught:
+        opened(tiny, tensor_parallel=2)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor_parallel": 4}, "6 heads .* do not divide by 4"),
+        ({"tensor_parallel": 2, "sum_slices": 2}, "sum_slices"),
+        ({"tensor_parallel": 2, "device": "cuda", "attention": "auto"}, "on the CPU"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(tiny: Path, options: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        opened(tiny, **options)
+
+
+def test_ranks_end_with_rank_0(tiny: Path, tmp_path: Path) -> None:
+    """Guards against ranks that outlive a worker that was killed, a frozen one too."""
+    import subprocess
+    import sys
+
+    program = (
+        "import sys, time\n"
+        "from tests.engine.ranks.test_processes import opened, group_of\n"
+        "from pathlib import Path\n"
+        "device = opened(Path(sys.argv[1]), tensor_parallel=3)\n"
+        "print(*group_of(device).pids, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tiny)], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        pids = [int(pid) for pid in worker.stdout.readline().split()]
+        assert len(pids) == 2
+        os.kill(pids[0], signal.SIGSTOP)
+        worker.kill()
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """False also for one that nobody has waited for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,194 @@
+"""Both schedulers and the whole handoff with the fake model, whose layers are kept in three groups, two of which keep
+their windows: a block that slid away too early, a tail that is stale or one block short, or a block of another group
+becomes a wrong token, and one that is not there an error."""
+
+import random
+
+import pytest
+
+from engine.beam import BeamSearch
+from engine.kv.groups import LayerGroup, migrated
+from engine.kv.layout import KVLayout
+from engine.plan import banned_tokens, end_tokens
+from engine.types import BeamParams, FinishReason, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
+from fakes.model import fake_candidates, fake_next
+from tests.integration.fake_device import STOP_ID, VOCAB, fake_device
+from transfer.host.loopback import FaultKind, ScriptedFault
+from worker.config import DecodeConfig, PrefillConfig
+
+SIZE = 4
+GROUPS = (LayerGroup((2, 5)), LayerGroup((0, 1), 9), LayerGroup((3, 4), 5))
+LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=SIZE, head_dim=4, groups=GROUPS)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["one at a time", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def _cluster(ahead: bool, blocks: int = 96, prefill_blocks: int = 96, chunk: int = 8, **decode: object) -> Colocated:
+    return Colocated(
+        fake_device(LAYOUT, prefill_blocks, ahead),
+        fake_device(LAYOUT, blocks, ahead),
+        prefill_config=PrefillConfig(chunk_tokens=chunk),
+        decode_config=DecodeConfig(**decode),  # type: ignore[arg-type]
+        check=True,
+    )
+
+
+def _record(name: str, tokens: list[int], max_tokens: int = 12, **more: object) -> RequestRecord:
+    fields = {"prompt_tokens": len(tokens), "max_tokens": max_tokens, "seed": 1, "ignore_eos": True}
+    return RequestRecord(
+        request=RequestId(name),
+        tokens=tokens,
+        sampling=SamplingParams(temperature=0.0),
+        **{**fields, **more},  # type: ignore[arg-type]
+    )
+
+
+def _want(record: RequestRecord) -> list[int]:
+    tokens = list(record.tokens)
+    while len(tokens) < record.prompt_tokens + record.max_tokens:
+        tokens.append(fake_next(tokens, LAYOUT, VOCAB))
+    return tokens[record.prompt_tokens :]
+
+
+def _whole(cluster: Colocated) -> None:
+    for kv in (cluster.prefill.kv, cluster.decode.kv):
+        counts = kv.pool.counts()
+        assert counts["free"] + counts["cached"] == kv.pool.total, counts
+    cluster.close()
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 10, 13, 14, 31, 32, 33, 70])
+def test_one_request_of_every_shape(ahead: bool, length: int) -> None:
+    """Prompts shorter and longer than both windows; exactly the tail of each window goes over."""
+    rng = random.Random(length)
+    record = _record("r", [rng.randrange(256) for _ in range(length)])
+    cluster = _cluster(ahead)
+    (answer,) = cluster.run([record])
+    assert answer.tokens == _want(record)
+    assert answer.ended is not None and answer.ended.reason is FinishReason.LENGTH
+    stats, blocks = answer.ended.stats, -(-length // SIZE)
+    assert stats.migrated_blocks == len(migrated(GROUPS, range(blocks), length, SIZE))
+    assert stats.migrated_blocks <= blocks + sum(-(-(group.window - 1) // SIZE) + 1 for group in GROUPS[1:])
+    assert stats.migrated_bytes == stats.migrated_blocks * LAYOUT.block_bytes
+    _whole(cluster)
+
+
+def test_many_at_once_with_shared_prefixes_in_small_pools(ahead: bool) -> None:
+    """Guards hits that only one group has, sharing, copy-on-write, eviction, refusal and preemption together."""
+    rng = random.Random(5)
+    stems = [[rng.randrange(256) for _ in range(rng.randrange(5, 30))] for _ in range(4)]
+    records = [
+        _record(f"r{n}", rng.choice(stems)[: rng.randrange(3, 31)] + [rng.randrange(256) for _ in range(n % 7)] or [1],
+                max_tokens=rng.randrange(1, 20))
+        for n in range(40)
+    ]  # fmt: skip
+    cluster = _cluster(ahead, blocks=48, prefill_blocks=60, max_batch=5, growth_tokens=4)
+    for answer in cluster.run(records):
+        assert answer.tokens == _want(answer.record), answer.record.request
+    _whole(cluster)
+
+
+def test_the_same_prompt_again_and_its_next_turn(ahead: bool) -> None:
+    """Guards a hit on a prefix whose window is gone, and a tail that is sent although it is there."""
+    rng = random.Random(8)
+    first = _record("a", [rng.randrange(256) for _ in range(37)], max_tokens=9)
+    cluster = _cluster(ahead)
+    (one,) = cluster.run([first])
+    (again,) = cluster.run([_record("b", list(first.tokens), max_tokens=9)])
+    assert one.tokens == again.tokens == _want(first)
+    assert again.ended is not None and again.ended.stats.migrated_blocks < 8
+    turn = _record("c", [*first.tokens, *one.tokens, 3, 1, 4, 1, 5], max_tokens=9)
+    (next_turn,) = cluster.run([turn])
+    assert next_turn.tokens == _want(turn)
+    assert next_turn.ended is not None and next_turn.ended.stats.decode_cached_tokens >= 40
+    # A prefix from whose middle nothing can be computed any more: its windows have slid away.
+    short = _record("d", first.tokens[:18], max_tokens=9)
+    (middle,) = cluster.run([short])
+    assert middle.tokens == _want(short)
+    _whole(cluster)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.CORRUPT, FaultKind.SWAP])
+@pytest.mark.parametrize("seq", [0, 2, 4])
+def test_failed_attempts_are_made_again(ahead: bool, kind: FaultKind, seq: int) -> None:
+    """Guards what a failed attempt leaves: blocks of the first group whose windows' tails never came."""
+    rng = random.Random(seq)
+    record = _record("r", [rng.randrange(256) for _ in range(39)])
+    cluster = _cluster(ahead)
+    fault = ScriptedFault(kind, seq=seq)
+    cluster.hub.faults.append(fault)
+    (answer,) = cluster.run([record])
+    assert fault.applied == 1
+    assert answer.tokens == _want(record)
+    _whole(cluster)
+
+
+def test_every_attempt_fails_and_it_is_computed_here(ahead: bool) -> None:
+    """Guards computing on behind what has landed: of the windows only the end's tail has."""
+    rng = random.Random(3)
+    record = _record("r", [rng.randrange(256) for _ in range(39)])
+    cluster = _cluster(ahead)
+    fault = ScriptedFault(FaultKind.FAIL, seq=3, times=9)
+    cluster.hub.faults.append(fault)
+    (answer,) = cluster.run([record])
+    assert fault.applied >= 1
+    assert answer.tokens == _want(record)
+    _whole(cluster)
+
+
+@pytest.mark.parametrize("turns", range(2, 16))
+def test_a_lost_prefill_worker(ahead: bool, turns: int) -> None:
+    rng = random.Random(turns)
+    stem = [rng.randrange(256) for _ in range(14)]
+    cluster = _cluster(ahead)
+    cluster.run([_record("before", stem)])
+    records = [_record(f"r{n}", stem + [rng.randrange(256) for _ in range(20 + n)]) for n in range(3)]
+    answers = [cluster.submit(record) for record in records]
+    for _ in range(turns):
+        cluster.turn()
+    cluster.lose_prefill()
+    while any(answer.ended is None for answer in answers):
+        assert cluster.turn(), "stuck"
+    for answer in answers:
+        assert answer.tokens == _want(answer.record)
+    while cluster.turn():
+        pass
+    _whole(cluster)
+
+
+def test_samples_of_one_prompt(ahead: bool) -> None:
+    rng = random.Random(21)
+    prompt = [rng.randrange(256) for _ in range(27)]
+    cluster = _cluster(ahead)
+    parent = cluster.submit(_record("s0", prompt, group="s"))
+    others = [
+        cluster.submit(_record(f"s{n}", prompt, group="s", sample_index=n), fork_of=RequestId("s0")) for n in (1, 2)
+    ]
+    while any(answer.ended is None for answer in (parent, *others)):
+        assert cluster.turn(), "stuck"
+    for answer in (parent, *others):
+        assert answer.tokens == _want(answer.record)
+    while cluster.turn():
+        pass
+    _whole(cluster)
+
+
+@pytest.mark.parametrize("length", [13, 14, 17, 18])
+def test_a_search_computes_the_last_token_again(ahead: bool, length: int) -> None:
+    """Guards a tail that begins where the token behind the prompt sees it: a search computes the prompt's last one."""
+    rng = random.Random(22)
+    params = BeamParams(width=3, answers=3)
+    record = _record("b", [rng.randrange(256) for _ in range(length)], max_tokens=14, beams=params)
+    cluster = _cluster(ahead)
+    (answer,) = cluster.run([record])
+    search = BeamSearch(params, record.max_tokens, end_tokens(record, frozenset({STOP_ID})))
+    while not search.is_over:
+        banned = banned_tokens(record, len(search.live[0].ids), frozenset({STOP_ID}))
+        sequences = [record.tokens + live.ids for live in search.live]
+        search.advance([fake_candidates(s, LAYOUT, VOCAB, search.candidates, banned) for s in sequences])
+    assert answer.ended is not None and answer.ended.beams == search.answers
+    _whole(cluster)

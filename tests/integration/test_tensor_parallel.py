@@ -1,0 +1,120 @@
+"""Workers of three processes in a whole cluster, with the demo model: handoffs between equal and unequal degrees, held
+against devices of one process that compute in the same slices, and what the end of a rank costs."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.config import ClusterConfig
+from engine.backends.workspace import trial_row
+from engine.config import EngineConfig
+from engine.device import EngineDevice, open_device
+from engine.step import StepPlan
+from engine.types import BlockId
+from router.config import RouterConfig
+from tests.integration.test_one_pool import GREEDY, Served
+from transfer.config import TransferConfig
+from worker.config import DecodeConfig, PrefillConfig
+
+ENGINE = EngineConfig(pool_bytes=96 * 1024 * 1024)
+PROMPT = [random.Random(5).randrange(1000, 40_000) for _ in range(75)]
+ANSWER_TOKENS = 24
+BLOCKS = [BlockId(block) for block in range(7)]
+
+
+class Degrees(Served):
+    """A cluster of one prefill and one decode worker of so many ranks, which are replaced when they end."""
+
+    def __init__(self, model_dir: Path, prefill: int, decode: int, transport: str) -> None:
+        self.degrees = prefill, decode
+        transfer = TransferConfig(transport=transport)
+        config = ClusterConfig(
+            launcher="process",
+            router=RouterConfig(grpc_port=0, http_port=-1, local_prefill="never"),
+            prefill=PrefillConfig(engine=ranked(prefill), transfer=transfer),
+            decode=DecodeConfig(engine=ranked(decode), transfer=transfer),
+        )
+        self.serve(config, model_dir)
+
+    def ranks(self, worker: str) -> list[int]:
+        """The processes of a worker's ranks from 1 on."""
+        pid = self.cluster.workers[worker].pid
+        children = [Path(task / "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+        found = [int(child) for some in children for child in some]
+        return [child for child in found if b"engine.ranks.follower" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def ranked(ranks: int) -> EngineConfig:
+    return msgspec.structs.replace(ENGINE, tensor_parallel=ranks)
+
+
+def in_slices(model_dir: Path, prefill: int, decode: int) -> list[int]:
+    """Return the answer of devices of one process each, between which the prompt's blocks are copied."""
+    devices: list[EngineDevice] = []
+    try:
+        for slices in (prefill, decode):
+            config = msgspec.structs.replace(ENGINE, model_dir=str(model_dir), sum_slices=slices)
+            devices.append(open_device(config))
+        reader, writer = devices
+        tokens = list(PROMPT)
+        tokens.append(drawn(reader, tokens, 0))
+        for block in BLOCKS:
+            writer.kv.block(block)[:] = reader.kv.block(block)
+        while len(tokens) < len(PROMPT) + ANSWER_TOKENS:
+            tokens.append(drawn(writer, tokens, len(tokens) - 1))
+        return tokens[len(PROMPT) :]
+    finally:
+        for device in devices:
+            device.kv.close()
+            if device.matchers is not None:
+                device.matchers.close()
+
+
+def drawn(device: EngineDevice, tokens: list[int], start: int) -> int:
+    row = trial_row(tokens, start, BLOCKS)
+    record = msgspec.structs.replace(row.record, sampling=GREEDY)
+    row = msgspec.structs.replace(row, draw=True, record=record)
+    (token,) = device.runner.launch(StepPlan((row,))).wait()
+    assert isinstance(token, int)
+    return token
+
+
+@pytest.fixture(params=[(3, 3, "shm"), (3, 1, "tcp"), (1, 3, "shm")], ids=lambda degrees: "-".join(map(str, degrees)))
+def served(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Degrees]:
+    served = Degrees(demo_model, *request.param)
+    yield served
+    served.close()
+
+
+def test_handoffs_between_degrees_are_exact(served: Degrees, demo_model: Path) -> None:
+    """Guards against heads in the wrong place of a block, and a block sent before every rank has written it."""
+    for worker, ranks in zip(("prefill-0", "decode-0"), served.degrees, strict=True):
+        assert len(served.ranks(worker)) == ranks - 1
+    tokens, finished = served.ask(PROMPT, ANSWER_TOKENS)
+    assert finished.stats.migrated_blocks > 0
+    assert tokens == in_slices(demo_model, *served.degrees)
+    if served.degrees == (3, 3):
+        a_rank_that_is_killed_ends_its_worker(served, tokens)
+
+
+def a_rank_that_is_killed_ends_its_worker(served: Degrees, tokens: list[int]) -> None:
+    """Guards against a worker that goes on with a part of its model, and ranks that outlive it."""
+    first, second = served.ranks("decode-0")
+    os.kill(second, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            found = served.ranks("decode-0")
+        except (OSError, KeyError):
+            found = []
+        if len(found) == 2 and not {first, second} & set(found):
+            break
+        time.sleep(0.05)
+    assert not Path(f"/proc/{first}").exists()
+    assert served.ask(PROMPT, ANSWER_TOKENS)[0] == tokens
