@@ -28,6 +28,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The kernels: `triton`, those for a GPU; `native`, those for the CPU, which compute in 32 bits and were built when
     Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be had
     and the model is in float32."""
+    prefill_kernel: Literal["portable", "hopper"] = "portable"
+    """Which Triton kernel attends with prompts: `portable`, on every GPU; `hopper`, for compute capability 9.0 alone,
+    with 16-bit KV, heads of 64 or 128 and no windows: refused elsewhere. It is no default until
+    `python3 -m benchmarks.gpu correct` has passed on such a card."""
     arithmetic: Literal["auto", "integer", "float32"] = "auto"
     """How the native kernels multiply with codes of 4 and 8 bits. `integer`: by activations rounded to 16 bits, 32
     of them with one scale (`docs/cpu.md` has what that gains and costs); `float32`: with the very bits of the widened
@@ -143,6 +147,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         on_cpu = self.device == "cpu"
         if self.attention in ("native", "torch") and not on_cpu:
             raise ValueError(f"engine.attention: the {self.attention} kernels do not run on {self.device}")
+        if self.prefill_kernel == "hopper" and on_cpu:
+            raise ValueError("engine.prefill_kernel: hopper runs on GPUs of compute capability 9.0, not on the CPU")
         if self.attention == "native" and self.dtype != "float32":
             raise ValueError(f"engine.attention: the native kernels compute in float32, not {self.dtype}")
         if self.attention == "auto":

@@ -305,7 +305,8 @@ def _open_on_gpu(
 
     # One for the trial and for what comes after it: workspaces of libraries stay with it.
     stream: torch.cuda.Stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-    opener = TritonOpener(model, layout, limits or ANY_STEP, lambda: CudaRecorder(model.device, stream))
+    recorder = partial(CudaRecorder, model.device, stream)
+    opener = TritonOpener(model, layout, limits or ANY_STEP, recorder, config.prefill_kernel)
     return opener.sized(config, CudaMemory(model.device), weights_bytes, transport_bytes)
 
 

@@ -59,8 +59,16 @@ def needs_tokens(want: Row) -> bool:
 
 
 def _draw_one(logits: Tensor, want: Row) -> int:
+    if not want.allowed:
+        return _drawn(adjusted(logits, want), want)
+    ids = allowed_ids(want.allowed)
+    if ids.size == 1:
+        return int(ids[0])
+    return int(ids[_drawn(constrained(logits, adjusted(logits, want), ids), want)])
+
+
+def _drawn(logits: Tensor, want: Row) -> int:
     params = want.record.sampling
-    logits = constrained(logits, adjusted(logits, want), want)
     if params.temperature == 0.0:
         return int(logits.argmax())
     probs = probabilities(
@@ -70,7 +78,7 @@ def _draw_one(logits: Tensor, want: Row) -> int:
 
 
 def is_adjusted(want: Row) -> bool:
-    """True where `adjusted` or `constrained` changes the row's logits."""
+    """True where it is not drawn from the row's logits as they are."""
     record = want.record
     is_limited = want.banned or want.allowed or record.logit_bias or record.allowed_token_ids
     return bool(is_limited) or has_penalties(want)
@@ -104,12 +112,14 @@ def adjusted(logits: Tensor, want: Row) -> Tensor:
     return logits
 
 
-def constrained(logits: Tensor, altered: Tensor, want: Row) -> Tensor:
-    """`altered` without the tokens that the row's constraint forbids; where that leaves none, the same of `logits`, as
-    the model made them: a constraint comes before bans. All `[vocab]`, on the CPU."""
-    if not want.allowed:
-        return altered
-    bits = np.unpackbits(np.frombuffer(want.allowed, np.uint8), count=altered.numel(), bitorder="little")
-    forbidden = torch.from_numpy(bits == 0)
-    kept = altered.masked_fill(forbidden, float("-inf"))
-    return kept if bool((kept > float("-inf")).any()) else logits.masked_fill(forbidden, float("-inf"))
+def allowed_ids(mask: bytes) -> np.ndarray:
+    """Return the tokens that a mask allows, ascending."""
+    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").view(bool))
+
+
+def constrained(logits: Tensor, altered: Tensor, ids: np.ndarray) -> Tensor:
+    """Return `altered` of the tokens that a constraint allows, and of no others: most masks leave few, and what is
+    done to them next costs as much as they are. Where nothing may be drawn of these, the same of `logits`, as the model
+    made them: a constraint comes before bans. Both `[vocab]`, on the CPU; the result `[len(ids)]`."""
+    kept = altered.numpy().take(ids)
+    return torch.from_numpy(kept if kept.max() > float("-inf") else logits.numpy().take(ids))

@@ -46,7 +46,9 @@ class _Driver:
         return 0
 
     def launcher_cls(self, source, metadata):
-        options = {"num_warps": metadata.num_warps, "num_stages": metadata.num_stages}
+        # Of a kernel whose parts have warps of their own, the metadata counts all warps, not those it is launched with.
+        warps = getattr(source.fn, "launch_warps", metadata.num_warps)
+        options = {"num_warps": warps, "num_stages": metadata.num_stages}
         self.compiled.append(triton.compile(source, target=self._target, options=options))
         return lambda *launch: None
 

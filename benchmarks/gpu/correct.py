@@ -24,6 +24,7 @@ from kernels.decode_plan import geometry_for, plan_decode
 from kernels.kv_write import quantize
 from kernels.pool import KVPool, eight_bit_pool
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
+from kernels.prefill_hopper import ROWS, prefill_hopper, runs_on
 
 ALLOWED = 2.0
 SLACK = 1e-3
@@ -35,7 +36,8 @@ CASE_S = 40.0
 
 
 class Case(NamedTuple):
-    """One case to check. `kind`: "decode" or "prefill". `dtype`: of the pool, "native" for that of the queries."""
+    """One case to check. `kind`: "decode", "prefill" or "hopper", which is the
+    prefill kernel for sm_90. `dtype`: of the pool, "native" for that of the queries."""
 
     kind: str
     heads: int
@@ -46,7 +48,8 @@ class Case(NamedTuple):
 
     def key(self, card: Card) -> ConfigKey:
         dtype = str(card.dtype).removeprefix("torch.") if self.dtype == "native" else self.dtype
-        return ConfigKey(self.kind, self.head_dim, self.heads // self.kv_heads, self.block, dtype, card.arch)
+        kind = "prefill" if self.kind == "hopper" else self.kind
+        return ConfigKey(kind, self.head_dim, self.heads // self.kv_heads, self.block, dtype, card.arch)
 
     def name(self, card: Card) -> str:
         shape = f"{self.heads}/{self.kv_heads}/{self.head_dim}"
@@ -66,6 +69,11 @@ CASES = [
     for kind in ("decode", "prefill")
 ]
 IN_DRY_RUN = slice(8, 10)
+ON_HOPPER = [
+    Case("hopper", heads, kv_heads, head_dim, block, "native")
+    for heads, kv_heads, head_dim, block in ((32, 8, 128, 64), (9, 3, 64, 16), (16, 1, 128, 8), (8, 8, 64, 256))
+]
+"""Those of `prefill_hopper`, on the GPUs that it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,8 @@ def correct(card: Card) -> Iterator[Line]:
     """Check every case. Raises nothing: a line whose `right` is 0 is a wrong kernel, or one that gave no answer, and
     why."""
     cases = CASES if card.sizes.unit == 1 else CASES[IN_DRY_RUN]
+    if runs_on(card.device):
+        cases = cases + ON_HOPPER
     for case, told in isolated.each(cases, check, card, CASE_S):
         if isinstance(told, isolated.Failure):
             yield {"what": case.name(card), "failure": str(told), "right": 0}
@@ -138,10 +148,14 @@ def launched(card: Card, case: Case, rows: CaseRows) -> Tensor:
         )  # fmt: skip
         buffers.load(plan_decode(rows.contexts, geometry), rows.contexts, rows.tables)
         return decode_attention(rows.q, rows.pool, LAYER, buffers, config)[0]
-    planned = plan_prefill(rows.counts, rows.contexts, rows_per_tile(config, key.group))
+    hopper = case.kind == "hopper"
+    fitting = ROWS // key.group if hopper else rows_per_tile(config, key.group)
+    planned = plan_prefill(rows.counts, rows.contexts, fitting)
     tiles = torch.tensor(planned, dtype=torch.int32).to(card.device)
     padded = [table + [0] * (width - len(table)) for table in rows.tables]
     tables = torch.tensor(padded, dtype=torch.int32).to(card.device)
+    if hopper:
+        return prefill_hopper(rows.q, rows.pool, LAYER, tiles, tables)
     return prefill_attention(rows.q, rows.pool, LAYER, tiles, tables, config)
 
 

@@ -16,6 +16,7 @@ from kernels.block_shape import BlockShape
 from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.pool import KVPool
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
+from kernels.prefill_hopper import ROWS, prefill_hopper, runs_on
 
 
 def prefill(card: Card) -> Iterator[Line]:
@@ -28,6 +29,9 @@ def prefill(card: Card) -> Iterator[Line]:
         for count in (length, chunk):
             taken = _prefill_s(card, count, length)
             yield _prefill_line(card, f"{count} new of {length}", count, length, taken)
+        if runs_on(card.device):
+            taken = _prefill_s(card, length, length, hopper=True)
+            yield _prefill_line(card, f"{length} new of {length}, the kernel for sm_90", length, length, taken)
         theirs = card.timer.seconds(_torch(card, length))
         yield _prefill_line(card, "torch, contiguous", length, length, theirs)
     # Last, since what fails on the way may leave the device unusable.
@@ -41,28 +45,37 @@ def prefill(card: Card) -> Iterator[Line]:
             yield _prefill_line(card, "torch, cuDNN", length, length, theirs)
 
 
-def _prefill_s(card: Card, count: int, length: int) -> float:
+def _prefill_s(card: Card, count: int, length: int, *, hopper: bool = False) -> float:
     size, block = card.sizes, 64
     order = list(range(-(-length // block)))
     Random(0).shuffle(order)
     pool = KVPool(card.random(len(order), size.kv_heads, 1, 2, block, size.head_dim))
     q = card.random(count, size.heads, size.head_dim)
-    return card.timer.seconds(prefill_step(card, q, pool, length, order))
+    return card.timer.seconds(prefill_step(card, q, pool, length, order, hopper=hopper))
 
 
 def prefill_step(
-    card: Card, q: Tensor, pool: KVPool, length: int, table: Sequence[int], config: KernelConfig | None = None
+    card: Card,
+    q: Tensor,
+    pool: KVPool,
+    length: int,
+    table: Sequence[int],
+    config: KernelConfig | None = None,
+    *,
+    hopper: bool = False,
 ) -> Callable[[], Tensor]:
     """Return a function that attends with `q` `[count, heads, head_dim]`, the last rows of one context; always into the
-    same memory. `config`: by default the table's."""
+    same memory. `config`: by default the table's. `hopper`: with the kernel for sm_90, which has one of its own."""
     size = card.sizes
     group = size.heads // size.kv_heads
     dtype = str(pool.payload.dtype).removeprefix("torch.")
     key = ConfigKey("prefill", size.head_dim, group, pool.block_size, dtype, card.arch)
     chosen = config or config_for(key)
-    planned = plan_prefill([len(q)], [length], rows_per_tile(chosen, group))
+    planned = plan_prefill([len(q)], [length], ROWS // group if hopper else rows_per_tile(chosen, group))
     tiles = torch.tensor(planned, dtype=torch.int32).to(card.device)
     tables, out = card.ids(list(table)).unsqueeze(0), torch.empty_like(q)
+    if hopper:
+        return lambda: prefill_hopper(q, pool, 0, tiles, tables, out=out)
     return lambda: prefill_attention(q, pool, 0, tiles, tables, chosen, out=out)
 
 

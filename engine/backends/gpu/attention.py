@@ -10,6 +10,7 @@ turns out otherwise is planned when it comes.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from kernels.decode_plan import DecodePlan, SharedPrefix, geometry_for, plan_dec
 from kernels.grouped_experts import expert_configs, mix, route
 from kernels.launch import arch_of, interpreted
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
+from kernels.prefill_hopper import ROWS, prefill_hopper, runs_on, unfit
 from kernels.residency import UNKNOWN
 from kernels.rms_norm import rms_norm
 from kernels.rope_kv_write import rope_kv_write
@@ -68,6 +70,9 @@ class _Step:
     slots: Tensor  # int64 [padded rows], -1 for padding
 
 
+PrefillKernel = Literal["portable", "hopper"]
+
+
 @dataclass(slots=True)
 class Planning:
     """Counts how decode steps came by their work lists, since the start: figures for benchmarks and tests."""
@@ -81,7 +86,8 @@ class TritonAttention:
 
     `max_batch`: decoding sequences of a step; more of them cost new buffers. `programs`: the decode grid's size; 0: by
     the device, and by the kernels as they are compiled once `fit` was called. `share_tokens`: what rows must have in
-    common for it to be read once. Raises ValueError where there is neither a GPU nor the interpreter.
+    common for it to be read once. `prefill_kernel`: what attends with chunks. Raises ValueError where there is neither
+    a GPU nor the interpreter, and for the kernel for sm_90 where that cannot do it.
     """
 
     row_multiple = ROW_MULTIPLE
@@ -95,6 +101,7 @@ class TritonAttention:
         max_batch: int = 64,
         programs: int = 0,
         share_tokens: int = 256,
+        prefill_kernel: PrefillKernel = "portable",
     ) -> None:
         self.device = torch.device(device)
         if layout.groups:
@@ -123,6 +130,16 @@ class TritonAttention:
             self._configs[name] = config_for(ConfigKey(name, 0, 0, 0, "float32", arch))
         self._experts = expert_configs(shape.dtype, arch)
         self._rows_per_tile = rows_per_tile(self._configs["prefill"], group)
+        self._on_hopper = prefill_kernel == "hopper"
+        if self._on_hopper:
+            reason = unfit(
+                *(TORCH_DTYPES[layout.dtype], self._dtype, layout.head_dim, layout.block_size, group),
+                window=max(self._windows),
+            )
+            if not runs_on(self.device) or reason:
+                where = f"{self.device}, which is no GPU of compute capability 9.0"
+                raise ValueError(f"engine.prefill_kernel: hopper cannot do {reason or where}")
+            self._rows_per_tile = ROWS // group
         # Mutable: buffers by kind, window and size, the step under way, its decoding rows, and the plans for their
         # successors by window.
         self._launches: dict[tuple[str, int, int], _DecodeLaunch] = {}
@@ -220,14 +237,18 @@ class TritonAttention:
                 sinks=sinks,
             )
         if step.tiles is not None and step.tables is not None:
-            prefill_attention(
-                *(q, pool, layer, step.tiles, step.tables, configs["prefill"]),
-                window=window,
-                out=out,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-            )
+            chunks = q, pool, layer, step.tiles, step.tables
+            if self._on_hopper:
+                prefill_hopper(*chunks, out=out, scale=scale, softcap=softcap, sinks=sinks)
+            else:
+                prefill_attention(
+                    *(*chunks, configs["prefill"]),
+                    window=window,
+                    out=out,
+                    scale=scale,
+                    softcap=softcap,
+                    sinks=sinks,
+                )
         return out.view(len(q), -1)
 
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

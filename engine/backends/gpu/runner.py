@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.backends.gpu.attention import TritonAttention
+from engine.backends.gpu.attention import PrefillKernel, TritonAttention
 from engine.backends.gpu.graphs import DecodeGraphs, Recorder, recorded_sizes
 from engine.backends.gpu.memory import GpuMemory, auto_pool_bytes, measure_peak
 from engine.backends.gpu.pool import DeviceKV
@@ -26,8 +26,16 @@ TRIAL_BLOCKS = 2
 class TritonOpener:
     """Makes pools with their runners for one model; each runner has a recorder of its own."""
 
-    def __init__(self, model: Llama, layout: KVLayout, limits: StepLimits, recorder: Callable[[], Recorder]) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        layout: KVLayout,
+        limits: StepLimits,
+        recorder: Callable[[], Recorder],
+        prefill_kernel: PrefillKernel = "portable",
+    ) -> None:
         self._model = model
+        self._prefill_kernel: PrefillKernel = prefill_kernel
         self._layout = layout
         self._limits = limits
         self._recorder = recorder
@@ -38,7 +46,11 @@ class TritonOpener:
         began_s, counted = time.monotonic(), count_compilations()
         before = counted.total
         kv = DeviceKV(layout, blocks, model.device, arch_of(model.device))
-        attention = TritonAttention(model.config, layout, model.device, max_batch=limits.batch + limits.prompts)
+        attention = TritonAttention(
+            *(model.config, layout, model.device),
+            max_batch=limits.batch + limits.prompts,
+            prefill_kernel=self._prefill_kernel,
+        )
         attention.fit(kv)
         graphs = None
         if limits.batch:

@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu import correct
 from benchmarks.gpu.card import Card, Sizes
 from benchmarks.gpu.dry import Clock
-from kernels import decode_attention, prefill_attention
+from kernels import decode_attention, prefill_attention, prefill_hopper
 from kernels.compile_only import compile_only
 from kernels.configs import config_for
 from tests.kernels.contract.shapes import tile_bytes
@@ -20,6 +20,7 @@ ANY_BYTES = 1 << 30
 KERNELS = {
     "decode": (decode_attention.decode_kernel, decode_attention.merge_kernel),
     "prefill": (prefill_attention.prefill_kernel,),
+    "hopper": (prefill_hopper.prefill_hopper_kernel,),
 }
 
 
@@ -52,15 +53,19 @@ def without_memory(arch: int) -> Card:
 
 
 def launched_cases(arch: int) -> list[LaunchedCase]:
-    """All of `correct`'s: a case for attention of each, and one for each shape that is merged."""
+    """All of `correct`'s on such a GPU: a case for attention of each, and one for each shape that is merged."""
     card = without_memory(arch)
     found: dict[str, LaunchedCase] = {}
-    for case in correct.CASES:
+    for case in correct.CASES + (correct.ON_HOPPER if arch == 90 else []):
         key = case.key(card)
         config = config_for(key)
         main, *merging = KERNELS[case.kind]
         loops = 2 if case.kind == "prefill" else 1
         name = f"correct: {case.name(card)}"
+        if case.kind == "hopper":
+            warps, stages = prefill_hopper.WARPS, prefill_hopper.STAGES
+            found[name] = LaunchedCase(name, case, main, warps, stages)
+            continue
         found[name] = LaunchedCase(
             name, case, main, config.warps, config.stages, tile_bytes(key, config), loops
         )
