@@ -67,7 +67,7 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     one, many = request(sizes, context), asked.requests or 1
     weights = asked.weights
     if weights is None and shape.model is not None:
-        weights = _weights(asked, config, shape, shape.model, dtype)
+        weights = _weights(asked, config, shape, shape.model, dtype, ranks)
     plan = Plan(
         model=shape,
         dtype=dtype,
@@ -92,9 +92,10 @@ def _grouped(shape: Shape, engine: EngineConfig) -> Shape:
     return msgspec.structs.replace(shape, groups=layer_groups(windows) if engine.groups_layers else ())
 
 
-def _weights(asked: Asked, config: ClusterConfig, shape: Shape, model: ModelConfig, dtype: str) -> int:
+def _weights(
+    asked: Asked, config: ClusterConfig, shape: Shape, model: ModelConfig, dtype: str, ranks: int
+) -> int:
     """Return the bytes of weights on a rank: of a file at hand as workers hold them, of others by their number."""
-    ranks = asked.tp or 1
     on_paper = asked.shape or shape.not_run or not is_local(config.model)
     kinds = {} if on_paper else kinds_at_hand(config.model, dtype)
     if not kinds:
@@ -166,12 +167,13 @@ def _configured(
     block_size = asked.block_size or engine.block_size
     sizes = token_sizes(_grouped(plan.model, engine), plan.kv_dtype, block_size, plan.ranks)
     ahead = limits.chunk_tokens * (2 if engine.plans_ahead else 1)
+    together = engine.tensor_parallel  # ranks of one host's memory share its pool
     workspace = _workspace(plan, asked, limits, block_size, engine.device)
     return pool_of(
         role,
         sizes,
         request(sizes, plan.request.tokens, 1 + ahead).blocks,
-        kv_bytes=engine.kv_bytes(plan.weights_bytes or 0, workspace or 0, host_tier_bytes),
+        kv_bytes=engine.kv_bytes((plan.weights_bytes or 0) * together, workspace or 0, host_tier_bytes) // together,
         weights=plan.weights_bytes,
         workspace=workspace,
         tail_share=asked.tail or Fraction(0),

@@ -1,9 +1,12 @@
 """Workers of three processes in a whole cluster, with the demo model: handoffs between equal and unequal degrees, held
 against devices of one process that compute in the same slices, and what the end of a rank costs."""
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,9 +101,28 @@ def test_handoffs_between_degrees_are_exact(served: Degrees, demo_model: Path) -
         assert len(served.ranks(worker)) == ranks - 1
     tokens, finished = served.ask(PROMPT, ANSWER_TOKENS)
     assert finished.stats.migrated_blocks > 0
+    if served.degrees == (3, 3):
+        the_plan_says_what_ranks_hold(demo_model)
     assert tokens == in_slices(demo_model, *served.degrees)
     if served.degrees == (3, 3):
         a_rank_that_is_killed_ends_its_worker(served, tokens)
+
+
+def the_plan_says_what_ranks_hold(demo_model: Path) -> None:
+    """Guards `headrace plan`, by the setting and by the flag, against a model that is divided otherwise."""
+    device = open_device(msgspec.structs.replace(ranked(3), model_dir=str(demo_model), deterministic="off"))
+    assert device.ranks is not None and device.matchers is not None
+    try:
+        for flags in (["--set", "engine.tensor_parallel=3"], ["--tp", "3", "--dtype", "float32"]):
+            told = subprocess.run(
+                [sys.executable, "-m", "cluster.cli", "plan", "--json", *flags], capture_output=True, check=True
+            )
+            planned = json.loads(told.stdout)["weights_bytes"]
+            assert device.ranks.weights_bytes == [pytest.approx(planned, rel=0.05)] * 3
+    finally:
+        device.ranks.close()
+        device.matchers.close()
+        device.kv.close()
 
 
 def a_rank_that_is_killed_ends_its_worker(served: Degrees, tokens: list[int]) -> None:
