@@ -43,9 +43,10 @@ class Alike:
                 first, shared_tokens = waited
                 if first.known < shared_tokens:
                     continue
-                self._take_over(request, first)
+                has_gained = self._take_over(request, first)
                 del self._waits[request]
-                self.joined(request, line[:at])
+                if has_gained or not self._kv.groups:  # else what they share has slid out of a window
+                    self.joined(request, line[:at])
             if request not in self._waits:
                 yield request
 
@@ -70,18 +71,19 @@ class Alike:
                 best = other, shared_tokens
         return best
 
-    def _take_over(self, request: Request, first: Request) -> None:
-        """Give `request` what is cached by now of its tokens."""
+    def _take_over(self, request: Request, first: Request) -> bool:
+        """Give `request` what is cached by now of its tokens. Return True if that is any."""
         if first.state is RequestState.LOCAL:
             self._kv.commit(first.lease, first.tokens[: first.known])
         gained = self._kv.adopt(request.lease, request.tokens[:-1]) - request.known
         if gained <= 0:
-            return
+            return False
         request.known += gained
         self.saved_tokens += gained
         if request.output_tokens == 0:
             request.origin.prefill_cached_tokens = request.known
         request.prefill.local_from = request.known
+        return True
 
     def check(self, line: Sequence[Request]) -> None:
         """Recompute the invariants: `line` is all that is computed here."""

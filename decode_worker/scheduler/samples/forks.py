@@ -33,9 +33,13 @@ class Forks:
             return None
         theirs, prompt = other.record, record.prompt_tokens
         same = theirs.prompt_tokens == prompt and theirs.tokens[:prompt] == record.tokens[:prompt]
-        # What it shares may have slid out of the windows of one that has gone on.
-        can = not other.arrived or self._kv.can_fork(other.lease, shared_tokens(record))
+        # What it shares may have slid out of the windows of one that has gone on, or that comes back with an answer.
+        can = self._kv.can_fork(other.lease, shared_tokens(record)) if other.arrived else self._begins_with(other)
         return other if same and can and record.max_tokens <= theirs.max_tokens else None
+
+    def _begins_with(self, other: Request) -> bool:
+        """Return True if the windows of `other` will be those of its prompt's end when its blocks are here."""
+        return not self._kv.groups or len(other.tokens) <= other.record.prompt_tokens + 1
 
     def promise(self, record: RequestRecord, room_tokens: int, spare: int = 0) -> Lease | None:
         """Return room for what a fork will not share of `room_tokens` tokens, which leaves `spare` blocks to others, if
