@@ -124,7 +124,7 @@ def compare(
     return [tally.line(name) for name, tally in tallies.items()]
 
 
-class OneEngine:
+class WindowReader:
     """The native kernels on a prepared model, one window at a time in a pool of its size."""
 
     def __init__(self, model: Llama, kernels: Native, tokens: int) -> None:
@@ -194,7 +194,7 @@ def main(argv: list[str]) -> int:
         sides: dict[str, Side] = {}
         for name, integer in (("engine float32", False), ("engine integers", True)):
             model = load_model(folder, panels=True, integer=integer)
-            sides[name] = stack.enter_context(closing(OneEngine(model, kernels, options.window)))
+            sides[name] = stack.enter_context(closing(WindowReader(model, kernels, options.window)))
         sides["transformers float32"] = of_transformers(read())
         sides["transformers bfloat16"] = of_transformers(read().bfloat16())
         best_of = {}

@@ -379,6 +379,7 @@ def device(
         matchers=grammar.SlowCompiler(process),
         adapters=frozenset(ADAPTERS),
         drafter=drafter,
+        ranks=None,
     )
 
 
