@@ -98,7 +98,7 @@ class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     """The host on which `pid` means this process (`transfer.liveness.host_id`)."""
     ranks: list[RankUse] = []
-    """Of a tensor-parallel worker: its processes, this one first."""
+    """The processes of a tensor-parallel worker, this one first."""
 
 
 class Child(Protocol):
