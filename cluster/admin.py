@@ -37,7 +37,7 @@ from cluster.processes.leftovers import descendants
 from cluster.processes.spec import Kind, LaunchError
 from cluster.resolve import Setting
 from cluster.rundir import ProcessIdentity, RunDir
-from engine.messages import guarded
+from engine.messages import RankUse, guarded
 from router.config import FrontLimits
 from router.status.overview import Overview, merged
 from router.status.traffic import Traffic, together
@@ -55,7 +55,8 @@ NOTE_S = 0.5
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator is told of one slot. `state`: starting, up, leaving, pausing (waits for its next start) or
-    failed. `pid` is 0 before its first process; `why` is the cause of its last death."""
+    failed. `pid` is 0 before its first process; `why` is the cause of its last death; `ranks` are the processes of a
+    tensor-parallel worker, this one first."""
 
     name: str
     kind: Kind
@@ -65,6 +66,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     deaths: int = 0
     why: str = ""
+    ranks: list[RankUse] = []
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +186,7 @@ class AdminServer:
                 incarnation=f"{up[slot.name].incarnation:016x}" if slot.name in up else "",
                 deaths=slot.deaths,
                 why=slot.why,
+                ranks=up[slot.name].ranks if slot.name in up else [],
             )
             for slot in self._cluster.slots()
         ]

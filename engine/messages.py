@@ -36,6 +36,13 @@ class MemoryUse(msgspec.Struct, frozen=True):
     kv_bytes: int = 0
 
 
+class RankUse(msgspec.Struct, frozen=True):
+    """One process of a tensor-parallel worker. Its weights are bytes of its part of the model."""
+
+    pid: int
+    weights_bytes: int
+
+
 class WorkerInfo(Record, kw_only=True):
     """A worker's description of itself, for those that connect."""
 
@@ -57,6 +64,7 @@ class WorkerInfo(Record, kw_only=True):
     host: str
     metrics_address: str = ""
     memory: MemoryUse = MemoryUse()
+    ranks: list[RankUse] = []  # the processes that compute the model together, rank 0 first; empty: this one alone
 
 
 class Load(Record, kw_only=True):

@@ -17,13 +17,14 @@ from engine.device import EngineDevice, open_device
 from engine.handshake import Party, PartyRole, Secrets
 from engine.kv.manager import KVCacheManager
 from engine.loop import Inbox
-from engine.messages import Hello, WorkerInfo
+from engine.messages import Hello, RankUse, WorkerInfo
 from engine.model.config import Progress
 from engine.storage.tiers.mover import TierMover
 from engine.storage.tiers.opening import open_tiers
 from engine.types import Incarnation, host_port
 from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics
+from telemetry.rank_metrics import RankMetrics
 from transfer.config import TransferConfig
 from transfer.liveness import host_id
 from transfer.mover import Mover
@@ -92,6 +93,10 @@ def open_parts(
     closing.callback(mover.stop)
     mover.warm_up(transfer.wire)
 
+    weights, ranks = {os.getpid(): device.memory.weights_bytes}, list[RankUse]()
+    if device.ranks is not None:
+        weights = dict(zip([os.getpid(), *device.ranks.pids], device.ranks.weights_bytes, strict=True))
+        ranks = [RankUse(pid, nbytes) for pid, nbytes in weights.items()]
     metrics = WorkerMetrics(device.model, name, role)
     closing.callback(metrics.close)
     metrics.opened(
@@ -101,6 +106,7 @@ def open_parts(
         transport=transfer.transport,
         memory=msgspec.structs.asdict(device.memory),
     )
+    RankMetrics(metrics.families, weights, device.ranks)
     nccl = cast("Nccl | None", transports.get("nccl"))
     GpuMetrics(metrics.families, partial(device_memory, device.kv.device), nccl, lambda: device.compilations.counts)
 
@@ -125,6 +131,7 @@ def open_parts(
         host=host_id(),
         metrics_address=host_port(host, metrics.serve(host, guard=guard)),
         memory=device.memory,
+        ranks=ranks,
     )
     hello = Hello(
         info=info,

@@ -1,11 +1,15 @@
 """`headrace status` as a table, or as JSON."""
 
+from collections.abc import Sequence
+
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cluster.admin import Status
+from cluster.sizes import format_size
+from engine.messages import RankUse
 
 STYLES = {"up": "green", "failed": "red", "pausing": "red", "leaving": "yellow"}
 
@@ -38,8 +42,19 @@ def print_status(status: Status, console: Console | None = None) -> None:
         )
     console.print(table)
     for one in status.processes:
+        if one.ranks:
+            console.print(ranks_line(one.name, one.ranks), markup=False)
+    for one in status.processes:
         if one.deaths:
             console.print(f"{one.name} died last of: {one.why}", markup=False)
+
+
+def ranks_line(worker: str, ranks: Sequence[RankUse]) -> str:
+    """Say of which processes a tensor-parallel worker is, rank 0 first, and the weights of each."""
+    pids = ", ".join(str(rank.pid) for rank in ranks)
+    parts = sorted({rank.weights_bytes for rank in ranks})
+    weights = " to ".join(format_size(nbytes) for nbytes in dict.fromkeys((parts[0], parts[-1])))
+    return f"{worker} is {len(ranks)} ranks: pids {pids}; {weights} of weights each"
 
 
 def duration(seconds: float) -> str:

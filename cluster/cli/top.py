@@ -15,7 +15,7 @@ from rich.text import Text
 from cluster.admin import ProcessStatus, Status
 from cluster.admin_client import AdminClient
 from cluster.cli.hints import hints
-from cluster.cli.status_view import STYLES, duration
+from cluster.cli.status_view import STYLES, duration, ranks_line
 from cluster.processes.spec import LaunchError
 from cluster.sizes import format_size
 from router.status.journal import Recent
@@ -51,6 +51,7 @@ def frame(status: Status, overview: Overview) -> RenderableType:
         _requests(overview),
         _recent(overview.recent),
         _pools(status, overview),
+        *(Text(ranks_line(worker.name, worker.ranks)) for worker in overview.workers if worker.ranks),
         *said,
     )
 

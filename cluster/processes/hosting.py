@@ -78,6 +78,7 @@ class Hosted:
             address=up.address,
             incarnation=up.incarnation,
             host=host_id(),
+            ranks=up.ranks,
         )
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from engine.messages import PeerAddress
+from engine.messages import PeerAddress, RankUse
 from engine.model.prepared.cache import default_cache_dir
 from engine.types import Incarnation
 from router.core.escalation import Verdict
@@ -97,6 +97,8 @@ class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
     """Which life of a worker this process is; 0 for a router."""
     host: str = ""
     """The host on which `pid` means this process (`transfer.liveness.host_id`)."""
+    ranks: list[RankUse] = []
+    """The processes of a tensor-parallel worker, this one first."""
 
 
 class Child(Protocol):

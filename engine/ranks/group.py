@@ -64,7 +64,8 @@ class RankGroup:
     """Starts the ranks from 1 on; `close` ends them. All but `close` raises RankError for the rank that has ended, does
     not answer or differs. Owner: the thread that opened it, then the engine's.
 
-    Mutable state: the number of the last order, which ranks have ended and why, and whether the group is closing."""
+    Mutable state: the number of the last order, how long orders were waited for, which ranks have ended and why, and
+    whether the group is closing."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         ranks = config.tensor_parallel
@@ -75,6 +76,7 @@ class RankGroup:
         self.on_death: Callable[[RankError], None] = lambda error: None
         """Called from the watching thread."""
         self._number = 0
+        self._orders_waited_s = 0.0
         self._closing = False
         self._ended: dict[int, str] = {}
         self._said: dict[int, RankFailed] = {}
@@ -136,6 +138,12 @@ class RankGroup:
         """The processes of the ranks from 1 on."""
         return [process.pid for process in self._processes.values()]
 
+    @property
+    def waited_s(self) -> dict[str, float]:
+        """How long rank 0 has waited for the others: for their parts of sums, and for their word that they have read an
+        order. Any thread may ask."""
+        return {"sums": self.sums.waited_s, "orders": self._orders_waited_s}
+
     def ready(self, own: RankReady) -> tuple[bool, int]:
         """Wait until all have loaded the model, and compare. Return whether every rank's kernels are stable, and the
         bytes of all ranks' weights."""
@@ -172,6 +180,7 @@ class RankGroup:
         word = ANNOUNCEMENT.pack(self._number, len(raw), digest)
         for rank in self._others:
             self._send(rank, lambda link: link.send(word))
+        began_s = time.perf_counter()
         for rank in self._others:
             read = self._hear(rank, OrderRead)
             if read != OrderRead(self._number, digest):
@@ -179,6 +188,7 @@ class RankGroup:
                     rank,
                     f"is at order {read.number} of digest {read.digest:016x}, not at {self._number} of {digest:016x}",
                 )
+        self._orders_waited_s += time.perf_counter() - began_s
 
     def explained(self, error: RankError) -> RankError:
         """Return the error with what is known of why the rank has ended; others may only have noticed."""

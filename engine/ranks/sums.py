@@ -14,6 +14,7 @@ import mmap
 import os
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from functools import cache
 
@@ -59,7 +60,7 @@ def set_wait(link: socket.socket, wait_s: float) -> None:
 
 class RankSums:
     """One rank's end. `links`: a socket to each other rank. Raises RankError wherever a rank fails. Mutable state: how
-    many sums there have been, and what the socket and the memory hold."""
+    many sums there have been, how long they were waited for, and what the socket and the memory hold."""
 
     def __init__(
         self, share: Share, heads: tuple[int, int], vocab: int, links: Mapping[int, socket.socket], memory: Tensor
@@ -70,6 +71,8 @@ class RankSums:
         self._links = sorted(links.items())
         self._memory = memory
         self._count = 0
+        self.waited_s = 0.0
+        """How long this rank has waited for others, in all sums."""
         self._place = cache(self._place_of)
 
     def wait_at_most(self, wait_s: float) -> None:
@@ -134,6 +137,7 @@ class RankSums:
                 link.send(word)
             except OSError as error:
                 raise RankError(rank, "has ended") from error
+        began_s = time.perf_counter()
         for rank, link in self._links:
             try:
                 heard = link.recv(_WORD.size)
@@ -147,3 +151,4 @@ class RankSums:
                 raise RankError(
                     rank, f"computes another step: it is at sum, bytes {_WORD.unpack(heard)}, not {_WORD.unpack(word)}"
                 )
+        self.waited_s += time.perf_counter() - began_s

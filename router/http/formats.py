@@ -14,11 +14,13 @@ from router.http.openai_stream import EventPosition, StreamWriter, event
 
 MESSAGES_PATH = "/v1/messages"
 _NAMES = {
+    "": {"reasoning_budget": "thinking_token_budget"},
     "messages": {"stop": "stop_sequences", "reasoning_budget": "thinking.budget_tokens"},
     "responses": {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
 }
 """What fields of a call are called in a shape's requests."""
 _VARIABLES = {
+    "": {"chat_template_kwargs.reasoning_effort": "reasoning_effort"},
     "messages": {"chat_template_kwargs.enable_thinking": "thinking.type"},
     "responses": {"chat_template_kwargs.reasoning_effort": "reasoning.effort"},
 }
@@ -66,13 +68,16 @@ def shape_of(path: str) -> str:
 
 
 def in_words_of(api: str, error: ApiError) -> ApiError:
-    """Return an error of the frontend with the field as the caller of this shape knows it. The turns that the shape's
-    reader has made are counted otherwise than the caller's, so they are named without their numbers."""
-    names, field = _NAMES.get(api), error.field
-    if names is None or not field:
+    """Return an error of the frontend with the field as the caller of this shape knows it. The turns that the adapters'
+    readers have made are counted otherwise than the caller's, so they are named without their numbers."""
+    names, field = _NAMES[api], error.field
+    if not field:
         return error
     name = field.partition("[")[0]
-    shown = _VARIABLES[api].get(field) or names.get(name, name) + ("" if name == "messages" else field[len(name) :])
+    rest = "" if api and name == "messages" else field[len(name) :]
+    shown = _VARIABLES[api].get(field) or names.get(name, name) + rest
+    if shown == field:
+        return error
     message = error.message.removeprefix(f"{field}: ")
     return ApiError(error.code, f"{shown}: {message}", shown, retry_after_s=error.retry_after_s)
 

@@ -14,7 +14,7 @@ A duplicate key counts once, with its last value, as in every common JSON reader
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from router.http.chat_fields import ChoiceField, Message, ToolField, chat_choice
 from router.http.constraint_fields import ConstraintFields, requested_constraint
 from router.http.fields import FieldsReader
 
+R = TypeVar("R", bound=msgspec.Struct)
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -61,7 +62,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "bad_words": ([],),
     "logits_processors": ([],),
-    **dict.fromkeys(("chat_template", "reasoning_effort"), ()),
+    **dict.fromkeys(("chat_template", "reasoning_effort", "thinking_token_budget"), ()),
     # What other servers call constraints on the answer: dropped, the answer would break what its reader relies on.
     **dict.fromkeys(("guided_whitespace_pattern", "guided_decoding_backend", "structural_tag", "json_schema"), ()),
     **dict.fromkeys(("grammar", "regex", "ebnf"), ()),
@@ -122,6 +123,8 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     tools: list[ToolField] | None = None
     tool_choice: ChoiceField = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -150,11 +153,13 @@ class Parsed(msgspec.Struct, frozen=True):
         return [msgspec.structs.replace(self.call, prompt=prompt) for prompt in self.prompts] or [self.call]
 
 
-CHAT = FieldsReader(ChatRequest, UNSUPPORTED)
-COMPLETION = FieldsReader(
-    CompletionRequest,
-    {name: values for name, values in UNSUPPORTED.items() if name not in CompletionRequest.__struct_fields__},
-)
+def _reader(kind: type[R]) -> FieldsReader[R]:
+    own = {field.name for field in msgspec.structs.fields(kind)}
+    return FieldsReader(kind, {name: values for name, values in UNSUPPORTED.items() if name not in own})
+
+
+CHAT = _reader(ChatRequest)
+COMPLETION = _reader(CompletionRequest)
 
 
 def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
@@ -311,9 +316,26 @@ def _chat_options(request: ChatRequest) -> dict[str, Any]:
     options = _given(request, ("add_generation_prompt", "continue_final_message", "parallel_tool_calls"))
     options["tools"] = chat_tools(request.tools)
     options["tool_choice"] = chat_choice(request.tool_choice)
-    if kwargs := raw_text(request.chat_template_kwargs, "chat_template_kwargs"):
+    if request.thinking_token_budget is not None:
+        options["reasoning_budget"] = request.thinking_token_budget
+    kwargs = raw_text(request.chat_template_kwargs, "chat_template_kwargs")
+    if request.reasoning_effort is not None:
+        kwargs = _with_effort(kwargs, request.reasoning_effort)
+    if kwargs:
         options["chat_template_kwargs"] = kwargs
     return options
+
+
+def _with_effort(kwargs: str, effort: str) -> str:
+    """Return a template's variables with the one for the effort: a template that does not have it refuses it."""
+    name, said = "reasoning_effort", msgspec.json.encode(effort)
+    try:
+        variables = msgspec.json.decode(kwargs or "{}", type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise invalid("chat_template_kwargs", "must be a JSON object") from error
+    if bytes(variables.get(name, said)) not in (said, b"null"):
+        raise invalid(name, f"disagrees with chat_template_kwargs.{name}; send one of them")
+    return msgspec.json.encode(variables | {name: msgspec.Raw(said)}).decode()
 
 
 def _given(request: OpenAIRequest, names: Sequence[str]) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.messages import Load
+from engine.messages import Load, RankUse
 from router.hub import Hub
 from router.status.journal import Recent, together
 
-_SAME = ("role", "address", "host", "pid", "metrics_address", "block_size", "blocks")
+_SAME = ("role", "address", "host", "pid", "metrics_address", "block_size", "blocks", "ranks")
 """Fields that a worker says of itself, and an operator is told unchanged."""
 
 
@@ -24,6 +24,7 @@ class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
     metrics_address: str
     block_size: int
     blocks: int
+    ranks: list[RankUse] = []
     age_s: float
     load: Load | None = None
 

@@ -1,5 +1,6 @@
 """Lists every metric family that a process of ours shows, read off the real registries: what dashboards may ask for."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from telemetry.families import ProcessMetrics
 from telemetry.gpu_metrics import COMPILED, GpuMetrics
 from telemetry.labels import ENGINE_STATES, ROLES
 from telemetry.metrics import WorkerMetrics
+from telemetry.rank_metrics import RankMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
 from telemetry.supervisor_metrics import SupervisorMetrics
 from telemetry.swap_metrics import SwapMetrics
@@ -52,6 +54,7 @@ def catalog() -> dict[str, Shown]:
         worker.engine(dict.fromkeys(ENGINE_STATES, 0.0).copy)
         worker.opened(block_size=16, blocks=1, dtype="float32", transport="auto", memory=memory)
         GpuMetrics(worker.families, dict, None, dict.fromkeys(COMPILED, 0).copy)
+        RankMetrics(worker.families, {os.getpid(): 0}, None)
         TierMetrics(worker.families)
         if pool == "decode":
             SwapMetrics(worker.families, block_bytes=1)

@@ -46,6 +46,7 @@ PAGES = {
     "processes": {
         "Who is up?": "operations.md#what-the-supervisor-does-by-itself",
         "What do they use?": "observability.md#what-it-costs",
+        "How do ranks share the work?": "tensor-parallel.md#what-is-shown",
         "What are they?": "observability.md#gpus-nccl-revisions",
     },
 }
@@ -181,6 +182,9 @@ NEXT = {
         "GPU memory": "memory: Memory planned",
         "Kernels compiled while serving": "pools: Time of a step, p99",
         "Open files": "overview: Requests under way",
+        "Weights by rank": "memory: Memory planned",
+        "Processor by rank": "processes: Rank 0 waits",
+        "Rank 0 waits": "pools: Time of a step, p99",
         "Versions": "processes: Running since",
         "Workers' settings": "processes: Versions",
         "Router's settings": "router: Placements by reason",

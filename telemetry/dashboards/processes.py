@@ -137,6 +137,34 @@ PROCESSES = Dashboard(
             ),
         ),
         PanelRow(
+            "How do ranks share the work?",
+            (
+                one(
+                    "Weights by rank",
+                    "Of each process of a tensor-parallel worker; a worker of one process is rank 0.",
+                    "bytes",
+                    S.sum("rank_weights_bytes", f"{TARGET}, rank"),
+                    "{{worker}} rank {{rank}}",
+                ),
+                one(
+                    "Processor by rank",
+                    "Cores. The panel above knows rank 0 alone.",
+                    "none",
+                    S.rate("rank_cpu_seconds_total", f"{TARGET}, rank"),
+                    "{{worker}} rank {{rank}}",
+                ),
+                one(
+                    "Rank 0 waits",
+                    "The share of its time in which it waits for the other ranks: for their parts of sums, and for "
+                    "their word that they have read an order. Zero where there is one rank.",
+                    "percentunit",
+                    S.rate("rank_wait_seconds_total", f"{TARGET}, what"),
+                    "{{worker}} {{what}}",
+                    proof=Proof.SHOWN,
+                ),
+            ),
+        ),
+        PanelRow(
             "What are they?",
             (
                 one(

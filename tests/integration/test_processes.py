@@ -251,7 +251,8 @@ def test_more_than_fit_are_queued_not_failed(running: Running) -> None:
     if running.transport == "tcp":
         assert waits[-1] > 10 * waits[0], "nobody had to wait for room"
     else:
-        assert waits[-1] < min(f.stats.stages["decode_run"] for f in answers), "somebody waited"
+        # Two at a time, the last would wait for three answers.
+        assert waits[-1] < 2 * min(f.stats.stages["decode_run"] for f in answers), "somebody waited"
     running.wait_quiet()
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +22,17 @@ from engine.device import EngineDevice, open_device
 from engine.step import StepPlan
 from engine.types import BlockId
 from router.config import RouterConfig
+from router.status.overview import Overview
+from telemetry.rank_metrics import WAITED_FOR
 from tests.integration.test_one_pool import GREEDY, Served
+from tests.telemetry.test_metrics import samples
 from transfer.config import TransferConfig
 from worker.config import DecodeConfig, PrefillConfig
 
 ENGINE = EngineConfig(pool_bytes=96 * 1024 * 1024)
 PROMPT = [random.Random(5).randrange(1000, 40_000) for _ in range(75)]
 ANSWER_TOKENS = 24
+RANK_WEIGHTS = "headrace_rank_weights_bytes"
 BLOCKS = [BlockId(block) for block in range(7)]
 
 
@@ -101,11 +106,32 @@ def test_handoffs_between_degrees_are_exact(served: Degrees, demo_model: Path) -
         assert len(served.ranks(worker)) == ranks - 1
     tokens, finished = served.ask(PROMPT, ANSWER_TOKENS)
     assert finished.stats.migrated_blocks > 0
+    for worker, ranks in zip(("prefill-0", "decode-0"), served.degrees, strict=True):
+        its_ranks_are_told(served, worker, ranks)
     if served.degrees == (3, 3):
         the_plan_says_what_ranks_hold(demo_model)
     assert tokens == in_slices(demo_model, *served.degrees)
     if served.degrees == (3, 3):
         a_rank_that_is_killed_ends_its_worker(served, tokens)
+
+
+def its_ranks_are_told(served: Degrees, worker: str, ranks: int) -> None:
+    """Guards what `headrace status` and `top` show, and metrics of ranks that nobody computes in."""
+    up = served.cluster.workers[worker]
+    overview = msgspec.json.decode(served.cluster.ask("router", "overview"), type=Overview)
+    (view,) = [view for view in overview.workers if view.name == worker]
+    pids = [up.pid, *sorted(served.ranks(worker))] if ranks > 1 else []
+    assert [up.ranks[0].pid, *sorted(rank.pid for rank in up.ranks[1:])] == pids if pids else not up.ranks
+    assert view.ranks == up.ranks
+    with urllib.request.urlopen(f"http://{view.metrics_address}/metrics", timeout=30) as answer:
+        seen = samples(answer.read())
+    weights = {dict(labels)["rank"]: value for (name, labels), value in seen.items() if name == RANK_WEIGHTS}
+    assert weights == {str(at): rank.weights_bytes for at, rank in enumerate(up.ranks)} or not up.ranks
+    assert len(weights) == ranks and min(weights.values()) > 0
+    for rank in weights:
+        assert seen["headrace_rank_cpu_seconds_total", (("rank", rank),)] > 0
+    for what in WAITED_FOR:
+        assert (seen["headrace_rank_wait_seconds_total", (("what", what),)] > 0) is (ranks > 1)
 
 
 def the_plan_says_what_ranks_hold(demo_model: Path) -> None:

@@ -99,7 +99,8 @@ def _bounded(parsing: Parsing, ids: Mapping[str, int], budget: ReasoningBudget) 
         why = "this model does not think" if not parsing.reasoning else "this model's reasoning cannot be bounded"
         raise FieldError("reasoning_budget", why)
     others = ",".join(str(one) for one in sorted({ids[OPEN], ids[CLOSE], *budget.stop_ids}))
-    return [f"thought: <[^{others}]>{{0,{budget.tokens}}} <[{ids[CLOSE]}]> /\\n{{0,2}}/"]
+    thoughts = f"<[^{others}]>{{0,{budget.tokens}}} " if budget.tokens else ""
+    return [f"thought: {thoughts}<[{ids[CLOSE]}]> /\\n{{0,2}}/"]
 
 
 def _mark(name: str, ids: Mapping[str, int]) -> str:

@@ -8,10 +8,10 @@ from rich.console import Console, RenderableType
 
 from cluster.admin import Flights, ProcessStatus, Status
 from cluster.cli.hints import hints
-from cluster.cli.status_view import duration, print_status
+from cluster.cli.status_view import duration, print_status, ranks_line
 from cluster.cli.top import frame
 from cluster.cli.trace_view import print_latest, print_trace, request_of
-from engine.messages import Load
+from engine.messages import Load, RankUse
 from router.status.journal import Recent
 from router.status.overview import Overview, WorkerOverview
 from telemetry.flight import FlightRecorder
@@ -117,6 +117,24 @@ def test_a_frame_shows_pools_batches_blocks_migrations_and_latency() -> None:
         *["decode-0", "up", "8", "0", "61/120", "█████!░░··", "42.1", "ms", "0.2s"]
     ]
     assert rows["decode-1"][:2] == ["decode-1", "failed"]
+
+
+def test_status_and_top_say_of_which_processes_a_worker_is() -> None:
+    """Guards ranks that an operator cannot find, a line beyond 80 columns, and workers of one process that are said to
+    be ranks."""
+    ranks = [RankUse(pid, 61 << 20) for pid in (12, 4194301, 4194302)]
+    line = "prefill-0 is 3 ranks: pids 12, 4194301, 4194302; 61 MiB of weights each"
+    first, *others = STATUS.processes
+    console = Console(width=80, file=StringIO())
+    processes = [msgspec.structs.replace(first, ranks=ranks), *others]
+    print_status(msgspec.structs.replace(STATUS, processes=processes), console)
+    assert line in text_of(console).splitlines() and text_of(console).count("ranks") == 1
+    worker, *rest = OVERVIEW.workers
+    workers = [msgspec.structs.replace(worker, ranks=ranks), *rest]
+    lines = shown(frame(STATUS, msgspec.structs.replace(OVERVIEW, workers=workers)))
+    assert line in lines and sum("ranks" in one for one in lines) == 1
+    ranks[1] = RankUse(4194301, 62 << 20)
+    assert ranks_line("w", ranks) == "w is 3 ranks: pids 12, 4194301, 4194302; 61 MiB to 62 MiB of weights each"
 
 
 def test_what_is_there_is_seen_in_the_bar() -> None:

@@ -273,7 +273,8 @@ class _NoAttention(TorchAttention):
 def _logits(model: Llama, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     batch = SimpleNamespace(tokens=tokens, positions=positions, logit_rows=torch.arange(4))
     forward: Callable[..., torch.Tensor] = model.forward
-    return forward(batch, None, _NoAttention(model.config.heads))
+    kv = SimpleNamespace(layout=model.config.kv_layout(16))
+    return forward(batch, kv, _NoAttention(model.config.heads))
 
 
 @pytest.mark.parametrize("case", ["mha", "gqa3"])

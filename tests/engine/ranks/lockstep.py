@@ -57,15 +57,17 @@ def sums_of(config: ModelConfig, ranks: int) -> list[RankSums]:
 class Lockstep:
     """One sequence through `ranks` ranks; `step` returns what rank 0 has."""
 
-    def __init__(self, folder: Path, ranks: int, kernels: Native | None, kv_dtype: str = "float32") -> None:
+    def __init__(self, folder: Path, ranks: int, kernels: Native | None, integer: bool = False) -> None:
         config = ModelConfig.load(folder)
         self.sums = sums_of(config, ranks)
         self._threads = ThreadPoolExecutor(ranks)
-        layout = config.kv_layout(16, kv_dtype)
+        layout = config.kv_layout(16, "float32")
         self.kv = PagedKV(layout, 16)
         self.kv.memory.fill_(0xFF)
         self.models: list[Llama] = self._all(
-            lambda rank: load_model(folder, packed=False, panels=kernels is not None, ranks=self.sums[rank])
+            lambda rank: load_model(
+                folder, packed=False, panels=kernels is not None, integer=integer, ranks=self.sums[rank]
+            )
         )
         self._attentions = []
         for rank, model in enumerate(self.models):

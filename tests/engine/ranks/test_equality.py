@@ -11,9 +11,14 @@ from engine.backends.attention import TorchAttention
 from engine.backends.native_attention import NativeAttention
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
+from engine.model.prepared.loading import map_weights, widened
+from engine.model.prepared.sliced import PartWeights
+from engine.model.split import Share
+from kernels.coded_weight import CodedWeight
 from kernels.native import Native, native
 from tests.engine.model.checkpoints import CASES, VOCAB, build, save_hf
 from tests.engine.model.test_families import Ours
+from tests.engine.model.test_quantized_families import GROUPS, save_both
 from tests.engine.ranks.lockstep import Lockstep
 
 PROMPT = torch.randint(0, VOCAB, (75,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -28,8 +33,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def alone(folder: Path, kernels: Native | None, sum_slices: int = 1) -> list[torch.Tensor]:
-    model = load_model(folder, packed=False, panels=kernels is not None, sum_slices=sum_slices)
+def alone(
+    folder: Path, kernels: Native | None, sum_slices: int = 1, integer: bool = False
+) -> list[torch.Tensor]:
+    model = load_model(
+        folder, packed=False, panels=kernels is not None, integer=integer, sum_slices=sum_slices
+    )
+    assert model.in_integers is integer
     heads = model.config.heads
     ours = Ours(model, TorchAttention(heads) if kernels is None else NativeAttention(heads, kernels))
     with torch.inference_mode():
@@ -38,8 +48,9 @@ def alone(folder: Path, kernels: Native | None, sum_slices: int = 1) -> list[tor
     return found
 
 
-def together(folder: Path, ranks: int, kernels: Native | None) -> list[torch.Tensor]:
-    group = Lockstep(folder, ranks, kernels)
+def together(folder: Path, ranks: int, kernels: Native | None, integer: bool = False) -> list[torch.Tensor]:
+    group = Lockstep(folder, ranks, kernels, integer)
+    assert all(model.in_integers is integer for model in group.models)
     found = [group.step(tokens) for tokens in STEPS]
     group.close()
     return found
@@ -61,3 +72,42 @@ def test_parts_of_every_family_add_up(case: str, tmp_path: Path) -> None:
     for ranks in (2, 4):
         compare(folder, ranks, native())
     compare(folder, 2, None)
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Codes in groups of 32 columns. Two ranks cut the feed-forward layer where a group ends (160 columns each), four
+    cut groups (80 each)."""
+    folder = tmp_path_factory.mktemp("coded")
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 4}
+    source, _ = save_both(build("qwen2", **sizes), folder, GROUPS["w4a16"]())
+    return prepare(source, folder / "cache")
+
+
+def test_a_group_of_columns_that_is_cut_is_kept_as_values(coded: Path) -> None:
+    """Guards a scale that is taken for the columns of another group: of the last rank, whose slice begins in one."""
+    whole = map_weights(coded).stored["layers.1.down"]
+    assert isinstance(whole, CodedWeight)
+    values = widened(whole, torch.float32)
+    for ranks, kind in ((2, CodedWeight), (4, torch.Tensor)):
+        share = Share(ranks - 1, ranks)
+        part = PartWeights(coded, share).stored["layers.1.down"]
+        assert isinstance(part, kind)
+        own = widened(part, torch.float32) if isinstance(part, CodedWeight) else part
+        assert torch.equal(own, values[:, 320 - 320 // ranks :])
+    for ranks in (2, 4):
+        compare(coded, ranks, native())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_products_in_integers_have_the_bits_of_slices(coded: Path, ranks: int) -> None:
+    """Guards activations that a rank rounds in other groups than one process with the same slices; with four ranks, one
+    product of a layer is in values and the others are in integers."""
+    if (kernels := native()) is None:
+        pytest.skip("integers need the native kernels")
+    theirs, ours = alone(coded, kernels, ranks, integer=True), together(coded, ranks, kernels, integer=True)
+    assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
+    in_floats = alone(coded, kernels, ranks)
+    assert not all(torch.equal(own, other) for own, other in zip(ours, in_floats, strict=True)), "nothing was rounded"
+    for own, other in zip(ours, in_floats, strict=True):
+        torch.testing.assert_close(own, other, atol=5e-3, rtol=0)

@@ -102,7 +102,7 @@ def cpu_s(pid: int) -> float:
 
 
 def test_waiting_ranks_take_no_processor_time(three: EngineDevice) -> None:
-    """Guards against a wait that spins, between steps and within one whose other rank does not come."""
+    """Guards against a wait between steps that spins."""
     group = group_of(three)
     answer(three)
     before = [cpu_s(pid) for pid in group.pids]
@@ -133,14 +133,18 @@ def test_a_killed_rank_ends_the_group(three: EngineDevice) -> None:
 
 
 def test_a_frozen_rank_ends_the_group(three: EngineDevice) -> None:
-    """Guards against a wait without end, and against blaming a rank that waits for the frozen one as well."""
+    """Guards against a wait without end or one that spins, and against blaming a rank that waits for the frozen one as
+    well."""
     rank = 1
     group = group_of(three)
     answer(three)
     os.kill(group.pids[rank - 1], signal.SIGSTOP)
-    began = time.monotonic()
+    began, spent = time.monotonic(), (time.thread_time(), cpu_s(group.pids[1]))
     error = failing(three)
-    assert time.monotonic() - began < 5
+    waited = time.monotonic() - began
+    assert CONFIG.rank_wait_s <= waited < 5
+    assert time.thread_time() - spent[0] < waited / 4, "rank 0 does not sleep"
+    assert cpu_s(group.pids[1]) - spent[1] < waited / 4, "rank 2 does not sleep"
     assert error.rank == rank
     assert "does not answer" in str(error)
 
@@ -186,6 +190,7 @@ def test_a_rank_that_opens_otherwise_is_named(
     [
         ({"tensor_parallel": 4}, "6 heads .* do not divide by 4"),
         ({"tensor_parallel": 2, "sum_slices": 2}, "sum_slices"),
+        ({"tensor_parallel": 2, "layer_groups": "on"}, "engine.layer_groups: ranks"),
         ({"tensor_parallel": 2, "device": "cuda", "attention": "auto"}, "on the CPU"),
     ],
 )

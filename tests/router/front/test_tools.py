@@ -18,6 +18,7 @@ from router.front.intake import Arrival, Intake
 from router.front.output import Output
 from router.front.parsers.choose import Parsing, parser_of
 from router.front.parsers.turn import turn_of
+from router.http.openai import parse_chat
 from tests.engine.text.test_chat import QWEN
 from tests.engine.text.test_control import files, model
 
@@ -219,3 +220,37 @@ def test_a_budget_of_thinking_becomes_a_constraint(monkeypatch: pytest.MonkeyPat
     forced = msgspec.structs.replace(ASKED, tool_choice=ToolChoice("required"), reasoning_budget=10**9)
     held = take(forced, marked).record.constraint
     assert held is not None and f"{{0,{marked.context_tokens}}}" in held.text and "<tool_call>" in held.text
+
+
+def test_a_chat_over_http_says_how_long_and_how_hard_to_think(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the two fields from the body to the record: a budget that nobody keeps, and an effort that no template
+    shows, which must be refused."""
+
+    async def approved(self: GrammarTrials, constraint: Constraint, field: str) -> Constraint:
+        return constraint
+
+    monkeypatch.setattr(GrammarTrials, "approved", approved)
+
+    def sent(**fields: object) -> GenerateCall:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5} | fields
+        return parse_chat(json.dumps(body).encode()).call
+
+    marked = qwen()
+    marked.added_ids = dict(marked.added_ids) | {"<think>": 300, "</think>": 301}
+    bound = take(sent(thinking_token_budget=7), marked).record.constraint
+    assert bound is not None and "{0,7}" in bound.text and take(sent(), marked).record.constraint is None
+    with pytest.raises(ApiError, match="is thinking_token_budget meant"):
+        sent(thinking_budget=7)
+    with pytest.raises(ApiError, match="thinking_token_budget"):
+        sent(thinking_token_budget=-1)
+    knows = qwen("{% for m in messages %}{{ m.content }}{% endfor %}Reasoning: {{ reasoning_effort }}")
+    told = take(sent(reasoning_effort="high"), knows)
+    assert told.prompt.text.endswith("Reasoning: high")
+    both = sent(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low", "enable_thinking": None})
+    assert take(both, knows).prompt.text.endswith("Reasoning: low")
+    with pytest.raises(ApiError, match="disagrees"):
+        sent(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+    with pytest.raises(ApiError, match="must be a JSON object"):
+        sent(reasoning_effort="low", chat_template_kwargs=[1])
+    with pytest.raises(ApiError, match="no variable reasoning_effort"):
+        take(sent(reasoning_effort="high"))

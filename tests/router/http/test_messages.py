@@ -19,10 +19,11 @@ from router.http.browsers import BrowserGuard
 from router.http.gate import _authorization
 from router.http.routes import build_app
 from tests.router.fake_cluster import FakeWorkers
-from tests.router.http.fakes import FINISHED, FakeFrontend, FakeState, ask, refusal, serving
+from tests.router.http.fakes import CHAT, FINISHED, HI, FakeFrontend, FakeState, ask, refusal, serving
 from tests.router.http.test_resume import CALLING, with_server
 
 PATH = "/v1/messages"
+CHAT_BODY = json.dumps({"messages": HI}).encode()
 HI = [{"role": "user", "content": "hi"}]
 PARSING = Parsing(tools="hermes", reasoning="think")
 FORM = HttpForm(chat=True, include_usage=True, return_token_ids=False, created=7, api="messages", parsing=PARSING)
@@ -270,6 +271,9 @@ def test_a_fault_of_ours_is_told_in_the_shape_of_the_route(monkeypatch: pytest.M
         ("/v1/responses", b'{"input": "x"}', "messages[3].content", "input"),
         ("/v1/responses", b'{"input": "x"}', "max_tokens", "max_output_tokens"),
         ("/v1/responses", b'{"input": "x"}', "chat_template_kwargs.reasoning_effort", "reasoning.effort"),
+        (CHAT, CHAT_BODY, "reasoning_budget", "thinking_token_budget"),
+        (CHAT, CHAT_BODY, "chat_template_kwargs.reasoning_effort", "reasoning_effort"),
+        (CHAT, CHAT_BODY, "messages[3].content", "messages[3].content"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -127,6 +127,8 @@ def test_a_think_block_is_closed_at_its_budget_and_anything_follows(is_open: boo
     assert written(bound, made, opened + "</think>") and not written(bound, made, opened + "abcde</think>x")
     assert written(bound, made, "No.") is not is_open, "a model that opens the block by itself need not"
     assert not written(bound, made, f"{opened}ab<|im_end|>")
+    none = budgeted(parsing, added, budget._replace(tokens=0))
+    assert written(none, made, f"{opened}</think>Yes.") and not written(none, made, f"{opened}a</think>Yes.")
     call = forced_calls(Parsing(tools="hermes", reasoning="think", is_open=is_open), TOOLS, added, budget)
     assert written(call, made, f"{opened}abcd</think>\n{hermes(*F)}")
     assert not written(call, made, f"{opened}abcde</think>\n{hermes(*F)}")

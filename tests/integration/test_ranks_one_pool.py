@@ -1,0 +1,86 @@
+"""One pool of one worker in two ranks, whose requests guess tokens, lose their blocks to others, and have them back
+from host memory, with products in integers. The answers are those of one process that computes in the same slices, has
+room for all, and guesses nothing."""
+
+import random
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from cluster.config import ClusterConfig
+from engine.config import EngineConfig, TierConfig
+from engine.model.config import ModelConfig
+from engine.model.prepared.cache import prepare
+from router.config import RouterConfig
+from router.status.overview import Overview
+from tests.engine.model.checkpoints import build
+from tests.engine.model.test_quantized_families import GROUPS, save_both
+from tests.integration.test_one_pool import Served
+from tests.telemetry.test_metrics import samples
+from worker.config import DecodeConfig
+
+SIZE, BLOCKS, REQUESTS, PROMPT, ANSWER = 4, 40, 6, 20, 60
+
+
+class OnePool(Served):
+    """A single worker that reads prompts and answers them."""
+
+    def __init__(self, model_dir: Path, engine: EngineConfig, blocks: int, **more: object) -> None:
+        block_bytes = ModelConfig.load(model_dir).kv_layout(SIZE, "float32").block_bytes
+        engine = msgspec.structs.replace(engine, block_size=SIZE, pool_bytes=blocks * block_bytes)
+        config = ClusterConfig(
+            launcher="process",
+            prefill_workers=0,
+            decode_workers=1,
+            router=RouterConfig(grpc_port=0, http_port=-1),
+            decode=DecodeConfig(engine=engine, **more),  # type: ignore[arg-type]
+        )
+        self.serve(config, model_dir)
+
+    def told(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Ask for all answers at once."""
+        with ThreadPoolExecutor(len(prompts)) as asked:
+            ends = list(asked.map(lambda prompt: self.ask(prompt, ANSWER), prompts))
+        assert {end.stats.prefill_worker for _, end in ends} == {"decode-0"}
+        return [tokens for tokens, _ in ends]
+
+    def counted(self, family: str, **labels: str) -> float:
+        overview = msgspec.json.decode(self.cluster.ask("router", "overview"), type=Overview)
+        (worker,) = overview.workers
+        with urllib.request.urlopen(f"http://{worker.metrics_address}/metrics", timeout=30) as answer:
+            seen = samples(answer.read())
+        return sum(
+            value
+            for (name, own), value in seen.items()
+            if name == f"headrace_{family}" and labels.items() <= dict(own).items()
+        )
+
+
+def test_ranks_in_one_pool_swap_and_guess_and_answer_as_one_process_does(tmp_path: Path) -> None:
+    """Guards paths that see blocks of a worker, and steps, in which other ranks have a part: blocks that are copied to
+    host memory before a rank has written them, rows behind drafts that a rank does not get, a chunk beside answers."""
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 4}
+    source, _ = save_both(build("qwen2", **sizes), tmp_path, GROUPS["w4a16"]())
+    folder = prepare(source, tmp_path / "cache")
+    draws = random.Random(3)
+    prompts = [[draws.randrange(8, 120) for _ in range(PROMPT // 2)] * 2 for _ in range(REQUESTS)]
+    alone = OnePool(folder, EngineConfig(sum_slices=2, speculation="off"), 400, preemption="off")
+    try:
+        wanted = [alone.ask(prompt, ANSWER)[0] for prompt in prompts]
+        assert alone.counted("rank_weights_bytes", rank="1") == 0
+    finally:
+        alone.close()
+    engine = EngineConfig(tensor_parallel=2, speculation="ngram")
+    tiers = TierConfig(host_bytes=16 << 20)
+    ranks = OnePool(folder, engine, BLOCKS, preemption="swap", growth_tokens=SIZE, tiers=tiers)
+    try:
+        assert ranks.counted("rank_weights_bytes", rank="1") > 0
+        assert ranks.told(prompts) == wanted
+        assert ranks.told(prompts[::-1]) == wanted[::-1]
+        for way in ("out", "in"):
+            assert ranks.counted("swap_bytes_total", way=way) > 0, "nothing was swapped"
+        assert ranks.counted("draft_tokens_total") > 0, "nothing was guessed"
+    finally:
+        ranks.close()
