@@ -11,6 +11,18 @@ class AccessError(ValueError):
     """Access as it is configured cannot be: the message names the setting or the file, and what to do."""
 
 
+class PemSettings(msgspec.Struct, frozen=True):
+    """The files of one kind of certificate, and what the settings are called that name them. `ca` is empty where the
+    other end needs no certificate."""
+
+    chain: str
+    key: str
+    ca: str
+    chain_setting: str = "access.cert_file"
+    key_setting: str = "access.key_file"
+    ca_setting: str = "access.client_ca_file"
+
+
 class AccessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All files are read again when they change, without a restart."""
 
@@ -26,6 +38,17 @@ class AccessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What is given up where a process listens beyond loopback. `plaintext`: credentials, but no TLS, since something
     in front ends it. `open`: neither; everybody who reaches the port is served."""
 
+    internal_cert_file: str = ""
+    """The certificate chain, in PEM, that router and workers show each other, of the name `headrace-internal`. With it
+    the streams between them have TLS, and a process without it is refused. Each host may have its own."""
+    internal_key_file: str = ""
+    """Its private key, in PEM."""
+    internal_ca_file: str = ""
+    """The authorities that sign these certificates, in PEM; those of clients should be others."""
+    internal_clear_kv: bool = False
+    """KV blocks may travel over `tcp` and `nccl`, which have no TLS, although the streams between router and workers
+    have it. Otherwise such a cluster only starts with a `transfer.transport` that stays within a host."""
+
     @property
     def has_credentials(self) -> bool:
         return bool(self.keys_file or self.client_ca_file)
@@ -33,6 +56,21 @@ class AccessConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_tls(self) -> bool:
         return bool(self.cert_file)
+
+    @property
+    def has_internal_tls(self) -> bool:
+        return bool(self.internal_cert_file)
+
+    @property
+    def front_files(self) -> PemSettings:
+        """Return the files of those sockets that clients and monitors reach."""
+        return PemSettings(self.cert_file, self.key_file, self.client_ca_file)
+
+    @property
+    def internal_files(self) -> PemSettings:
+        """Return the files of both ends of a stream between our own processes."""
+        names = (f"access.internal_{which}_file" for which in ("cert", "key", "ca"))
+        return PemSettings(self.internal_cert_file, self.internal_key_file, self.internal_ca_file, *names)
 
 
 def is_loopback(host: str) -> bool:
@@ -52,6 +90,23 @@ def check_settings(config: AccessConfig) -> None:
         raise AccessError("access.cert_file and access.key_file go together: give both")
     if config.client_ca_file and not config.cert_file:
         raise AccessError("access.client_ca_file needs the server's own access.cert_file and access.key_file")
+    internal = (config.internal_cert_file, config.internal_key_file, config.internal_ca_file)
+    if any(internal) and not all(internal):
+        raise AccessError(
+            "access.internal_cert_file, access.internal_key_file and access.internal_ca_file go together: give all "
+            "three"
+        )
+
+
+def check_transport(config: AccessConfig, transport: str, setting: str) -> None:
+    """Raises AccessError where streams have TLS and KV blocks might travel without it, unasked. `setting` is the name
+    of the setting that `transport` comes from."""
+    if config.has_internal_tls and not config.internal_clear_kv and transport in ("auto", "tcp", "nccl"):
+        raise AccessError(
+            f'{setting}="{transport}" may send KV blocks over tcp or nccl, which have no TLS, while '
+            'access.internal_cert_file asks for it: set it to "shm" (on GPUs "cuda_ipc"), where all workers share a '
+            "host; or say access.internal_clear_kv=true, where the network between hosts encrypts or is trusted with KV"
+        )
 
 
 def check_exposed(host: str, config: AccessConfig, what: str) -> None:

@@ -19,7 +19,7 @@ class MonitorGuard:
     def __init__(self, config: AccessConfig) -> None:
         """Raises AccessError for files that cannot be used."""
         self._authenticator = Authenticator(config)
-        self._certificates = ServerCertificates(config) if config.has_tls else None
+        self._certificates = ServerCertificates(config.front_files) if config.has_tls else None
 
     def context(self) -> ssl.SSLContext | None:
         """Return what the listening socket needs for TLS, None without it. A client certificate, where one is needed,

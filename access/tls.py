@@ -1,4 +1,4 @@
-"""The server's side of TLS, from files that may change at any time: the next handshake has what they hold then.
+"""TLS from files that may change at any time: the next handshake has what they hold then.
 
 A pair that does not fit together, as while one of two files was already written, replaces nothing, and the log says so.
 TLS 1.3 alone and no session tickets: a ticket would let a client in without showing its certificate again.
@@ -8,13 +8,13 @@ import logging
 import os
 import ssl
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from access.config import AccessConfig, AccessError
+from access.config import AccessError, PemSettings
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,11 @@ class ServerCertificates:
     of it.
     """
 
-    def __init__(self, config: AccessConfig) -> None:
-        """Raises AccessError for files that cannot be used."""
-        self._config = config
+    def __init__(self, files: PemSettings, check: Callable[[ssl.SSLContext], None] | None = None) -> None:
+        """`check` is asked about what the files hold, before that counts, with a listening socket's context. Raises
+        AccessError for files that cannot be used, and what `check` raises."""
+        self._files = files
+        self._check = check
         self._lock = threading.Lock()
         self._seen: tuple[object, ...] = ()
         self._told: tuple[object, ...] = ()
@@ -48,7 +50,7 @@ class ServerCertificates:
 
     @property
     def needs_client(self) -> bool:
-        return bool(self._config.client_ca_file)
+        return bool(self._files.ca)
 
     def pem(self) -> PemFiles:
         """Return what the files hold now, or held when they were last good."""
@@ -62,7 +64,7 @@ class ServerCertificates:
                     if not isinstance(error.__cause__, OSError):  # else it may be read in a moment
                         self._told = seen
                 else:
-                    log.warning("the certificate %s was read again", self._config.cert_file)
+                    log.warning("the certificate %s was read again", self._files.chain)
                     self._contexts.clear()
             return self._pem
 
@@ -85,39 +87,46 @@ class ServerCertificates:
     def _load(self) -> PemFiles:
         """Read the files, and check that they fit together. Raises AccessError."""
         seen = self._look()
-        config = self._config
+        files = self._files
         pem = PemFiles(
-            _read("access.cert_file", config.cert_file),
-            _read("access.key_file", config.key_file),
-            _read("access.client_ca_file", config.client_ca_file) if config.client_ca_file else b"",
+            _read(files.chain_setting, files.chain),
+            _read(files.key_setting, files.key),
+            _read(files.ca_setting, files.ca) if files.ca else b"",
         )
-        self._make(False)
+        context = self._make(False)
+        if self._check is not None:
+            self._check(context)
         if self._look() != seen:
-            raise AccessError("access.cert_file: the files changed while they were read")
+            raise AccessError(f"{files.chain_setting}: the files changed while they were read")
         self._seen = seen
         return pem
 
     def _make(self, lets_in: bool) -> ssl.SSLContext:
         """Raises AccessError."""
-        config = self._config
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0
-        try:
-            context.load_cert_chain(_path(config.cert_file), _path(config.key_file), password=_no_password)
-        except (OSError, ValueError) as error:
-            raise AccessError(f"access.cert_file, access.key_file: {_reason(error)}") from error
-        if config.client_ca_file:
+        load_files(context, self._files)
+        if self._files.ca:
             context.verify_mode = ssl.CERT_OPTIONAL if lets_in else ssl.CERT_REQUIRED
-            try:
-                context.load_verify_locations(_path(config.client_ca_file))
-            except (OSError, ValueError) as error:
-                raise AccessError(f"access.client_ca_file: {_reason(error)}") from error
         return context
 
     def _look(self) -> tuple[object, ...]:
-        files = (self._config.cert_file, self._config.key_file, self._config.client_ca_file)
+        files = (self._files.chain, self._files.key, self._files.ca)
         return tuple(_state(_path(file)) for file in files if file)
+
+
+def load_files(context: ssl.SSLContext, files: PemSettings) -> None:
+    """Have `context` speak TLS 1.3 with what the files hold. Raises AccessError, which names the setting."""
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(_path(files.chain), _path(files.key), password=_no_password)
+    except (OSError, ValueError) as error:
+        raise AccessError(f"{files.chain_setting}, {files.key_setting}: {_reason(error)}") from error
+    if files.ca:
+        try:
+            context.load_verify_locations(_path(files.ca))
+        except (OSError, ValueError) as error:
+            raise AccessError(f"{files.ca_setting}: {_reason(error)}") from error
 
 
 def names_in(certificate: Mapping[str, Any] | None) -> list[str] | None:

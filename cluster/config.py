@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from access.config import AccessConfig, AccessError, check_exposed
+from access.config import AccessConfig, AccessError, check_exposed, check_transport
 from cluster.processes.placement import RayConfig
 from cluster.processes.processors import usable_cores
 from cluster.processes.supervisor import RestartConfig
@@ -201,7 +201,7 @@ def _policies(key: str, value: object) -> tuple[str, ...]:
 
 def check_listening(config: ClusterConfig) -> None:
     """Raises ConfigError for a cluster that would serve strangers, or in plain text, without having been told to by
-    name."""
+    name, or would send KV blocks so although its streams have TLS."""
     hosts = {"the router": config.router.host, "each worker's page of metrics": config.worker_host}
     if config.launcher == "ray" and config.ray.address != "local":
         # Each listens on its node's address.
@@ -209,6 +209,8 @@ def check_listening(config: ClusterConfig) -> None:
     try:
         for what, host in hosts.items():
             check_exposed(host, config.access, what)
+        for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+            check_transport(config.access, pool.transfer.transport, f"{role}.transfer.transport")
     except AccessError as error:
         raise ConfigError(str(error)) from error
 

@@ -17,11 +17,11 @@ class FrameStream(Protocol):
     async def read(self) -> object: ...
 
 
-async def prove(stream: FrameStream, secrets: Secrets, path: str, me: Party) -> Party:
+async def prove(stream: FrameStream, secrets: Secrets, path: str, me: Party, channel: bytes = b"") -> Party:
     """Say who we are at the beginning of a stream that we have opened at `path`; return who the other end has proven to
-    be. Raises HandshakeError, TimeoutError where it does not answer, and what the stream raises where nobody is there.
-    """
-    dialer = Dialer(secrets, path, me, os.urandom(NONCE_BYTES))
+    be. `channel` is as the `Dialer`'s. Raises HandshakeError, TimeoutError where it does not answer, and what the
+    stream raises where nobody is there."""
+    dialer = Dialer(secrets, path, me, os.urandom(NONCE_BYTES), channel)
     async with asyncio.timeout(HANDSHAKE_S):
         with suppress(asyncio.InvalidStateError):  # it has ended, and the read says why
             await stream.write(dialer.greet())

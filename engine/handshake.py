@@ -9,11 +9,13 @@ Every stream between router and workers begins with three frames:
 
 A code is an HMAC-SHA-256 under the cluster's secret, over the stream's path, the side that speaks, both nonces, and
 role, name and incarnation of both: so it opens this stream alone, between these two, and cannot be sent back to the one
-that made it. Whoever does not have a secret learns a role, a name and an incarnation, and nothing else. While a secret
-is replaced by another, both are valid, and it does not matter who has heard of the new one.
+that made it. Where the stream has TLS, it also covers the digest of the certificate that the dialer shows, so that
+nobody who has another certificate can stand between them. Whoever does not have a secret learns a role, a name and an
+incarnation, and nothing else. While a secret is replaced by another, both are valid, and it does not matter who has
+heard of the new one.
 
 The proof is of the stream's beginning. Who can rewrite packets between two hosts can speak in a stream that others have
-opened: against that stands a network that encrypts between hosts (docs/security.md).
+opened: against that stands TLS, or a network that encrypts between hosts (docs/security.md).
 """
 
 import hmac
@@ -110,19 +112,22 @@ class _Exchange(msgspec.Struct, frozen=True):
     dialer: DialerGreeting
     party: Party
     nonce: bytes
+    channel: bytes
 
     def code(self, secret: bytes, side: str) -> bytes:
-        said = _encode((_VERSION, side, self.path, self.dialer, self.party, self.nonce))
+        said = _encode((_VERSION, side, self.path, self.dialer, self.party, self.nonce, self.channel))
         return hmac.digest(secret, said, "sha256")
 
 
 class Dialer:
-    """The end that opens a stream. `nonce` is NONCE_BYTES that nobody could have guessed."""
+    """The end that opens a stream. `nonce` is NONCE_BYTES that nobody could have guessed, `channel` what both ends know
+    of the encryption below: empty where there is none."""
 
-    def __init__(self, secrets: Secrets, path: str, me: Party, nonce: bytes) -> None:
+    def __init__(self, secrets: Secrets, path: str, me: Party, nonce: bytes, channel: bytes = b"") -> None:
         self._secrets = secrets
         self._path = path
         self._greeting = DialerGreeting(me, nonce)
+        self._channel = channel
 
     def greet(self) -> bytes:
         return _encode(self._greeting)
@@ -130,22 +135,31 @@ class Dialer:
     def answer(self, data: bytes) -> tuple[Party, bytes]:
         """Return who has welcomed us, and our proof. Raises HandshakeError."""
         told = _read(data, _answer)
-        exchange = _Exchange(self._path, self._greeting, told.party, _nonce(told.nonce))
+        exchange = _Exchange(self._path, self._greeting, told.party, _nonce(told.nonce), self._channel)
         for secret in self._secrets.valid():
             if _is_among(exchange.code(secret, "listener"), told.codes):
                 return told.party, _encode(DialerProof(exchange.code(secret, "dialer")))
-        raise HandshakeError(f"{told.party.role} {told.party.name!r} does not know the secret of this cluster")
+        raise HandshakeError(_refusal(told.party, self._channel))
 
 
 class Listener:
-    """The end at which a stream is opened, by one of `roles`. `nonce` is as the dialer's is."""
+    """The end at which a stream is opened, by one of `roles`. `nonce` and `channel` are as the dialer's are."""
 
-    def __init__(self, secrets: Secrets, path: str, me: Party, roles: frozenset[PartyRole], nonce: bytes) -> None:
+    def __init__(
+        self,
+        secrets: Secrets,
+        path: str,
+        me: Party,
+        roles: frozenset[PartyRole],
+        nonce: bytes,
+        channel: bytes = b"",
+    ) -> None:
         self._secrets = secrets
         self._path = path
         self._me = me
         self._roles = roles
         self._nonce = nonce
+        self._channel = channel
         self._exchange: _Exchange | None = None
 
     def welcome(self, data: bytes) -> bytes:
@@ -154,7 +168,7 @@ class Listener:
         _nonce(told.nonce)
         if told.party.role not in self._roles:
             raise HandshakeError(f"a {told.party.role} has no business here")
-        self._exchange = exchange = _Exchange(self._path, told, self._me, self._nonce)
+        self._exchange = exchange = _Exchange(self._path, told, self._me, self._nonce, self._channel)
         codes = [exchange.code(secret, "listener") for secret in self._secrets.valid()]
         return _encode(ListenerAnswer(self._me, self._nonce, codes))
 
@@ -166,8 +180,13 @@ class Listener:
         codes = [exchange.code(secret, "dialer") for secret in self._secrets.valid()]
         party = exchange.dialer.party
         if not _is_among(told.code, codes):
-            raise HandshakeError(f"{party.role} {party.name!r} does not know the secret of this cluster")
+            raise HandshakeError(_refusal(party, self._channel))
         return party
+
+
+def _refusal(party: Party, channel: bytes) -> str:
+    between = ", or somebody with another certificate is between" if channel else ""
+    return f"{party.role} {party.name!r} does not know the secret of this cluster{between}"
 
 
 def _read(data: bytes, decode: Callable[[bytes], S]) -> S:

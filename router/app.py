@@ -14,6 +14,7 @@ import msgspec
 
 from access.authenticator import Authenticator
 from access.config import check_exposed
+from access.internal import internal_certificates
 from access.limits import TenantLimits
 from access.tls import ServerCertificates
 from engine.handshake import Secrets
@@ -85,9 +86,10 @@ class RouterApp:
         core = Router(config, policy, text.stop_ids, started_ms)
         self.hub = Hub(core, clock, observer, journal)
         incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
-        self._links = Links(self.hub, incarnation, secrets, fingerprint, config.name)
+        internal = internal_certificates(config.access)
+        self._links = Links(self.hub, incarnation, secrets, fingerprint, config.name, internal)
         self._authenticator = Authenticator(config.access)
-        self._certificates = ServerCertificates(config.access) if config.access.has_tls else None
+        self._certificates = ServerCertificates(config.access.front_files) if config.access.has_tls else None
         self._limits = TenantLimits(self._authenticator.tenant, config.retry_after_s)
         self.hub.hear_siblings_with(self._hear_sibling)
         self._told = 0

@@ -18,7 +18,9 @@ from contextlib import suppress
 import grpc
 import msgspec
 
+from access.internal import dial, is_refusal, why_unreachable
 from access.tenants import MAX_NAME_CHARS
+from access.tls import ServerCertificates
 from engine.dialing import prove
 from engine.handshake import HandshakeError, Party, Secrets
 from engine.messages import (
@@ -128,13 +130,21 @@ class Links:
     # processes of all workers, and as much as is known of the fingerprint.
 
     def __init__(
-        self, hub: Hub, incarnation: Incarnation, secrets: Secrets, fingerprint: str = "", name: str = "router"
+        self,
+        hub: Hub,
+        incarnation: Incarnation,
+        secrets: Secrets,
+        fingerprint: str = "",
+        name: str = "router",
+        certificates: ServerCertificates | None = None,
     ) -> None:
         """`name` is this router's, `fingerprint` that of the prepared model; workers of another one are refused, and
         none if it is empty. Where this host has not read the model's weights, the first worker that fits says the rest
-        for all others."""
+        for all others. With `certificates` the streams have TLS, and workers without it are
+        refused."""
         self._hub = hub
         self._secrets = secrets
+        self._certificates = certificates
         self._fingerprint = fingerprint
         self._me = Party("router", name, incarnation)
         self._hello = RouterHello(incarnation, name)
@@ -206,12 +216,18 @@ class Links:
         pause_s, refused = PAUSE_S[0], ""
         while True:
             try:
-                async with grpc.aio.insecure_channel(peer.address, CHANNEL_OPTIONS) as channel:
-                    async for _ in self._listen(role, channel, peer):
+                channel, shown = dial(peer.address, CHANNEL_OPTIONS, self._certificates)
+                async with channel:
+                    async for _ in self._listen(role, channel, peer, shown):
                         pause_s = PAUSE_S[0]
                 log.info("worker %s closed its stream", peer.name)
             except (grpc.aio.AioRpcError, msgspec.MsgspecError, TimeoutError) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                reason = str(error)
+                if isinstance(error, grpc.aio.AioRpcError):
+                    reason = why_unreachable(error.details() or "", self._certificates)
+                if is_refusal(reason) and reason != refused:
+                    log.error("worker %s is refused: %s", peer.name, reason)
+                    refused = reason
                 log.info("no stream to worker %s: %s", peer.name, reason or type(error).__name__)
             except (HandshakeError, OtherModelError) as error:
                 if str(error) != refused:
@@ -222,13 +238,15 @@ class Links:
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
             pause_s = min(pause_s * 2, PAUSE_S[1])
 
-    async def _listen(self, role: str, channel: grpc.aio.Channel, peer: PeerAddress) -> AsyncIterator[None]:
+    async def _listen(
+        self, role: str, channel: grpc.aio.Channel, peer: PeerAddress, shown: bytes
+    ) -> AsyncIterator[None]:
         """One life of a worker's stream; yields once per frame."""
         call = channel.stream_stream(ATTACH[role])()
         writer: asyncio.Task[None] | None = None
         joined = False
         try:
-            party = await prove(call, self._secrets, ATTACH[role], self._me)
+            party = await prove(call, self._secrets, ATTACH[role], self._me, shown)
             if (party.role, party.name) != (role, peer.name):
                 raise HandshakeError(f"{party.role} {party.name!r} answers at its address")
             info, rest = self._introduction(await _read(call), party)

@@ -126,6 +126,7 @@ CONFINED = {
     "ray": ("cluster/processes/*.py",),
     "grpc": (
         "*/service.py",
+        "access/internal.py",
         "decode_worker/peer.py",
         "router/dispatch.py",
         "router/client/*.py",

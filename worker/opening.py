@@ -9,6 +9,8 @@ from typing import cast
 
 import msgspec
 
+from access.config import check_transport
+from access.internal import internal_certificates
 from access.page import guard_page
 from engine.backends.gpu.memory import device_memory
 from engine.device import EngineDevice, open_device
@@ -67,9 +69,11 @@ def open_parts(
     """Load the model, open pool, tiers, transports and metrics, compile all that can be, and listen for those that have
     one of `secrets`; `closing` closes all of it. `progress` hears of weights that are loaded, in bytes. Raises what
     `open_device` raises, ValueError for tiers or a host that cannot be, AccessError for a page that strangers could
-    read, and OSError for a taken port."""
+    read, and for TLS that cannot be, and OSError for a taken port."""
     host, transfer = dialable(host), config.transfer
     guard = guard_page(config.access, host, name)
+    certificates = internal_certificates(config.access)
+    check_transport(config.access, transfer.transport, f"{role}.transfer.transport")
     incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
     inbox = Inbox()
 
@@ -106,7 +110,7 @@ def open_parts(
     nccl = cast("Nccl | None", transports.get("nccl"))
     GpuMetrics(metrics.families, partial(device_memory, device.kv.device), nccl, lambda: device.compilations.counts)
 
-    rpc = RpcLoop(f"{name}-rpc", Party(role, name, incarnation), secrets)
+    rpc = RpcLoop(f"{name}-rpc", Party(role, name, incarnation), secrets, certificates)
     closing.callback(rpc.stop, 0.0)
     bound = rpc.start(host, port, methods(role, inbox.put))
     info = WorkerInfo(

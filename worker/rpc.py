@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import grpc
 import msgspec
 
+from access.internal import StrangeCertificateError, dial, listen, shown_by_dialler, why_unreachable
+from access.tls import ServerCertificates
 from engine.dialing import prove
 from engine.handshake import (
     HANDSHAKE_S,
@@ -262,10 +264,12 @@ async def _abort(context: Any, code: grpc.StatusCode, why: str) -> None:
 class RpcLoop:
     """A thread with an asyncio loop, a gRPC server on it, and any number of client streams."""
 
-    def __init__(self, name: str, me: Party, secrets: Secrets) -> None:
-        """`me` is what this process proves to be, with `secrets`, at both ends of streams."""
+    def __init__(self, name: str, me: Party, secrets: Secrets, certificates: ServerCertificates | None = None) -> None:
+        """`me` is what this process proves to be, with `secrets`, at both ends of streams. With `certificates` these
+        have TLS, and others are refused."""
         self._me = me
         self._secrets = secrets
+        self._certificates = certificates
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._servers: list[grpc.aio.Server] = []
@@ -296,7 +300,7 @@ class RpcLoop:
             generic = grpc.method_handlers_generic_handler(service, {method: handler})
             server.add_generic_rpc_handlers((generic,))
         try:
-            bound = server.add_insecure_port(host_port(host, port))
+            bound = listen(server, host_port(host, port), self._certificates)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         await server.start()
@@ -306,14 +310,17 @@ class RpcLoop:
     def _handler(self, path: str, served: ServedStream) -> Callable[..., AsyncIterator[bytes]]:
         async def handle(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
             frames = aiter(requests)
-            listener = Listener(self._secrets, path, self._me, served.roles, os.urandom(NONCE_BYTES))
             task = asyncio.current_task()
             assert task is not None
             try:
                 with self._stranger(task):
-                    yield listener.welcome(await anext(frames))
+                    greeting = await anext(frames)
+                    channel = b"" if self._certificates is None else shown_by_dialler(context)
+                    nonce = os.urandom(NONCE_BYTES)
+                    listener = Listener(self._secrets, path, self._me, served.roles, nonce, channel)
+                    yield listener.welcome(greeting)
                     party = listener.check(await anext(frames))
-            except (HandshakeError, StopAsyncIteration, asyncio.CancelledError) as error:
+            except (HandshakeError, StrangeCertificateError, StopAsyncIteration, asyncio.CancelledError) as error:
                 why = str(error) or "it has not proven itself in time"
                 log.warning("a stream at %s from %s is refused: %s", path, context.peer(), why)
                 await _abort(context, grpc.StatusCode.UNAUTHENTICATED, why)
@@ -371,13 +378,13 @@ class RpcLoop:
 
     async def _client(self, address: str, method: str, session: DialerSession, outbox: _Outbox) -> None:
         why = "the other end closed the stream"
-        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        channel, shown = dial(address, CHANNEL_OPTIONS, self._certificates)
         stream = channel.stream_stream(method)()
         outbox.cut = stream.cancel
         # Given the outbox itself, gRPC would feed from it in a task that outlives a stream which the other end broke.
         feeder: asyncio.Task[None] | None = None
         try:
-            session.proven(await prove(stream, self._secrets, method, self._me))
+            session.proven(await prove(stream, self._secrets, method, self._me, shown))
             feeder = self._loop.create_task(_feed(stream, outbox))
             while (data := await stream.read()) is not grpc.aio.EOF:
                 session.frame(data)
@@ -387,7 +394,7 @@ class RpcLoop:
         except TimeoutError:
             why = "it has not answered in time"
         except grpc.aio.AioRpcError as error:
-            why = f"{error.code().name}: {error.details()}"
+            why = f"{error.code().name}: {why_unreachable(error.details() or '', self._certificates)}"
         except asyncio.CancelledError:
             why = "this side closed the stream"
         finally:

@@ -18,8 +18,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from access.authenticator import Authenticator
+from access.internal import listen
 from access.tenants import Caller
-from access.tls import PemFiles, ServerCertificates, names_of_peer
+from access.tls import ServerCertificates, names_of_peer
 from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
 from router.config import FrontLimits
@@ -93,31 +94,13 @@ class Service:
         )
         self._register(server)
         try:
-            port = self._listen(server, host_port(host, port))
+            port = listen(server, host_port(host, port), self._certificates)
         except RuntimeError as error:
             why = "it is taken, or no address of this host"
             raise OSError(f"cannot listen on {host}:{port} for gRPC: {why}") from error
         await server.start()
         self._server = server
         return port
-
-    def _listen(self, server: grpc.aio.Server, address: str) -> int:
-        """Bind `address`, with TLS where there are certificates; each handshake has those that the files hold then."""
-        files = self._certificates
-        if files is None:
-            return server.add_insecure_port(address)
-        sent = files.pem()
-
-        def latest() -> Any:
-            nonlocal sent
-            pem = files.pem()
-            if pem is sent:
-                return None
-            sent = pem
-            return _certificate(pem)
-
-        secure = grpc.dynamic_ssl_server_credentials(_certificate(sent), latest, files.needs_client)
-        return server.add_secure_port(address, secure)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests and give those under way `grace_s` seconds."""
@@ -224,11 +207,6 @@ class Service:
         shown = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
         names = names_of_peer(context.auth_context())
         return let_in(self._authenticator, shown[0] if len(shown) == 1 else "ambiguous" if shown else "", names)
-
-
-def _certificate(pem: PemFiles) -> Any:
-    pair = [(pem.key, pem.chain)]
-    return grpc.ssl_server_certificate_configuration(pair, pem.client_ca or None)
 
 
 def _streaming(events: Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerator[GenerateEvent, None]]) -> Any:

@@ -29,10 +29,10 @@ def make_authority(folder: Path, name: str = "ca") -> Pair:
     return pair
 
 
-def make_certificate(folder: Path, authority: Pair, name: str, *, file: str = "", san: str = "") -> Pair:
+def make_certificate(folder: Path, authority: Pair, name: str, *, file: str = "", san: str = "", days: int = 2) -> Pair:
     """Make a certificate of `name`, signed by `authority`, which servers and clients may show. `san` are its subject
     alternative names in openssl's notation; empty leaves only the common name. The files are called `file`, or `name`.
-    """
+    With `days` below 0 it has expired."""
     stem = file or name
     pair, request, extra = (
         Pair(str(folder / f"{stem}.pem"), str(folder / f"{stem}.key")),
@@ -46,6 +46,6 @@ def make_certificate(folder: Path, authority: Pair, name: str, *, file: str = ""
     )
     openssl(
         *("x509", "-req", "-in", request, "-CA", authority.cert, "-CAkey", authority.key, "-CAcreateserial"),
-        *("-days", "2", "-extfile", str(extra), "-out", pair.cert),
+        *("-days", str(days), "-extfile", str(extra), "-out", pair.cert),
     )
     return pair

@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_in_the_next(
     ca = make_authority(tmp_path)
     pair = make_certificate(tmp_path, ca, "headrace", san="IP:127.0.0.1")
     later = make_certificate(tmp_path, ca, "later", san="IP:127.0.0.1")
-    certificates = ServerCertificates(AccessConfig(cert_file=pair.cert, key_file=pair.key))
+    certificates = ServerCertificates(AccessConfig(cert_file=pair.cert, key_file=pair.key).front_files)
     before = certificates.pem()
     for new, old in ((later.cert, pair.cert), (later.key, pair.key)):
         shutil.copyfile(new, old)

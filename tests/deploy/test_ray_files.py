@@ -136,6 +136,17 @@ def check_gpu_defaults(config: Any, device_share: float) -> None:
         assert engine.device_share == device_share
 
 
+def test_eight_gpus_of_one_host_have_a_worker_each() -> None:
+    """Guards workers that wait for a ninth GPU, or for a node of a pool, and GPUs that nobody uses."""
+    config = resolved(DEPLOY / "ray/headrace-8gpu.toml")
+    check_gpu_defaults(config, device_share=1.0)
+    assert config.ray.address == "auto" and config.launcher == "ray" and config.ray.pool_label == ""
+    each = {"prefill": config.prefill, "decode": config.decode}
+    asked = {pool: gpus(pool, one.engine.device, config.ray) for pool, one in each.items()}  # type: ignore[arg-type]
+    assert config.prefill_workers * asked["prefill"] + config.decode_workers * asked["decode"] == 8
+    assert {one.engine.tensor_parallel for one in each.values()} == {1}, "refused on GPUs"
+
+
 def test_own_machines_and_laptops_compute_on_the_cpu() -> None:
     """Guards against a first try that fails for want of a GPU."""
     config = resolved(DEPLOY / "ray/headrace.toml")

@@ -43,7 +43,7 @@ def test_what_the_page_makes_is_what_the_cluster_takes(tmp_path: Path) -> None:
     assert found.tenant("acme").concurrency == 8 and found.tenant("acme").weight == 2
     assert found.caller(f"Bearer {(tmp_path / 'monitor.key').read_text().strip()}", None).role == "monitor"
     assert "tenant acme: weight 2" in said and said.count(acme) == 1
-    assert ServerCertificates(config).needs_client
+    assert ServerCertificates(config.front_files).needs_client
     client = ssl.create_default_context(cafile=tmp_path / "ca.pem")
     assert len(client.get_ca_certs()) == 1
 

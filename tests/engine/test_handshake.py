@@ -55,6 +55,23 @@ def test_a_stream_opens_this_path_alone() -> None:
         meet((OLD,), (OLD,), there="/headrace.test/Other")
 
 
+def test_a_proof_is_of_the_certificate_that_was_shown() -> None:
+    """Guards against one that has a certificate of the same authority, but no secret, and passes on what both say."""
+
+    def between(dialer_knows: bytes, listener_knows: bytes) -> Party:
+        dialer = Dialer(Keyring((OLD,)), PATH, ROUTER, ONE, dialer_knows)
+        listener = Listener(Keyring((OLD,)), PATH, WORKER, frozenset({"router"}), OTHER, listener_knows)
+        _, proof = dialer.answer(listener.welcome(dialer.greet()))
+        return listener.check(proof)
+
+    assert between(b"mine", b"mine") == ROUTER
+    for known in ((b"mine", b"that of another"), (b"mine", b""), (b"", b"mine")):
+        with pytest.raises(HandshakeError, match="does not know the secret"):
+            between(*known)
+    with pytest.raises(HandshakeError, match="or somebody with another certificate is between"):
+        between(b"mine", b"that of another")
+
+
 def listening(secret: bytes = OLD) -> Listener:
     return Listener(Keyring((secret,)), PATH, WORKER, frozenset({"router"}), OTHER)
 

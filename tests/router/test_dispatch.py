@@ -3,12 +3,15 @@ real processes, in `tests/chaos`."""
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
 
 import router.dispatch
+from access.config import AccessConfig
+from access.internal import INTERNAL_NAME
 from access.limits import TELL_ALL_S, TenantLimits
 from access.tenants import MAX_NAME_CHARS, Tenant
 from engine.handshake import Keyring
@@ -28,6 +31,7 @@ from router.app import TENANTS_AT_ONCE, RouterApp
 from router.config import RouterConfig
 from router.dispatch import RECORD_BYTES, Outbox, _end, _most_bytes
 from router.status.observer import NullObserver
+from tests.access.certificates import make_authority, make_certificate
 from tests.router.core.parts import request_record
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 from tests.secrets_of_tests import SECRETS
@@ -102,6 +106,32 @@ def test_a_stranger_is_no_worker(wrong: str, caplog: pytest.LogCaptureFixture) -
             assert all(said in record.getMessage() for record in _refusals(caplog))
             workers.secrets, workers.decode, workers.prefill = SECRETS, "d0", "p0"
             await until(app.hub.ready)
+        finally:
+            await app.stop(0.0)
+            await workers.stop()
+
+    with caplog.at_level(logging.ERROR, "router.dispatch"):
+        asyncio.run(body())
+
+
+def test_a_worker_without_tls_is_refused_where_streams_have_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards prompts against a worker in plain text, and an operator against a cluster that waits and says nothing."""
+    authority = make_authority(tmp_path)
+    pair = make_certificate(tmp_path, authority, INTERNAL_NAME, san=f"DNS:{INTERNAL_NAME}")
+    access = AccessConfig(internal_cert_file=pair.cert, internal_key_file=pair.key, internal_ca_file=authority.cert)
+    config = RouterConfig(grpc_port=0, http_port=-1, access=access)
+
+    async def body() -> None:
+        workers, app = FakeWorkers(), RouterApp(config, ByteText(), NullObserver(), SECRETS)
+        try:
+            await app.start()
+            await workers.start()
+            await app.set_workers(*workers.peers)
+            await until(lambda: len(_refusals(caplog)) == 2)
+            assert all("it speaks without TLS" in record.getMessage() for record in _refusals(caplog))
+            assert not app.hub.ready() and not workers.got
         finally:
             await app.stop(0.0)
             await workers.stop()

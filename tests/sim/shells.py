@@ -150,7 +150,7 @@ SECRETS = Keyring((bytes(32),))
 class SimRpc:
     """Stands in for `worker.rpc.RpcLoop`."""
 
-    def __init__(self, name: str, me: Party, secrets: Secrets) -> None:
+    def __init__(self, name: str, me: Party, secrets: Secrets, certificates: object = None) -> None:
         self._process = _world.starting
 
     def start(self, host: str, port: int, streams: dict[str, ServedStream]) -> int:

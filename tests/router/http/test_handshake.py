@@ -26,7 +26,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> SIDES:
     folder = tmp_path_factory.mktemp("certificates")
     authority = make_authority(folder)
     pair = make_certificate(folder, authority, "headrace", san="IP:127.0.0.1")
-    server = ServerCertificates(AccessConfig(cert_file=pair.cert, key_file=pair.key)).context(lets_in=True)
+    server = ServerCertificates(AccessConfig(cert_file=pair.cert, key_file=pair.key).front_files).context(lets_in=True)
     return server, ssl.create_default_context(cafile=str(Path(authority.cert)))
 
 
