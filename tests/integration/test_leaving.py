@@ -280,9 +280,9 @@ def test_a_worker_that_is_drained_is_not_replaced(model_dir: Path) -> None:
     """Guards against a drained worker that comes back, and one that takes its requests with it."""
     ground = Ground(model_dir, blocks=96, prefill=1)
     try:
-        want = ground.ask(tokens(60, 9), "seeded", 40, "reference")
+        want = ground.ask(tokens(60, 9), "seeded", 300, "reference")
         want.join(END_S)
-        ask = ground.ask(tokens(60, 9), "seeded", 40, "moves")
+        ask = ground.ask(tokens(60, 9), "seeded", 300, "moves")
         ask.wait_tokens(5)
         name = ground.busy("decode")
         pid = ground.pid(name)
