@@ -43,6 +43,7 @@ ALLOWED = {
         "access",
         "protos",
         "telemetry",
+        "engine.constraints.formats",
         "engine.constraints.text",
         "engine.constraints.trial_messages",
         "engine.text",

@@ -20,7 +20,7 @@ def add_answer_flags(parser: argparse.ArgumentParser, has_samples: bool) -> None
     one.add_argument("--regex", default=None, metavar="PATTERN", help="the whole answer matches it")
     text = "the answer is one of these; repeated for each"
     one.add_argument("--choice", action="append", default=[], metavar="TEXT", help=text)
-    one.add_argument("--grammar", default=None, metavar="LARK|FILE", help="a grammar of Lark, or a file that holds one")
+    one.add_argument("--grammar", default=None, metavar="LARK|FILE", help="a grammar of Lark or EBNF, or a file")
     parser.add_argument(
         "--logit-bias",
         action="append",
@@ -62,9 +62,9 @@ def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
         raise FieldError("--logit-bias", "names a token twice")
     fields: dict[str, Any] = {"logit_bias": tuple(sorted(bias.items()))}
     given = [
-        ("--json-schema", ConstraintKind.JSON_SCHEMA, _read("--json-schema", arguments.json_schema, "{")),
+        ("--json-schema", ConstraintKind.JSON_SCHEMA, _read("--json-schema", arguments.json_schema, ("{",))),
         ("--regex", ConstraintKind.REGEX, arguments.regex),
-        ("--grammar", ConstraintKind.LARK, _read("--grammar", arguments.grammar, "start:")),
+        ("--grammar", ConstraintKind.LARK, _read("--grammar", arguments.grammar, ("start:", "::="))),
     ]
     for flag, kind, text in given:
         if text is not None:
@@ -76,13 +76,14 @@ def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
-def _read(flag: str, said: str | None, sign: str) -> str | None:
-    """Return the text itself where it has the sign of one, else what the file of that name holds."""
-    if said is None or sign in said:
+def _read(flag: str, said: str | None, signs: tuple[str, ...]) -> str | None:
+    """Return the text itself where it has a sign of one, else what the file of that name holds."""
+    if said is None or any(sign in said for sign in signs):
         return said
     try:
         with Path(said).open(encoding="utf-8") as file:
             return file.read(MOST_FILE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
+        shown = " or ".join(repr(sign) for sign in signs)
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-        raise FieldError(flag, f"{said}: {why}; give the text itself, with {sign!r} in it, or a file") from error
+        raise FieldError(flag, f"{said}: {why}; give the text itself, with {shown} in it, or a file") from error

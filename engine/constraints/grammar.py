@@ -8,6 +8,7 @@ import re
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from engine.constraints.formats import with_bounds
 from engine.constraints.text import FIELD
 from engine.types import Constraint, ConstraintKind, FieldError
 
@@ -33,7 +34,8 @@ def compile_constraint(constraint: Constraint, vocabulary: LLTokenizer) -> LLMat
     try:
         match constraint.kind:
             case ConstraintKind.JSON_SCHEMA:
-                grammar = LLMatcher.grammar_from_json_schema(constraint.text, defaults={"whitespace_pattern": BLANKS})
+                schema = with_bounds(constraint.text)
+                grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": BLANKS})
             case ConstraintKind.REGEX:
                 grammar = LLMatcher.grammar_from_regex(constraint.text)
             case ConstraintKind.LARK:

@@ -8,6 +8,7 @@ trial in seconds of the processor; when it ends, whatever was on trial is refuse
 
 import os
 import resource
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -86,15 +87,15 @@ def _limit_memory() -> None:
 
 
 def _limit_time() -> None:
-    """From now on this process has `CPU_S` seconds of the processor: then the system ends it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + 1 + CPU_S
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    """From now on this process has `CPU_S` seconds of the processor: then the system ends it. A limit of the kind that
+    memory has would count whole seconds, and all since the process began."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
 
 
 def main(folder: str) -> None:
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     vocabulary = load_vocabulary(Path(folder))
     threading.stack_size(STACK_BYTES)
     ready = LENGTH.pack(0)

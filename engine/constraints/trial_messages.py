@@ -8,9 +8,10 @@ from engine.types import Constraint
 
 LENGTH = struct.Struct("<I")
 """Stands before each message."""
-MEMORY_BYTES = 256 * 1024 * 1024
+MEMORY_BYTES = 256_000_000
 """Beyond what the process has when it begins to answer."""
 CPU_S = 1
+"""From the question to its answer."""
 
 
 class ConstraintTrial(msgspec.Struct, frozen=True):

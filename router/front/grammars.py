@@ -33,7 +33,7 @@ REMEMBERED_BYTES = 8 * 1024 * 1024
 WALL_S = 20.0
 """The longest trial, on a machine that has little time for it."""
 START_S = 120.0
-TOO_COSTLY = f"takes more than {CPU_S} second or {MEMORY_BYTES >> 20} MiB to compile"
+TOO_COSTLY = f"takes more than {CPU_S} second of a processor or {MEMORY_BYTES // 10**6} MB to compile"
 
 
 class GrammarTrials:

@@ -16,6 +16,7 @@ import httpx
 import jsonschema
 import pytest
 
+from cluster.cli import __main__ as cli
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from engine.types import Constraint, ConstraintKind, SamplingParams
@@ -44,6 +45,7 @@ class Served:
         self.cluster = Cluster(config, make_launcher("process"), model_dir=str(model_dir))
         addresses = self.cluster.start()
         self.http = httpx.Client(base_url=f"http://{addresses.http}", timeout=120)
+        self.grpc = addresses.grpc
         self.client = Client(addresses.grpc)
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self.cluster.watch, args=(self._stop,), daemon=True)
@@ -100,6 +102,15 @@ def test_other_constraints_are_kept(served: Served) -> None:
     assert reason == "length" or re.fullmatch(r"[a-z]{1,5}( [a-z]{1,5})*\.", text)
     text, reason = served.text(response_format={"type": "json_object"}, max_tokens=200, temperature=1.0, seed=8)
     assert text.startswith("{") and (reason == "length" or isinstance(json.loads(text), dict))
+
+
+@pytest.mark.parametrize("grammar", ['start: "crimson" | "azure"', 'root ::= "crimson" | "azure"'])
+def test_a_grammar_is_given_to_generate(served: Served, grammar: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the text of a grammar taken for a file's name, and a flag that does not reach the workers."""
+    assert cli.main(["generate", "--server", served.grpc, "--grammar", grammar, "Name a colour."]) == 0
+    assert capsys.readouterr().out.strip() in ("crimson", "azure")
+    assert cli.main(["generate", "--server", served.grpc, "--grammar", "start: nothing", "x"]) == 1
+    assert "is not a grammar that can be kept to" in capsys.readouterr().err
 
 
 def test_samples_and_streams_keep_it_too(served: Served) -> None:

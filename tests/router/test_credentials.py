@@ -17,6 +17,7 @@ from access.client import ClientCredentials
 from access.config import AccessConfig, AccessError
 from access.keys import make_key
 from access.tenants import CertificateName, CredentialTable, Tenant
+from engine.identity import owner
 from engine.messages import Place
 from router.app import RouterApp
 from router.config import RouterConfig
@@ -204,6 +205,32 @@ def test_http_asks_for_a_key_but_for_probes(runner: asyncio.Runner, keys: Keys) 
                 ]
                 assert found == [anyone, tenant, monitor], path
             assert len(site.spaces()) == 2
+
+    served(runner, AccessConfig(keys_file=str(keys.path)), body)
+
+
+def test_a_salt_over_http_only_narrows_the_namespace_of_the_key(runner: asyncio.Runner, keys: Keys) -> None:
+    """Guards a salt that leads two keys into one part of the cache, or one key back out of its own: what a worker is
+    told is the part of the cache that a request may find blocks in."""
+
+    async def body(site: Site) -> None:
+        asked = [(key, salt) for key in (keys.acme, keys.globex) for salt in (None, "s", "t", "s")]
+        async with httpx.AsyncClient() as client:
+            for path, text in (
+                ("/v1/completions", {"prompt": "x"}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ):
+                for key, salt in asked:
+                    fields = text if salt is None else text | {"cache_salt": salt}
+                    answer = await client.post(site.url(path), headers=shown(key), json=fields)
+                    assert answer.status_code == 200, answer.text
+        for spaces in (site.spaces()[:8], site.spaces()[8:]):
+            plain, salted, other, again, *globex = spaces
+            assert plain == SPACES.of("acme") and globex[0] == SPACES.of("globex")
+            assert again == salted and globex[3] == globex[1], "the same key finds with the same salt what it left"
+            assert len(set(spaces)) == 6, "nobody else does, and the key with another salt, or with none, does not"
+            assert {owner(one) for one in spaces[:4]} == {plain} and {owner(one) for one in globex} == {globex[0]}
+            assert salted.startswith(plain) and other.startswith(plain)
 
     served(runner, AccessConfig(keys_file=str(keys.path)), body)
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from engine.constraints.formats import bound_formats
 from engine.text.messages import Tool
 from engine.types import Constraint, ConstraintKind, FieldError
 from router.front.parsers.choose import Parsing
@@ -109,4 +110,5 @@ def _mark(name: str, ids: Mapping[str, int]) -> str:
 
 def _schema(tool: Tool) -> str:
     schema = json.loads(tool.parameters) if tool.parameters else {}
+    bound_formats(schema)
     return json.dumps({"type": "object"} | schema | {"x-guidance": _LAYOUT})

@@ -25,6 +25,7 @@ def fields(*flags: str) -> dict[str, Any]:
         (["--json-schema", '{"type":"object"}'], ConstraintKind.JSON_SCHEMA, '{"type":"object"}'),
         (["--regex", "[0-9]{2}"], ConstraintKind.REGEX, "[0-9]{2}"),
         (["--grammar", 'start: "a"'], ConstraintKind.LARK, 'start: "a"'),
+        (["--grammar", 'root ::= "a"'], ConstraintKind.LARK, 'root ::= "a"'),
         (["--choice", "red", "--choice", "dark green"], ConstraintKind.LARK, 'start: "red" | "dark green"'),
     ],
 )

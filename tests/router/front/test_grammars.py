@@ -3,15 +3,17 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from engine.constraints.trial_messages import CPU_S
 from engine.types import Constraint, ConstraintKind, FieldError
 from router.front.api import ApiError
-from router.front.grammars import MAX_WAITING, TOO_COSTLY, GrammarTrials
+from router.front.grammars import MAX_WAITING, TOO_COSTLY, GrammarTrials, TrialProcess
 
 GOOD = Constraint(ConstraintKind.REGEX, "[0-9]+")
 BAD = Constraint(ConstraintKind.REGEX, "[")
@@ -23,6 +25,34 @@ async def _refused(trials: GrammarTrials, constraint: Constraint, says: str) -> 
     with pytest.raises(FieldError, match=says) as caught:
         await trials.approved(constraint, "guided_json")
     assert caught.value.field == "guided_json"
+
+
+def _remainders(count: int) -> Constraint:
+    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": count}))
+
+
+def _used_s(pid: int) -> float:
+    """Seconds of the processor that a process has had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_trial_has_one_second_of_the_processor(demo_model: Path) -> None:
+    """Two schemas of one kind, of which one takes about a third of a second and the other more than two, and neither
+    more memory than there is. Guards a limit in whole seconds since the process began, which was up to two."""
+    trial = TrialProcess(demo_model)
+    try:
+        within, beyond = _remainders(99_991), _remainders(499_979)
+        assert trial.ask(within).constraint == within
+        assert trial._process is not None
+        began_s, others = _used_s(trial._process.pid), resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert trial.ask(beyond).error == TOO_COSTLY
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used_s = ended.ru_utime + ended.ru_stime - others.ru_utime - others.ru_stime - began_s
+        assert 0.8 * CPU_S < used_s < 1.2 * CPU_S
+        assert trial.ask(within).constraint == within, "what a trial has left unused or used up is not the next one's"
+    finally:
+        trial.close()
 
 
 def _pid(trials: GrammarTrials) -> int:
@@ -69,7 +99,7 @@ def test_trials(demo_model: Path) -> None:
             assert _pid(trials) != first
             os.kill(_pid(trials), signal.SIGKILL)
             third = Constraint(ConstraintKind.REGEX, "[A-Z]+")
-            await _refused(trials, third, "memory|MiB")
+            await _refused(trials, third, "256 MB")
         finally:
             trials.close()
 
