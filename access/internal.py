@@ -3,7 +3,7 @@ of `access.internal_*`.
 
 Both ends show a certificate, and both ask for one name, since workers are dialled by address: so a certificate that the
 same authority signed for something else opens nothing. Of each, the files are read again as they change: a port has
-what they hold at the next handshake, a dialler what they hold when it dials.
+what they hold at the next handshake, a dialer what they hold when it dials.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ def dial(
     return grpc.aio.secure_channel(address, secure, (*options, _OVERRIDE)), _digest(pem.chain)
 
 
-def shown_by_dialler(context: grpc.aio.ServicerContext) -> bytes:
+def shown_by_dialer(context: grpc.aio.ServicerContext) -> bytes:
     """Return the same of a stream that was opened here. Raises StrangeCertificateError for a certificate that is not
     of INTERNAL_NAME."""
     properties = context.auth_context()

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import grpc
 import msgspec
 
-from access.internal import StrangeCertificateError, dial, listen, shown_by_dialler, why_unreachable
+from access.internal import StrangeCertificateError, dial, listen, shown_by_dialer, why_unreachable
 from access.tls import ServerCertificates
 from engine.dialing import prove
 from engine.handshake import (
@@ -315,7 +315,7 @@ class RpcLoop:
             try:
                 with self._stranger(task):
                     greeting = await anext(frames)
-                    channel = b"" if self._certificates is None else shown_by_dialler(context)
+                    channel = b"" if self._certificates is None else shown_by_dialer(context)
                     nonce = os.urandom(NONCE_BYTES)
                     listener = Listener(self._secrets, path, self._me, served.roles, nonce, channel)
                     yield listener.welcome(greeting)

@@ -158,8 +158,10 @@ PROCESSES = Dashboard(
                     "The share of its time in which it waits for the other ranks: for their parts of sums, and for "
                     "their word that they have read an order. Zero where there is one rank.",
                     "percentunit",
-                    S.rate("rank_wait_seconds_total", f"{TARGET}, what"),
+                    # A wait counts when it is over: a long one, that began before the window, would be above 1.
+                    f"clamp_max({S.rate('rank_wait_seconds_total', f'{TARGET}, what')}, 1)",
                     "{{worker}} {{what}}",
+                    high=1,
                     proof=Proof.SHOWN,
                 ),
             ),

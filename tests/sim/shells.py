@@ -26,6 +26,7 @@ import router.hub  # noqa: F401  (its log is listened to)
 import telemetry.audit
 import telemetry.gpu_metrics
 import telemetry.metrics
+import telemetry.rank_metrics
 import telemetry.swap_metrics
 import telemetry.tier_metrics
 import transfer.liveness
@@ -237,6 +238,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (engine.storage.tiers.opening.open_tiers, _open_tiers),
     (telemetry.audit.Auditor, NullAuditor),
     (telemetry.gpu_metrics.GpuMetrics, NullMetrics),
+    (telemetry.rank_metrics.RankMetrics, NullMetrics),
     (telemetry.metrics.WorkerMetrics, NullMetrics),
     (telemetry.swap_metrics.SwapMetrics, NullMetrics),
     (telemetry.tier_metrics.TierMetrics, NullMetrics),

@@ -116,6 +116,23 @@ def test_details_stay_small() -> None:
     assert sum(sizes) < 6 * 1024
 
 
+def test_messages_have_a_largest_size(cluster: Callable[..., None]) -> None:
+    """Guards a router's memory against one message: it is refused by its length, unread, and the connection goes on."""
+
+    async def body(client: Client, workers: FakeWorkers) -> None:
+        async with grpc.aio.insecure_channel(client._address) as channel:
+            stub = HeadraceStub(channel)
+            for size, code in ((8_192, grpc.StatusCode.RESOURCE_EXHAUSTED), (10, None)):
+                call = stub.Tokenize(pb.TokenizeRequest(prompt="x" * size))
+                if code is None:
+                    assert len((await call).token_ids) == size
+                else:
+                    assert (await refused(call)).code() is code
+        assert not workers.got
+
+    cluster(body, max_message_bytes=4_096)
+
+
 @pytest.mark.parametrize("label", ["", "job 7"])
 def test_requests_have_a_name(cluster: Callable[..., None], label: str) -> None:
     """Guards whoever looks for a request in two logs: its label comes back, or else the name that the server gave."""
