@@ -153,7 +153,7 @@ class Ground:
                 escalate_s=escalate_s,
                 worker_hung_s=hung_s,
             ),
-            prefill=PrefillConfig(transfer=transfer, engine=engine, chunk_tokens=32),
+            prefill=PrefillConfig(transfer=transfer, engine=engine, chunk_tokens=16),
             decode=DecodeConfig(transfer=transfer, engine=engine),
         )
         if isinstance(launcher, str):

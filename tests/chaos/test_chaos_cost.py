@@ -51,11 +51,11 @@ def test_lost_at_a_token(
     victim = ground.busy("decode")
     (other,) = (name for name in ground.of("decode") if name != victim)
     idle = computed(folder, [other])
-    ask.wait_tokens(token)
     pid = ground.pid(victim)
+    ask.wait_tokens(token)
+    prompt = computed(folder, prefill) - before
     faults.kill(pid)
     assert not ask.over, "the request was over before the fault"
-    prompt = computed(folder, prefill) - before
     ask.join(END_S)
     assert reference.judge(ask, "victim", mode) is Ending.EXACT
     assert prompt == PROMPT_TOKENS, "the fault-free part was not as it should be"
@@ -74,11 +74,14 @@ def test_lost_in_the_handoff(
     prefill = ground.of("prefill")
     before = computed(folder, prefill)
     ask = ground.ask(PROMPTS["victim"], mode, ANSWER_TOKENS, f"cost-{mode}")
-    sending(ground, ground.busy("prefill"))
-    victim = ground.busy("decode")
-    pid = ground.pid(victim)
-    faults.kill(pid)
-    by_then = computed(folder, prefill) - before
+    sender = ground.busy("prefill")
+    sending(ground, sender)
+    # Frozen for a moment, or it has computed the rest before its reader is found and killed.
+    with faults.frozen(ground.pid(sender)):
+        victim = ground.busy("decode")
+        pid = ground.pid(victim)
+        faults.kill(pid)
+        by_then = computed(folder, prefill) - before
     assert 0 < by_then < PROMPT_TOKENS and not ask.tokens, "it was not being sent"
     ask.join(END_S)
     assert reference.judge(ask, "victim", mode) is Ending.EXACT

@@ -12,7 +12,7 @@ from tests.chaos.strike import END_S, PROMPTS, SETTLE_S
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("renewed")]
 
-LONG_TOKENS = 60
+LONG_TOKENS = 80
 """An answer that is still being written when the next router is up."""
 SHORT_TOKENS = 20
 """One that ends while the router is frozen."""
