@@ -114,7 +114,7 @@ def test_codes_are_multiplied_in_integers_unless_told_otherwise(
 
     asked: tuple[Literal["auto", "integer", "float32"], ...] = ("auto", "integer", "float32")
     auto, integer, float32 = (opened(coded, one).arithmetic for one in asked)
-    assert auto == integer == f"{float32} in integers"
+    assert auto == float32 and integer == f"{float32} in integers"
     assert opened(coded, "auto").is_deterministic
     assert len({opened(folder, one).arithmetic for one in asked}) == 1
     config = EngineConfig(model_dir=str(coded), pool_bytes=1 << 22, arithmetic="integer")
