@@ -35,8 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     arithmetic: Literal["auto", "integer", "float32"] = "auto"
     """How the native kernels multiply with codes of 4 and 8 bits. `integer`: by activations rounded to 16 bits, 32
     of them with one scale (`docs/cpu.md` has what that gains and costs); `float32`: with the very bits of the widened
-    weights. `auto` is float32: log probabilities in integers leave the 0.001 that float32 keeps to. Weights without such codes are multiplied in float32 in any case.
-    Workers that share requests should agree."""
+    weights. `auto` is float32: log probabilities in integers leave the 0.001 that float32 keeps to. Weights without
+    such codes are multiplied in float32 in any case. Workers that share requests should agree."""
     block_size: int = 16
     """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
