@@ -254,6 +254,8 @@ def test_nobody_there_is_one_clear_word(tmp_path: Path) -> None:
         client.status()
 
 
+# httpcore 1.0 forgets to close a socket whose connect failed.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_idle_connections_keep_no_operator_out(served: Served) -> None:
     """Guards `down` and `status` from whoever connects to the socket and says nothing."""
     with ExitStack() as stack:

@@ -5,6 +5,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from access.authenticator import Authenticator
@@ -107,11 +108,9 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pytes
 
 
 def test_every_process_gets_the_clusters_access_and_nobody_sets_it_apart() -> None:
-    access = AccessConfig(keys_file="/keys.json", insecure="plaintext")
+    access = AccessConfig(keys_file="/keys.json", insecure="plaintext", internal_ca_file="/ca.pem")
     made = specs(ClusterConfig(access=access), "model")
-    assert [spec.config["access"] for spec in made] == [
-        {"keys_file": "/keys.json", "cert_file": "", "key_file": "", "client_ca_file": "", "insecure": "plaintext"}
-    ] * 3
+    assert [spec.config["access"] for spec in made] == [msgspec.to_builtins(access)] * 3
     assert sorted(key for key, _, _ in fields() if "access" in key or "keys_file" in key) == [
         f"access.{name}" for name in sorted(AccessConfig.__struct_fields__)
     ]

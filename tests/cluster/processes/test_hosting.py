@@ -59,7 +59,7 @@ class Started:
     """The least that a process can host."""
 
     def start(self) -> SimpleNamespace:
-        return SimpleNamespace(name="decode-0", address="127.0.0.1:1", incarnation=7)
+        return SimpleNamespace(name="decode-0", address="127.0.0.1:1", incarnation=7, ranks=())
 
 
 def open_nothing(*_: object) -> Started:
