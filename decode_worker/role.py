@@ -75,6 +75,10 @@ class DecodeRole:
         self._s_per_step = 0.0
         self._s_per_block: dict[str, float] = {}
 
+    @property
+    def due(self) -> float:
+        return self.scheduler.batch.hold.due
+
     def hear(self, item: object, tell: Callable[[RoleEvent], None]) -> None:
         match item:
             case RecordsIn(RouterStream() as router, records):
@@ -144,6 +148,9 @@ class DecodeRole:
             metrics.drafts_of_request(one.drafted, one.drawn, one.tokens_per_step)
         drafting.drafted_tokens = drafting.drawn_tokens = 0
         batch.generated_tokens = batch.forced_tokens = batch.prefilled_tokens = batch.recomputed_tokens = 0
+        hold = batch.hold
+        metrics.held(hold.held_s, hold.filled, hold.expired, hold.missed_tokens)
+        hold.held_s, hold.filled, hold.expired, hold.missed_tokens = 0.0, 0, 0, 0
         batch.hit_tokens = batch.alike.saved_tokens = 0
         for back in scheduler.swapping.take_resumed():
             metrics.resumed(back.way, back.lost_tokens, back.seconds)

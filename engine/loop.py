@@ -223,6 +223,9 @@ class Shell(Protocol):
     def is_settling(self) -> bool:
         """True while news is expected within milliseconds that the next step should know of: a copy, a digest."""
 
+    def rest_s(self) -> float:
+        """Return how long the engine may sleep at most though nothing arrives: until a step that waits is due."""
+
     def step(self) -> bool:
         """Run the next step, if there is one. True: there may be more to compute."""
 
@@ -251,9 +254,9 @@ class Inbox:
 class EngineThread:
     """Hears and steps until it is stopped.
 
-    With nothing to compute the thread sleeps until something arrives or `idle_s` has passed. While transfers settle, a
-    step waits for them, but never longer than `linger_s`: a chunk that lands now joins this step, not the next one. If
-    the shell raises, the thread ends and `failure` says why.
+    With nothing to compute the thread sleeps until something arrives, a step is due or `idle_s` has passed. While
+    transfers settle, a step waits for them, but never longer than `linger_s`: a chunk that lands now joins this step,
+    not the next one. If the shell raises, the thread ends and `failure` says why.
     """
 
     def __init__(self, name: str, inbox: Inbox, shell: Shell, idle_s: float, linger_s: float = 0.005) -> None:
@@ -284,7 +287,7 @@ class EngineThread:
         busy = False
         try:
             while not self._stopping:
-                self._shell.hear(self._inbox.take(0.0 if busy else self._idle_s))
+                self._shell.hear(self._inbox.take(0.0 if busy else min(self._idle_s, self._shell.rest_s())))
                 self._linger()
                 busy = self._shell.step()
         except BaseException as error:  # whatever it was: the owner ends the process

@@ -51,6 +51,10 @@ class PrefillRole:
         self._metrics = parts.metrics
         self._speed = TokenSpeed()
 
+    @property
+    def due(self) -> float:
+        return float("inf")
+
     def hear(self, item: object, tell: Callable[[Never], None]) -> None:
         match item:
             case RecordsIn(RouterStream()) | StreamEnded(RouterStream()):

@@ -81,4 +81,5 @@ HANDOFF_DROPS = {
 """What the sides of a handoff drop without harm, each with its meaning. Many are a sign of a network that repeats, or
 of workers that come and go."""
 DRAFT_OUTCOMES = ("drawn", "rejected")
+HELD_OUTCOMES = ("filled", "due")
 DIGEST_EVENTS = ("made", "verified", "mismatched")

@@ -10,6 +10,7 @@ from telemetry.labels import (
     DRAFT_OUTCOMES,
     FORKS,
     HANDOFF_DROPS,
+    HELD_OUTCOMES,
     MIGRATION_OUTCOMES,
     PREEMPTED_STATES,
     RESUME_WAYS,
@@ -40,6 +41,15 @@ class WorkerMetrics(ProcessMetrics):
             "Tokens that were guessed, by whether the model drew them.",
             outcome=DRAFT_OUTCOMES,
         )
+        self._held_s = families.counter("held_seconds_total", "Time that steps waited for rows about to land.")[()]
+        self._held = families.counter(
+            "held_steps_total",
+            "Steps that waited for rows about to land, by what ended it: nothing more to wait for, or the target.",
+            outcome=HELD_OUTCOMES,
+        )
+        self._missed = families.counter(
+            "itl_target_missed_total", "Times that a stream's next tokens came later than decode.itl_target_ms."
+        )[()]
         self._acceptance = families.histogram(
             "request_draft_acceptance_ratio",
             "The share of a request's drafts that were drawn, where it had any; observed as it leaves the batch.",
@@ -195,6 +205,13 @@ class WorkerMetrics(ProcessMetrics):
         """Count guessed tokens, `drawn` of which the model drew."""
         self._drafts["drawn"].inc(drawn)
         self._drafts["rejected"].inc(drafted - drawn)
+
+    def held(self, seconds: float, filled: int, expired: int, missed: int) -> None:
+        """Count steps that waited, and what came later than the target."""
+        self._held_s.inc(seconds)
+        self._held["filled"].inc(filled)
+        self._held["due"].inc(expired)
+        self._missed.inc(missed)
 
     def drafts_of_request(self, drafted: int, drawn: int, tokens_per_step: float) -> None:
         """Observe what a request that leaves the batch has had of its drafts, if any."""

@@ -33,6 +33,10 @@ class Role(Protocol[E]):
     @property
     def scheduler(self) -> Scheduler[SharedEvent | E, object]: ...
 
+    @property
+    def due(self) -> float:
+        """When the engine is to look for a step again though nothing has arrived; infinite: nothing says so."""
+
     def hear(self, item: object, tell: Callable[[E], None]) -> None:
         """Tell the scheduler what an item of the inbox means; each event has been acted on when `tell` returns. Raises
         TypeError for an item that is not this role's."""

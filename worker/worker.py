@@ -184,6 +184,9 @@ class Worker(Generic[E]):
             return False
         return self._copying > 0 or bool(self._digesting)
 
+    def rest_s(self) -> float:
+        return max(0.0, self._role.due - time.monotonic())
+
     def step(self) -> bool:
         self.parts.readers.tick(self._tell, time.monotonic())
         self._engine.receive(self.parts.readers.deaths())

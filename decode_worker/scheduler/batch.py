@@ -25,6 +25,7 @@ import msgspec
 from decode_worker.scheduler.alike import Alike
 from decode_worker.scheduler.drafting import Drafting
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
+from decode_worker.scheduler.holding import StepHold
 from decode_worker.scheduler.pace import Pace
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.samples.beams import Beams
@@ -57,7 +58,8 @@ class _Planned:
 
 class Batch:
     """Mutable state, all of it: the lines `ready`, `running` and `local`, the steps under way; the number of steps,
-    what is counted until the shell has taken it, and what `alike`, `beams` and `pace` own. Owner: the scheduler."""
+    what is counted until the shell has taken it, and what `alike`, `beams`, `pace` and `hold` own. Owner: the
+    scheduler."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Batch:
         self.beams = Beams(kv, stop_ids)
         self.drafting = Drafting(drafter, config.engine.draft_tokens)
         self.pace = Pace(config.local_chunk_tokens, kv.block_size, config.mixed_step_s)
+        self.hold = StepHold(config.itl_target_s)
         self.ready: list[Request] = []
         self.running: list[Request] = []
         self.local: list[Request] = []
@@ -171,6 +174,17 @@ class Batch:
             request.move(RequestState.RUNNING)
             request.clock.enter("decode_run", now)
             self.running.append(request)
+
+    def waits(self, landing: bool, now: float) -> bool:
+        """Return True if the next step is to wait for rows that land: only one of streams, with room for another, and
+        beside no prompt, which goes on by steps. Behind one under way nothing is planned where the next may wait."""
+        rows = len(self.running)
+        landing = landing and not self.local and rows < self._max_rows and self.drafting.costs.is_measured
+        landing = landing and not any([r.yielding or r.record.beams is not None for r in self.running])
+        step_s = self.drafting.costs.of(rows + 1)
+        if self.is_under_way:
+            return landing and self.hold.may_wait(step_s)
+        return self.hold.holds(self.running, landing, step_s, now)
 
     def goes_on(self) -> bool:
         """Return True if a step can be planned behind the one under way, and make room for it. A search goes on from

@@ -65,6 +65,10 @@ class StepCosts:
         known = self._seconds.get(tokens, 0.0)
         self._seconds[tokens] = mean(known, min(seconds, OUTLIER * known) if known else seconds)
 
+    @property
+    def is_measured(self) -> bool:
+        return bool(self._seconds)
+
     def of(self, tokens: int) -> float:
         """Return what is known of so many tokens, or of the most below them: what was never tried is tried. 0.0:
         nothing is known."""

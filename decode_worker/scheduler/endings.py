@@ -61,6 +61,7 @@ class Endings:
         if request.record.beams is None:
             name, index = request.record.request, request.output_tokens
             taken, reason = self.batch.append(request, drawn)
+            self.batch.hold.followed(request, now)
             told = Tokens(name, request.placement, index, request.tokens[-len(taken) :])
             if request.record.logprobs is not None:
                 logprobs = [token for token in taken if not isinstance(token, int)]

@@ -146,6 +146,10 @@ class Handoffs:
         if request.prefill.handoff is not None:
             self._open.pop(request.prefill.handoff, None)
 
+    def filling(self) -> list[Request]:
+        """Return requests whose blocks are being filled, and that go on when they are."""
+        return [request for request in self._open.values() if request.state is RequestState.HANDOFF]
+
     def overdue(self, now: float) -> list[Request]:
         """Return requests that have ended, whose last blocks have not landed in their time."""
         late = [r for r in self._open.values() if now >= r.deadline and not r.prefill.abandoned]

@@ -47,6 +47,11 @@ class Prefills:
         whoever waits at the router can still go elsewhere."""
         return len(self) + (len(self.batch.local) if here else 0) >= self.config.max_handoffs
 
+    def is_landing(self, now: float) -> bool:
+        """Return True if KV of some request that is to have a row is about to be here."""
+        coming = [*self.handoffs.filling(), *(r for r, _ in self._loads.values() if r.state is RequestState.LOADING)]
+        return any(self.batch.hold.is_about_to_land(now - r.prefill.since) for r in coming)
+
     # begun
 
     def start(self, request: Request, now: float) -> list[Result]:
@@ -126,6 +131,8 @@ class Prefills:
         if request.record.beams is not None:
             self.batch.beams.begin(request)
         self.kv.commit(request.lease, request.tokens[: request.known])
+        if not request.prefill.is_local:
+            self.batch.hold.landed(now - request.prefill.since)
         request.close_prefill(now)
         request.clock.enter("decode_queue", now)
         prefill, origin = request.prefill, request.origin

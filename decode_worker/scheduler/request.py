@@ -181,6 +181,8 @@ class Request:
     known: int = 0
     """Tokens whose KV is in the blocks, once `arrived`."""
     preempted: Preempted | None = None
+    told_s: float | None = None
+    """When its latest tokens were sent on from here."""
     yielding: bool = False
     """The router wants to place it elsewhere, as soon as all of its KV is here."""
     logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)

@@ -200,6 +200,8 @@ class DecodeScheduler:
         may mean that it can be planned when the first has ended."""
         commands = self.endings.settle(self.preemption.resume(now), now)
         self.batch.fill(now)
+        if self.batch.waits(not self.departures.incomplete and self.prefills.is_landing(now), now):
+            return None, commands
         if self.batch.is_under_way:
             # Of a run of whoever departs, a step may have had no room for all.
             goes_on = not self.departures.incomplete and self.batch.goes_on()
@@ -219,7 +221,9 @@ class DecodeScheduler:
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
         """Send on what follows each row of the step, search on, or name it to the worker that goes on with it."""
         commands: list[Command] = []
-        for request, token in self.batch.complete(plan, drawn):
+        followed = self.batch.complete(plan, drawn)
+        self.batch.hold.stepped((request for request, _ in followed), now)
+        for request, token in followed:
             if isinstance(token, DeadEnd):
                 commands += self.endings.give_up(request, token, now)
             elif isinstance(token, tuple):

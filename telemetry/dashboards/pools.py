@@ -146,6 +146,31 @@ POOLS = Dashboard(
                     width=12,
                 ),
                 one(
+                    "Steps that waited for rows",
+                    "Decode steps per second that waited for rows about to land, by what ended the wait: nothing more "
+                    "to wait for, or decode.itl_target_ms.",
+                    "ops",
+                    S.rate("held_steps_total", "outcome"),
+                    "{{outcome}}",
+                    width=8,
+                ),
+                one(
+                    "Time that steps waited",
+                    "Seconds per second that decode steps waited for rows about to land.",
+                    "s",
+                    S.rate("held_seconds_total", TARGET),
+                    "{{worker}}",
+                    width=8,
+                ),
+                one(
+                    "Tokens behind the target",
+                    "Times per second that a stream's next tokens came later than decode.itl_target_ms.",
+                    "ops",
+                    S.rate("itl_target_missed_total", TARGET),
+                    "{{worker}}",
+                    width=8,
+                ),
+                one(
                     "Drafts",
                     "Tokens that were guessed, per second, by whether the model drew them: each that it drew saved a "
                     "row of a step.",

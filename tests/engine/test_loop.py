@@ -233,6 +233,7 @@ class Listener:
         self.thread = EngineThread("engine", self.inbox, self, idle_s=10.0, linger_s=10.0)
         self.heard: list[object] = []
         self.steps: list[int] = []
+        self.due_s: list[float] = []
         self._last = last
         self._settling = settling
 
@@ -241,6 +242,9 @@ class Listener:
 
     def is_settling(self) -> bool:
         return self._settling(self.heard)
+
+    def rest_s(self) -> float:
+        return self.due_s.pop(0) if self.due_s else float("inf")
 
     def step(self) -> bool:
         self.steps.append(len(self.heard))
@@ -274,6 +278,17 @@ def test_news_that_do_not_end_hold_up_no_step_for_long() -> None:
     shell.inbox.put("begun")
     shell.run()
     assert len(shell.steps) == 1 and set(shell.heard) == {"begun", "more"}
+
+
+def test_a_thread_wakes_for_a_step_that_is_due() -> None:
+    """Guards streams from a step that waits for rows that never land: nothing else would wake the thread in time."""
+    shell = Listener("begun")
+    shell.due_s = [0.0, 0.01, 0.0]
+    late = threading.Timer(0.5, shell.inbox.put, ["begun"])
+    late.start()
+    shell.run()
+    late.join()
+    assert len(shell.steps) == 4 and shell.steps[-1] == 1, "three times for what was due, once for what arrived"
 
 
 def test_a_failure_ends_the_thread_and_is_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -62,6 +62,7 @@ STATES = (
     "search preempted",
     "send withdrawn",
     "stop string found",
+    "step held",
     "stored for a swap",
     "swap chosen",
     "swap fell back: failed",

@@ -142,7 +142,10 @@ class SimThread:
         if self._ended:
             world.left(self.process)
             return
-        self._wake(0.0004 + 0.0026 * world.clock.random() if self._busy else self._idle_s)
+        if shell.rest_s() < self._idle_s:
+            world.note("step held")
+        rest_s = max(min(self._idle_s, shell.rest_s()), 0.0001)
+        self._wake(0.0004 + 0.0026 * world.clock.random() if self._busy else rest_s)
 
 
 SECRETS = Keyring((bytes(32),))

@@ -1,4 +1,5 @@
-"""Two hundred schemas, of the kinds that callers send: flat and nested records, lists, choices, trees, formats."""
+"""Two hundred schemas, of the kinds that callers send: flat and nested records, lists, choices, trees, formats,
+parts that are shared, records that say of which kind they are, text of any length."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +19,7 @@ WORDS = ("red", "green", "blue", "small", "large", "yes", "no", "north", "south"
 def schemas(count: int = COUNT) -> list[Schema]:
     """Return them; always the same, all different, and each kind as often as the others."""
     kinds: tuple[Callable[[Random], Schema], ...] = (
-        _record, _nested, _listed, _choice, _united, _tree, _formats, _numbers, _tuple, _map,
+        _record, _nested, _listed, _choice, _united, _tree, _formats, _numbers, _tuple, _map, _shared, _tagged, _told,
     )  # fmt: skip
     made: dict[str, Schema] = {}
     for number in range(count):
@@ -125,3 +126,25 @@ def _map(chosen: Random) -> Schema:
                 "required": ["id"], "maxProperties": 3}  # fmt: skip
     parts = [{"type": "object", "properties": {name: _scalar(chosen)}, "required": [name]} for name in ("id", "name")]
     return {"allOf": parts}
+
+
+def _shared(chosen: Random) -> Schema:
+    """Several properties are of one definition, which does not refer to itself."""
+    names = chosen.sample(NAMES, 3)
+    parts = {name: {"$ref": "#/$defs/part"} for name in names}
+    return {"$defs": {"part": _record(chosen)}, "type": "object", "properties": parts, "required": names[:2],
+            "additionalProperties": False}  # fmt: skip
+
+
+def _tagged(chosen: Random) -> Schema:
+    """One of several records, told apart by a constant."""
+    shapes = []
+    for word in chosen.sample(WORDS, 3):
+        parts = {"kind": {"const": word}, chosen.choice(("title", "größe", "id")): _scalar(chosen)}
+        shapes.append({"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False})
+    return {"oneOf": shapes}
+
+
+def _told(chosen: Random) -> Schema:
+    """Text without a limit of its own, and properties that may be left out."""
+    return _record(chosen, lambda c: {"type": "string"} if c.random() < 0.6 else _scalar(c))

@@ -1,0 +1,128 @@
+"""Throughput against inter-token latency: what a decode worker gains by steps that wait for rows about to land.
+
+    python -m benchmarks.full_batches --targets none,30,60,100,200,pool --rounds 3
+
+A cluster of one prefill and one decode worker is started for each target in each round (`decode.itl_target_ms`, in
+milliseconds; `none`: no step waits; `pool`: one pool of two workers instead), and asked over HTTP; the order turns from
+round to round. A line is a point of the curve: medians over rounds (middle half), and the rate over that of the first
+target in the same round. Nothing else may run on the machine.
+"""
+
+import argparse
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+from rich.table import Table
+
+from benchmarks.figures import middle, show, write_json
+from benchmarks.peers import PeerServer, free_port, headrace, running
+from cluster.bench.driver import LoadPlan, run
+from cluster.bench.stats import Summary
+from cluster.bench.workloads import PRESETS
+from cluster.processes.spec import LaunchError
+from router.front.api import ApiError
+
+POOL = "pool"
+
+
+class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One target in one round."""
+
+    round: int
+    target: str
+    summary: Summary
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.full_batches", description=__doc__)
+    add = parser.add_argument
+    add("--targets", default="none,30,60,100,200,pool", help="milliseconds, none, or pool")
+    add("--preset", default="A", choices=sorted(PRESETS))
+    add("--rounds", type=int, default=3)
+    add("--requests", type=int, default=0, help="instead of the preset's number")
+    add("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    targets = options.targets.split(",")
+    for target in targets:
+        if target not in ("none", POOL) and not _is_positive(target):
+            parser.error(f"--targets {target}: milliseconds above 0, none, or {POOL}")
+    rows = []
+    try:
+        with TemporaryDirectory(prefix="headrace-batches-") as folder:
+            for number in range(options.rounds):
+                for target in targets[number % len(targets) :] + targets[: number % len(targets)]:
+                    log = Path(folder) / f"{target}-{number}.log"
+                    rows.append(_measure(target, options.preset, options.requests, number, log))
+    except (LaunchError, ApiError) as error:
+        print(f"full_batches: {error}", file=sys.stderr)
+        return 1
+    show(_table(rows, targets))
+    if options.json is not None:
+        settings = {"preset": options.preset, "rounds": options.rounds, "requests": options.requests}
+        write_json(options.json, "full_batches", settings, rows)
+    return 0
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0.0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _server(target: str, port: int) -> PeerServer:
+    server = headrace(port)
+    more = ("--workers", "2") if target == POOL else ("--set", f"decode.itl_target_ms={target}")
+    return server if target == "none" else replace(server, argv=(*server.argv, *more))
+
+
+def _measure(target: str, preset_name: str, requests: int, number: int, log: Path) -> BatchRow:
+    preset, port = PRESETS[preset_name], free_port()
+    with log.open("wb") as output, running(_server(target, port), port, output) as (pid, _):
+        plan = LoadPlan(
+            target="http",
+            address=f"127.0.0.1:{port}",
+            workload=preset.workload,
+            requests=requests or preset.requests,
+            concurrency=preset.concurrency,
+            warmup=max(preset.concurrency),
+            seed=number,
+            timeout_s=600.0,
+            model=None,
+            pids=(pid,),
+        )
+        (level,) = asyncio.run(run(plan))
+    if level.summary.failed:
+        raise ApiError("FAILED", f"target {target}: {level.messages}")
+    row = BatchRow(round=number, target=target, summary=level.summary)
+    print(f"{number} {target}: {level.summary.output_tokens_per_s:.1f} tokens/s", file=sys.stderr)
+    return row
+
+
+def _table(rows: list[BatchRow], targets: list[str]) -> Table:
+    """Make one line per target: its rate, and over that of the first target per round; gaps, and the first token."""
+    table = Table(title="one run: medians over rounds (middle half)", title_justify="left")
+    for heading in ("target ms", "tokens/s", f"over {targets[0]}", "ITL ms", "ITL p99 ms", "TTFT ms"):
+        table.add_column(heading, justify="right")
+    first = {row.round: row.summary.output_tokens_per_s for row in rows if row.target == targets[0]}
+    for target in targets:
+        mine = [row for row in rows if row.target == target]
+        gaps = [row.summary.itl_s for row in mine if row.summary.itl_s]
+        ttft = [row.summary.ttft_s.mean for row in mine if row.summary.ttft_s]
+        table.add_row(
+            target,
+            middle([row.summary.output_tokens_per_s for row in mine]).cell(),
+            middle([row.summary.output_tokens_per_s / first[row.round] for row in mine]).cell(digits=2),
+            middle([gap.mean for gap in gaps]).cell(1000, 0) if gaps else "",
+            middle([gap.p99 for gap in gaps]).cell(1000, 0) if gaps else "",
+            middle(ttft).cell(1000, 0),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
