@@ -1,6 +1,6 @@
 """One pool of one worker in two ranks, whose requests guess tokens, lose their blocks to others, and have them back
 from host memory, with products in integers. The answers are those of one process that computes in the same slices, has
-room for all, and guesses nothing."""
+room for all, and guesses nothing; also where a rank is killed amid swaps."""
 
 import random
 import urllib.request
@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from cluster.config import ClusterConfig
 from engine.config import EngineConfig, TierConfig
@@ -15,6 +16,7 @@ from engine.model.config import ModelConfig
 from engine.model.prepared.cache import prepare
 from router.config import RouterConfig
 from router.status.overview import Overview
+from tests.chaos import faults
 from tests.engine.model.checkpoints import build
 from tests.engine.model.test_quantized_families import GROUPS, save_both
 from tests.integration.test_one_pool import Served
@@ -22,6 +24,8 @@ from tests.telemetry.test_metrics import samples
 from worker.config import DecodeConfig
 
 SIZE, BLOCKS, REQUESTS, PROMPT, ANSWER = 4, 40, 6, 20, 60
+CROWD = 8
+"""How many ask each prompt at once where a fault must strike while blocks are swapped."""
 
 
 class OnePool(Served):
@@ -58,14 +62,19 @@ class OnePool(Served):
         )
 
 
-def test_ranks_in_one_pool_swap_and_guess_and_answer_as_one_process_does(tmp_path: Path) -> None:
-    """Guards paths that see blocks of a worker, and steps, in which other ranks have a part: blocks that are copied to
-    host memory before a rank has written them, rows behind drafts that a rank does not get, a chunk beside answers."""
+def coded(tmp_path: Path) -> tuple[Path, list[list[int]]]:
     sizes = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 4}
     source, _ = save_both(build("qwen2", **sizes), tmp_path, GROUPS["w4a16"]())
     folder = prepare(source, tmp_path / "cache")
     draws = random.Random(3)
     prompts = [[draws.randrange(8, 120) for _ in range(PROMPT // 2)] * 2 for _ in range(REQUESTS)]
+    return folder, prompts
+
+
+def test_ranks_in_one_pool_swap_and_guess_and_answer_as_one_process_does(tmp_path: Path) -> None:
+    """Guards paths that see blocks of a worker, and steps, in which other ranks have a part: blocks that are copied to
+    host memory before a rank has written them, rows behind drafts that a rank does not get, a chunk beside answers."""
+    folder, prompts = coded(tmp_path)
     alone = OnePool(folder, EngineConfig(sum_slices=2, speculation="off"), 400, preemption="off")
     try:
         wanted = [alone.ask(prompt, ANSWER)[0] for prompt in prompts]
@@ -82,5 +91,32 @@ def test_ranks_in_one_pool_swap_and_guess_and_answer_as_one_process_does(tmp_pat
         for way in ("out", "in"):
             assert ranks.counted("swap_bytes_total", way=way) > 0, "nothing was swapped"
         assert ranks.counted("draft_tokens_total") > 0, "nothing was guessed"
+    finally:
+        ranks.close()
+
+
+@pytest.mark.chaos
+def test_a_rank_killed_amid_swaps_changes_no_answer(tmp_path: Path) -> None:
+    """Guards against blocks of a dead worker's host memory that its replacement is said to have, and requests that wait
+    for a swap that nobody ends."""
+    folder, prompts = coded(tmp_path)
+    alone = OnePool(folder, EngineConfig(sum_slices=2, speculation="off"), 400, preemption="off")
+    try:
+        wanted = [alone.ask(prompt, ANSWER)[0] for prompt in prompts]
+    finally:
+        alone.close()
+    engine = EngineConfig(tensor_parallel=2, speculation="off")
+    tiers = TierConfig(host_bytes=16 << 20)
+    ranks = OnePool(folder, engine, BLOCKS, preemption="swap", growth_tokens=SIZE, tiers=tiers)
+    try:
+        life = ranks.cluster.workers["decode-0"]
+        with ThreadPoolExecutor(1) as asking:
+            told = asking.submit(ranks.told, prompts * CROWD)
+            while ranks.counted("swap_bytes_total", way="out") == 0:
+                assert not told.done(), "all was answered before anything was swapped"
+            faults.kill(life.ranks[1].pid)
+            assert not told.done(), "all was answered before the fault"
+            assert told.result(timeout=120) == wanted * CROWD
+        assert ranks.cluster.workers["decode-0"].pid != life.pid
     finally:
         ranks.close()
