@@ -122,6 +122,8 @@ class Ground:
         stall_s: float = 10.0,
         deterministic: Literal["auto", "on", "off"] = "auto",
         attention: Literal["auto", "torch"] = "auto",
+        ranks: int = 1,
+        rank_wait_s: float = 30.0,
     ) -> None:
         transfer = TransferConfig(
             transport=transport, escalate_s=escalate_s, stuck_s=stuck_s, stall_s=stall_s
@@ -133,6 +135,8 @@ class Ground:
             deterministic=deterministic,
             attention=attention,
             lend_cores=False,
+            tensor_parallel=ranks,
+            rank_wait_s=rank_wait_s,
         )
         config = ClusterConfig(
             launcher="ray" if launcher == "ray" else "process",
@@ -196,6 +200,9 @@ class Ground:
 
     def pid(self, name: str) -> int:
         return self.cluster.router.pid if name == "router" else self.cluster.workers[name].pid
+
+    def rank_pid(self, name: str, rank: int) -> int:
+        return self.cluster.workers[name].ranks[rank].pid
 
     def proxy(self, name: str) -> Proxy:
         return self._launcher.proxies[name]

@@ -51,10 +51,13 @@ class Row:
     targets: tuple[str, ...]
     expect: tuple[Ending, ...]
     token: int = 0
+    rank: int = 0
+    """Which process of the worker is struck, where it has several."""
 
     def __str__(self) -> str:
         when = f"{self.moment}{self.token or ''}"
-        return f"{self.fault}-{'+'.join(self.targets)}-{when}"
+        rank = f"-rank{self.rank}" if self.rank else ""
+        return f"{self.fault}-{'+'.join(self.targets)}{rank}-{when}"
 
 
 PREFILL, DECODE, BOTH = ("prefill",), ("decode",), ("prefill", "decode")
@@ -109,3 +112,20 @@ RAY_ROWS = (
     Row(Moment.SENDING, Fault.STOP, DECODE, EXACT),
     Row(Moment.TOKEN, Fault.STOP, DECODE, EXACT, token=4),
 )
+
+RANK_ROWS = (
+    Row(Moment.ASKED, Fault.KILL, PREFILL, EXACT, rank=1),
+    Row(Moment.SENDING, Fault.KILL, PREFILL, EXACT, rank=2),
+    Row(Moment.TOKEN, Fault.KILL, PREFILL, EXACT, token=1, rank=1),
+    Row(Moment.ASKED, Fault.KILL, DECODE, EXACT, rank=2),
+    Row(Moment.SENDING, Fault.KILL, DECODE, EXACT, rank=1),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=1, rank=1),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=6, rank=2),
+    Row(Moment.SENDING, Fault.FREEZE, PREFILL, EXACT, rank=1),
+    Row(Moment.TOKEN, Fault.FREEZE, DECODE, EXACT, token=4, rank=2),
+    Row(Moment.SENDING, Fault.STOP, PREFILL, EXACT, rank=2),
+    Row(Moment.TOKEN, Fault.STOP, DECODE, EXACT, token=4, rank=1),
+    Row(Moment.SENDING, Fault.KILL, PREFILL, EXACT),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=4),
+)
+"""Workers of three ranks. A rank that is frozen is a delay, one that stays stopped is its worker's end."""

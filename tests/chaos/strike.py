@@ -112,7 +112,7 @@ def _try_row(
             raise NoEffectError("the victim was over before the fault")
         lives = dict(ground.cluster.workers)
         struck = serving.targets(row)
-        strike(ground, row.fault, struck)
+        strike(ground, row.fault, struck, row.rank)
     for ask in asks:
         ask.join(END_S)
     endings = [
@@ -134,9 +134,10 @@ def _try_row(
         assert is_new if worker in ended else is_same, f"{worker} was {life}, and is {up}"
 
 
-def strike(ground: Ground, fault: Fault, names: list[str]) -> None:
-    """Strike all of them at once. Returns when it is done; raises NoEffectError if it did not happen."""
-    pids = [ground.pid(name) for name in names]
+def strike(ground: Ground, fault: Fault, names: list[str], rank: int = 0) -> None:
+    """Strike all of them at once, each in this rank's process. Returns when it is done; raises NoEffectError if it did
+    not happen."""
+    pids = [ground.rank_pid(name, rank) if rank else ground.pid(name) for name in names]
     match fault:
         case Fault.KILL:
             for pid in pids:

@@ -45,10 +45,18 @@ class Worker:
     """One pool with its transfer thread; events wait in `inbox` for the engine."""
 
     def __init__(
-        self, kind: str, me: Incarnation, hub: LoopbackHub, layout: KVLayout, stall_s: float = 10.0
+        self,
+        kind: str,
+        me: Incarnation,
+        hub: LoopbackHub,
+        layout: KVLayout,
+        stall_s: float = 10.0,
+        pool: PagedKV | None = None,
     ) -> None:
+        """`pool`: of a worker that goes on without this transfer thread."""
         self.me = me
-        self.pool = PagedKV(layout, BLOCKS)
+        self.borrowed = pool is not None
+        self.pool = pool or PagedKV(layout, BLOCKS)
         self.inbox: list[MoverEvent] = []
         config = TransferConfig(stall_s=stall_s)
         self.transport = open_any(kind, self.pool, me, hub, config)
@@ -71,11 +79,12 @@ class Pair:
         layouts: tuple[KVLayout, KVLayout] = (LAYOUT, LAYOUT),
         stall_s: float = 10.0,
         wire: str = AS_STORED,
+        pools: tuple[PagedKV | None, PagedKV | None] = (None, None),
     ) -> None:
         self.hub = LoopbackHub()
         self.threaded = threaded
-        self.prefill = Worker(kind, PREFILL, self.hub, layouts[0], stall_s)
-        self.decode = Worker(kind, DECODE, self.hub, layouts[1], stall_s)
+        self.prefill = Worker(kind, PREFILL, self.hub, layouts[0], stall_s, pools[0])
+        self.decode = Worker(kind, DECODE, self.hub, layouts[1], stall_s, pools[1])
         self.sender, self.receiver = KVSender(), KVReceiver()
         self.told: list[Command] = []
         self.events: list[MoverEvent] = []
@@ -167,4 +176,5 @@ class Pair:
     def close(self) -> None:
         for worker in (self.prefill, self.decode):
             worker.mover.stop()
-            worker.pool.close()
+            if not worker.borrowed:
+                worker.pool.close()
