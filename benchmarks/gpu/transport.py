@@ -46,7 +46,7 @@ MODEL = KVLayout(kv_heads=8, layers=32, block_size=16, head_dim=128, dtype="bflo
 """2 MiB a block: an 8B model with grouped queries."""
 SMALL = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
 """The model of a dry run."""
-CHUNKS = (1, 8, 64)
+CHUNKS = (1, 8, 64, 512, 2048)
 LIMIT_S = 60.0
 
 WAYS = {
@@ -135,7 +135,7 @@ class TransportBench:
         self,
         kind: str,
         layout: KVLayout = MODEL,
-        blocks: int = 128,
+        blocks: int = CHUNKS[-1],
         pool_of: Any = on_gpu,
         opener: Opener = opened,
     ) -> None:

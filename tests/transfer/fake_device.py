@@ -133,6 +133,7 @@ class FakeDevice:
     def __init__(self, name: str = "fake") -> None:
         self.name = name
         self.streams: list[FakeStream] = []
+        self.uploads = 0
 
     def stream(self) -> FakeStream:
         self.streams.append(FakeStream())
@@ -145,32 +146,33 @@ class FakeDevice:
     def words(self, count: int) -> Tensor:
         return torch.full((count,), -1, dtype=torch.int64)
 
+    def numbers(self, *rows: Sequence[int]) -> Tensor:
+        self.uploads += 1
+        return torch.tensor([list(row) for row in rows], dtype=torch.int32)
+
+    def fetch(self, words: Tensor) -> Tensor:
+        return words.clone()
+
     def copy(
         self,
         source: Tensor,
         target: Tensor | None,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
+        source_blocks: Tensor,
+        target_blocks: Tensor,
         shape: BlockShape,
-        tokens: Sequence[int] | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor | None:
         assert source.shape[2] == shape.words
         digests = []
-        for at, (old, new) in enumerate(zip(source_blocks, target_blocks, strict=True)):
+        for at, (old, new) in enumerate(zip(source_blocks.tolist(), target_blocks.tolist(), strict=True)):
             if target is not None:
                 target[new].copy_(source[old])
             if tokens is not None:
-                digests.append(wp64(source[old], shape, tokens[at]))
+                digests.append(wp64(source[old], shape, int(tokens[at])))
         return torch.stack(digests) if tokens is not None else None
 
-    def convert(
-        self,
-        source: KVPool,
-        target: KVPool,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
-    ) -> None:
-        convert_blocks(source, target, source_blocks, target_blocks)
+    def convert(self, source: KVPool, target: KVPool, source_blocks: Tensor, target_blocks: Tensor) -> None:
+        convert_blocks(source, target, source_blocks.tolist(), target_blocks.tolist())
 
     def view(self, address: int, nbytes: int) -> Tensor:
         memory = (ctypes.c_char * nbytes).from_address(address)
@@ -246,10 +248,10 @@ class LateDevice(FakeDevice):
         self,
         source: Tensor,
         target: Tensor | None,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
+        source_blocks: Tensor,
+        target_blocks: Tensor,
         shape: BlockShape,
-        tokens: Sequence[int] | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor | None:
         assert self.current is not None, "a copy on no stream"
         assert target is not None and tokens is None, "not needed by any test"

@@ -62,15 +62,16 @@ class IntoDevice:
         self._words = words_of(pool.memory, span or whole(pool.layout))
         self._landing: list[range] = []
 
-    def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
+    def land(self, first: int, source: Tensor, blocks: Tensor) -> None:
         some = range(first, first + len(blocks))
         (words, shape), (pool, _) = flat(source), flat(self._words)
-        targets = [self._targets[at] for at in some]
+        targets = self._device.numbers([self._targets[at] for at in some])[0]
         self._device.copy(words, pool, blocks, targets, shape)
         self._landing.append(some)
 
-    def landed(self) -> None:
+    def landed(self) -> bool:
         self.order += self._landing.pop(0)
+        return False
 
 
 def into(

@@ -92,7 +92,7 @@ class CudaDevice:
             raise TransferError(f"no device {name}: {error}") from error
         self.name = str(properties.uuid)
         kernels = DeviceKernels(self._device, table_arch(properties.major))
-        self.copy, self.convert = kernels.copy, kernels.convert
+        self.numbers, self.copy, self.convert = kernels.numbers, kernels.copy, kernels.convert
         self._mapped: dict[bytes, int] = {}
 
     def stream(self) -> CudaStream:
@@ -111,10 +111,13 @@ class CudaDevice:
     def view(self, address: int, nbytes: int) -> Tensor:
         return self._bytes(address, nbytes).view(torch.int64)
 
-    def peek(self, words: Tensor, stream: Stream) -> _CudaPeek:
+    def fetch(self, words: Tensor) -> Tensor:
         host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        return host.copy_(words, non_blocking=True)
+
+    def peek(self, words: Tensor, stream: Stream) -> _CudaPeek:
         with stream.use():
-            host.copy_(words, non_blocking=True)
+            host = self.fetch(words)
         event = stream.record()
         assert isinstance(event, _CudaEvent)
         return _CudaPeek(event.event, host)

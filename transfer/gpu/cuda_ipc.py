@@ -23,7 +23,7 @@ from transfer.gpu.scatter import Copy, Scatter
 from transfer.host.peer_file import PeerFile, PoolFileDetails, peer_pool_file, pool_file
 from transfer.host.pull import Pull, PullTransport, expect
 from transfer.reactor import Reactor
-from transfer.transport import BlockSlice, Outcome, TransferError
+from transfer.transport import BlockSlice, Outcome, Ticket, TransferError
 
 BLOCKS_PER_COPY = 32
 COPIES = 4
@@ -55,7 +55,7 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
 
     name = "cuda_ipc"
 
-    # Mutable state: also the copies under way, of the receives in front.
+    # Mutable state: also the copies under way, of the receives in front, whose numbers of blocks are on the device.
 
     def __init__(self, memory: DeviceMemory, device: Device) -> None:
         if memory.fd < 0:
@@ -64,6 +64,7 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
         self._memory = memory
         self._handle = device.export(memory)
         self._scatter = Scatter(device)
+        self._numbers: dict[Ticket, Tensor] = {}
         self._pulse = Pulse()
         reactor = Reactor()
         reactor.watch(self._pulse, self._pulse.hush)
@@ -100,8 +101,7 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
             while not pull.error and pull.begun < len(pull.move.remote) and len(self._scatter) < COPIES:
                 self._begin(pull)
         self._finish_ended()
-        self._pulse.set(bool(self._scatter), time.monotonic(), afresh=bool(ended))
-        return False  # the pulse tells when to look again
+        return self._pulse.set(bool(self._scatter), time.monotonic(), afresh=bool(ended))
 
     def _begin(self, pull: _Pull) -> None:
         first = pull.begun
@@ -112,7 +112,9 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
             pull.error = f"{type(error).__name__}: {error}"
             return
         pull.begun += len(remote)
-        blocks = [block for block, _ in remote]
+        if not first:
+            self._numbers[pull.ticket] = self._scatter.numbers([block for block, _ in pull.move.remote])
+        blocks = self._numbers[pull.ticket][first : pull.begun]
         check = functools.partial(expect, pull.source, remote)
         self._scatter.begin(Copy(pull, pull.landing, first, pull.source.words, blocks, check=check))
 
@@ -124,4 +126,5 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
 
     def _finish(self, pull: _Pull, outcome: Outcome, error: str = "") -> None:
         self._scatter.drop(pull)
+        self._numbers.pop(pull.ticket, None)
         super()._finish(pull, outcome, error)

@@ -68,21 +68,27 @@ class Device(Protocol):
     def words(self, count: int) -> Tensor:
         """int64 `[count]` of fresh device memory, for as long as the process lives."""
 
+    def numbers(self, *rows: Sequence[int]) -> Tensor:
+        """Rows of equal length, int32 `[rows, n]`, on their way to the device by the current stream. Never waits."""
+
+    def fetch(self, words: Tensor) -> Tensor:
+        """Begin to bring words to the host by the current stream: to be read once an event that is recorded behind is
+        done, and not before."""
+
     def copy(
         self,
         source: Tensor,
         target: Tensor | None,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
+        source_blocks: Tensor,
+        target_blocks: Tensor,
         shape: BlockShape,
-        tokens: Sequence[int] | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor | None:
         """Enqueue `kernels.block_copy.copy_blocks` on the current stream: int64 `[blocks, heads, words]` to the same,
-        with digests int64 `[n, heads]` of the valid `tokens` if these are given."""
+        with digests int64 `[n, heads]` of the valid `tokens` if these are given. `numbers` brings what says which
+        blocks."""
 
-    def convert(
-        self, source: KVPool, target: KVPool, source_blocks: Sequence[int], target_blocks: Sequence[int]
-    ) -> None:
+    def convert(self, source: KVPool, target: KVPool, source_blocks: Tensor, target_blocks: Tensor) -> None:
         """Enqueue `kernels.block_convert.convert_blocks` on the current stream."""
 
     def view(self, address: int, nbytes: int) -> Tensor:

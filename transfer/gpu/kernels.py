@@ -1,5 +1,5 @@
-"""The launches by which a device moves blocks: the kernels of `kernels.block_copy` and `kernels.block_convert`, with
-block numbers brought over from the host."""
+"""The launches by which a device moves blocks: the kernels of `kernels.block_copy` and `kernels.block_convert`, and the
+way by which the host's numbers of blocks come to it."""
 
 from collections.abc import Sequence
 
@@ -22,25 +22,25 @@ class DeviceKernels:
         self._arch = arch
         self._config = config_for(ConfigKey("copy_blocks", 0, 0, 0, "int64", arch))
 
+    def numbers(self, *rows: Sequence[int]) -> Tensor:
+        # Pageable memory would be copied at once, behind all that its stream has to do. Pinned memory is torch's own,
+        # which it hands out again once the copy has ended.
+        pinned = torch.tensor([list(row) for row in rows], dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        return pinned.to(self._device, non_blocking=True)
+
     def copy(
         self,
         source: Tensor,
         target: Tensor | None,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
+        source_blocks: Tensor,
+        target_blocks: Tensor,
         shape: BlockShape,
-        tokens: Sequence[int] | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor | None:
-        numbers = [source_blocks, target_blocks, tokens or source_blocks]
-        rows = torch.tensor(numbers, dtype=torch.int32).to(self._device)
-        valid = None if tokens is None else rows[2]
-        return copy_blocks(source, target, rows[0], rows[1], shape, self._config, tokens=valid)
+        return copy_blocks(source, target, source_blocks, target_blocks, shape, self._config, tokens=tokens)
 
-    def convert(
-        self, source: KVPool, target: KVPool, source_blocks: Sequence[int], target_blocks: Sequence[int]
-    ) -> None:
-        numbers = torch.tensor([source_blocks, target_blocks], dtype=torch.int32).to(self._device)
+    def convert(self, source: KVPool, target: KVPool, source_blocks: Tensor, target_blocks: Tensor) -> None:
         eight = source if source.scales is not None else target
         dtype = str(eight.payload.dtype).removeprefix("torch.")
         key = ConfigKey("convert_blocks", source.head_dim, 0, source.block_size, dtype, self._arch)
-        convert_blocks(source, target, numbers[0], numbers[1], config_for(key))
+        convert_blocks(source, target, source_blocks, target_blocks, config_for(key))

@@ -11,7 +11,7 @@ from engine.kv.layout import KVLayout
 from engine.storage.paged import pool_views
 from kernels.pool import KVPool
 from transfer.gpu.device import Device
-from transfer.gpu.landing import DeviceInPlace, planes, store
+from transfer.gpu.landing import DeviceInPlace, Numbers, planes, store
 from transfer.handoff.commands import IncomingBlock
 from transfer.handoff.negotiation import digest_shape, held_heads
 
@@ -43,7 +43,8 @@ class DevicePacked:
     def pack(self, first: int, words: Tensor) -> None:
         """Enqueue the conversion of blocks `first ..` into int64 `[blocks, words]`, on the current stream."""
         some = self._blocks[first : first + len(words)]
-        self._device.convert(self._source, as_pool(words, self._form), some, range(len(words)))
+        sources, order = self._device.numbers(some, range(len(words)))
+        self._device.convert(self._source, as_pool(words, self._form), sources, order)
 
     def digests(self, at: Sequence[int], tokens: Sequence[int]) -> list[Tensor]:
         """int64 `[n, heads]` a piece: of what will be sent of the blocks numbered `at`, with their valid tokens."""
@@ -54,10 +55,11 @@ class DevicePacked:
             words = torch.empty(
                 len(some), self._form.block_bytes // 8, dtype=torch.int64, device=self._source.payload.device
             )
-            self._device.convert(self._source, as_pool(words, self._form), some, range(len(some)))
+            of_these = tokens[first : first + BLOCKS_PER_DIGEST]
+            sources, order, valid = self._device.numbers(some, range(len(some)), of_these)
+            self._device.convert(self._source, as_pool(words, self._form), sources, order)
             by_head = words.unflatten(1, (self._form.kv_heads, -1))
-            valid = tokens[first : first + BLOCKS_PER_DIGEST]
-            made = self._device.copy(by_head, None, range(len(some)), range(len(some)), shape, valid)
+            made = self._device.copy(by_head, None, order, order, shape, valid)
             assert made is not None
             found.append(made)
         return found
@@ -67,22 +69,20 @@ class DeviceWidened(DeviceInPlace):
     """Blocks that come in 8 bits: by one kernel where both have blocks of one size, by way of a private buffer
     elsewhere. Raises ValueError where kernels cannot read the pool's."""
 
-    def _target(
-        self, by_head: Tensor, places: Sequence[int], blocks: Sequence[IncomingBlock]
-    ) -> tuple[None, Sequence[int]]:
+    def _target(self, by_head: Tensor, places: Tensor, numbers: Numbers) -> tuple[None, Tensor]:
         return None, places
 
-    def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
+    def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Tensor, numbers: Numbers) -> bool:
         arrived = as_pool(words, self._unit)
         if self._unit.block_size == self._layout.block_size:
-            targets = [block.rows[0].target for block in blocks]
             target = heads_of(self._memory, self._layout, self._unit)
-            self._device.convert(arrived, target, places, targets)
-            return
+            self._device.convert(arrived, target, places, numbers.targets)
+            return True
         wide = msgspec.structs.replace(self._unit, dtype=self._layout.dtype)
         buffer = words.new_empty(len(blocks), wide.block_bytes // 8)
-        self._device.convert(arrived, as_pool(buffer, wide), places, range(len(blocks)))
+        self._device.convert(arrived, as_pool(buffer, wide), places, numbers.order)
         for block, made in zip(blocks, buffer, strict=True):
             sources = planes(made.view(torch.uint8).view(wide.kv_heads, -1), wide)
             for rows in block.rows:
                 store(self._memory, self._layout, wide, rows, sources)
+        return True

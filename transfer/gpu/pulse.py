@@ -21,6 +21,7 @@ class Pulse:
     """A timer of the system (timerfd). Beats every `FAST_S` while `on`, every `SLOW_S` once that has lasted `TIRED_S`:
     what takes long will not be missed by a few milliseconds. Raises OSError if there is none."""
 
+    SPIN_S = 0.0002
     FAST_S = 0.0003
     SLOW_S = 0.005
     TIRED_S = 0.1
@@ -37,12 +38,14 @@ class Pulse:
     def fileno(self) -> int:
         return int(self._fd)
 
-    def set(self, on: bool, now: float, *, afresh: bool = False) -> None:
-        """Beat, or be quiet. `afresh`: something has just happened, so that more may follow soon."""
+    def set(self, on: bool, now: float, *, afresh: bool = False) -> bool:
+        """Beat, or be quiet. `afresh`: something has just happened, so that more may follow soon. True for the first
+        `SPIN_S` of that: no timer is as quick as a copy, so whoever asks looks again at once."""
         if on and (afresh or not self._period_s):
             self._since_s = now
         period_s = self.SLOW_S if now - self._since_s > self.TIRED_S else self.FAST_S
         self._arm(period_s if on else 0.0)
+        return on and now - self._since_s < self.SPIN_S
 
     def hush(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -56,12 +56,13 @@ class DeviceRoute(Route):
             return
         words = words_of(scratch, self.sent)
         by_head = words.unflatten(1, (self.outgoing.kv_heads, -1))
-        made = self._device.copy(by_head, None, [0], [0], self._shape, [1])
+        first, tokens = self._device.numbers([0], [1])
+        made = self._device.copy(by_head, None, first, first, self._shape, tokens)
         assert made is not None
         unsigned(made)
         if not self.transport.reads_remotely:
             (source, shape), (slot, _) = flat(words), flat(words.new_empty(1, words.shape[1]))
-            self._device.copy(source, slot, [0], [0], shape)
+            self._device.copy(source, slot, first, first, shape)
 
     def _receive_nothing(self) -> None:
         words = words_of(self._scratch(self.received.block_bytes), self.received)
@@ -69,7 +70,7 @@ class DeviceRoute(Route):
             words = words.contiguous()  # as in a slot
         block = IncomingBlock((Rows(0, BlockId(0), 0, 1),), generation=0, tokens=1, identity=b"", digest=0)
         landing = self._land(self._scratch(self._layout.block_bytes), (block,), Verifier(NOBODYS, 0.0, Tally()))
-        landing.land(0, words, [0])
+        landing.land(0, words, self._device.numbers([0])[0])
         landing.landed()
 
     def _scratch(self, block_bytes: int) -> Tensor:
@@ -90,13 +91,13 @@ class DeviceRoute(Route):
         found = [0] * len(bounds)
         if chosen:
             blocks = [command.blocks[at] for at in chosen]
-            sources = [block.source for block in blocks]
             tokens = [block.tokens for block in blocks]
             with self._stream.use():
                 if packed is not None:
                     pieces = packed.digests(chosen, tokens)
                 else:
-                    made = self._device.copy(self._source, None, sources, sources, self._shape, tokens)
+                    sources, valid = self._device.numbers([block.source for block in blocks], tokens)
+                    made = self._device.copy(self._source, None, sources, sources, self._shape, valid)
                     assert made is not None
                     pieces = [made]
                 heads = [of_block for piece in pieces for of_block in unsigned(piece)]

@@ -1,8 +1,9 @@
 """Copies into the pool that a stream carries out, and the slots that bytes of the wire wait in.
 
-A copy has two phases, since what is to be stored may depend on digests that the first one makes:
+A copy has two phases, since what is to be stored may depend on digests that the first one makes. Where nothing is left
+to be stored, one event ends both:
 
-    land .. (event) .. landed .. (event) .. over
+    land .. (event) .. landed .. [more .. (event)] .. over
 
 A copy waits for nobody but the device, so its end can be waited for: that is what makes a cancel a proof.
 """
@@ -67,7 +68,7 @@ class Copy:
     landing: DeviceLanding
     first: int
     source: Tensor
-    blocks: Sequence[int]
+    blocks: Tensor
     over: Callable[[], None] = lambda: None
     check: Callable[[], None] = lambda: None
     error: str = ""
@@ -79,8 +80,21 @@ class Scatter:
     """The copies under way, in order, on a stream of their own."""
 
     def __init__(self, device: Device) -> None:
+        self._device = device
         self._stream = device.stream()
         self._copies: list[Copy] = []
+        self._order = self.numbers([])
+
+    def numbers(self, blocks: Sequence[int]) -> Tensor:
+        """Numbers of blocks, int32 `[n]`, for copies to come."""
+        with self._stream.use():
+            return self._device.numbers(blocks)[0]
+
+    def order(self, count: int) -> Tensor:
+        """The numbers 0 .. `count` - 1, brought over anew only where there are more than ever."""
+        if count > len(self._order):
+            self._order = self.numbers(range(count))
+        return self._order[:count]
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -106,8 +120,8 @@ class Scatter:
                     copy.error = f"{type(error).__name__}: {error}"
                 else:
                     with self._stream.use():
-                        copy.landing.landed()
-                        copy.event = self._stream.record()
+                        if copy.landing.landed():
+                            copy.event = self._stream.record()
             if not copy.event.done():
                 break
             ended.append(copy)

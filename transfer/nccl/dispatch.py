@@ -266,7 +266,7 @@ class PieceDispatcher:
         landing = self._posted[chunk.ticket].landing
         assert landing is not None
         source = slot_blocks(slot, piece.count, peer.received)
-        blocks = range(piece.count)
+        blocks = self._scatter.order(piece.count)
         self._scatter.begin(Copy(chunk, landing, piece.first, source, blocks, over))
 
     def _ended(self, chunk: Chunk) -> None:

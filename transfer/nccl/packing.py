@@ -152,7 +152,8 @@ class Packing:
             else:
                 blocks = posted.move.local[piece.first : piece.first + piece.count]
                 source, shape = flat(words_of(self._memory.memory, peer.sent))
-                self._device.copy(source, flat(view)[0], blocks, range(piece.count), shape)
+                sources, order = self._device.numbers(blocks, range(piece.count))
+                self._device.copy(source, flat(view)[0], sources, order, shape)
             event = self._stream.record()
         return Packed(peer, chunk, piece.first, piece.count, slot, ring, event)
 

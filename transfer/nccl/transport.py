@@ -141,8 +141,10 @@ class NcclTransport:
             self._guarded(peer, self._tend, now)
         self._dispatch.step(now, self._peers, self._guarded)
         self._meeting.flush()
-        self._set_pulse(now)
+        is_due = self._set_pulse(now)
         self._reactor.hush()
+        if is_due:
+            self._reactor.ring()
         return self._completions.take()
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -247,8 +249,8 @@ class NcclTransport:
         posted.peer.pair.forget(chunk)
         self._completions.end(chunk.ticket, *(chunk.verdict or (Outcome.DONE, "")))
 
-    def _set_pulse(self, now: float) -> None:
+    def _set_pulse(self, now: float) -> bool:
         waiting = self._dispatch.is_waiting or self._room.is_busy or self._meeting.is_dialling
         afresh = self._progress != self._dispatch.progress
         self._progress = self._dispatch.progress
-        self._pulse.set(waiting, now, afresh=afresh)
+        return self._pulse.set(waiting, now, afresh=afresh)

@@ -51,7 +51,7 @@ def test_the_kernel_digests_what_lands_as_the_fake_does() -> None:
     shape = digest_shape(LAYOUT)
     rows = torch.tensor([[3, 0], [1, 2], [4, 3]], dtype=torch.int32, device=DEVICE)
     made = copy_blocks(there, ours, rows[0], rows[1], shape, CONFIG, tokens=rows[2])
-    told = FakeDevice().copy(there, theirs, [3, 0], [1, 2], shape, [4, 3])
+    told = FakeDevice().copy(there, theirs, *FakeDevice().numbers([3, 0], [1, 2]), shape, torch.tensor([4, 3]))
     assert made is not None and told is not None
     assert torch.equal(made, told) and torch.equal(ours, theirs)
 

@@ -35,6 +35,7 @@ class KernelDevice(fake_device.FakeDevice):
     def __init__(self) -> None:
         super().__init__()
         kernels = DeviceKernels(torch.device("cpu"), 90)
+        self.numbers = kernels.numbers  # type: ignore[method-assign]
         self.copy = kernels.copy  # type: ignore[method-assign]
         self.convert = kernels.convert  # type: ignore[method-assign]
 
