@@ -28,6 +28,13 @@ class ModelError(Exception):
         self.problem = problem
 
 
+def layer_count(path: Path, layers: int) -> int:
+    """Return it. Raises ModelError where no model has so many: whatever is made for each layer would not end."""
+    if not 1 <= layers <= MOST_LAYERS:
+        raise ModelError(path, f"layers is {layers}, must be 1 to {MOST_LAYERS}")
+    return layers
+
+
 _Read = TypeVar("_Read")
 
 
@@ -84,7 +91,8 @@ class LongRope(msgspec.Struct, frozen=True, tag="longrope", kw_only=True):
         return self.long if context_tokens > self.original_context_tokens else self.short
 
 
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context_tokens")
+MOST_LAYERS = 10_000
+_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context_tokens")
 
 RopeScaling = Llama3Rope | LinearRope | FactorsRope | YarnRope | LongRope
 
@@ -248,6 +256,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, path: Path) -> "ModelConfig":
         """Return itself, or raise ModelError where the sizes cannot be those of a model."""
+        layer_count(path, self.layers)
         for field in _SIZES:
             if getattr(self, field) < 1:
                 raise ModelError(path, f"{field} is {getattr(self, field)}, must be at least 1")

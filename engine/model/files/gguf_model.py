@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.model.config import ModelConfig, ModelError
+from engine.model.config import ModelConfig, ModelError, layer_count
 from engine.model.families import LLAMA, MIXTRAL, Source
 from engine.model.files import experts
 from engine.model.files.checkpoint import find_family
@@ -60,7 +60,7 @@ class GGUFModel:
         head_dim = need("attention.key_length", hidden // heads)
         if file.get(f"{architecture}.attention.value_length", head_dim) != head_dim:
             raise ModelError(path, f"metadata {architecture}.attention.value_length differs from {head_dim}")
-        layers, vocab = need("block_count"), file.shape("token_embd.weight")[0]
+        layers, vocab = layer_count(path, need("block_count")), file.shape("token_embd.weight")[0]
         return ModelConfig(
             family=self.family.name,
             name=_QUANT_SUFFIX.sub("", path.stem),

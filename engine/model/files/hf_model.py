@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from engine.model.codes import Codes
-from engine.model.config import PICKLES, Activation, ModelConfig, ModelError
+from engine.model.config import PICKLES, Activation, ModelConfig, ModelError, layer_count
 from engine.model.families import Family, Source
 from engine.model.files import experts
 from engine.model.files.checkpoint import find_family, most_of, read_json
@@ -175,7 +175,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
         return ModelConfig(
             family=family.name,
             name=name,
-            layers=int(raw["num_hidden_layers"]),
+            layers=layer_count(path, int(raw["num_hidden_layers"])),
             hidden=int(raw["hidden_size"]),
             heads=int(raw["num_attention_heads"]),
             kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine.model.config import ModelError, YarnRope
+from engine.model.files.gguf_model import GGUFModel
 from engine.model.files.gguf_options import HeaderSizes, Options, family_options
 from engine.model.files.gguf_reader import GGUFFile
 
@@ -30,8 +31,9 @@ OLMO3_YARN: dict[str, Number] = {
 }
 
 
-def options(folder: Path, architecture: str, sizes: HeaderSizes, header: dict[str, Number]) -> Options:
-    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+def save(folder: Path, architecture: str, header: dict[str, Number], tensor: str) -> Path:
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, architecture)
     for key, value in header.items():
         name = f"{architecture}.{key}"
         if isinstance(value, str):
@@ -40,12 +42,16 @@ def options(folder: Path, architecture: str, sizes: HeaderSizes, header: dict[st
             writer.add_uint32(name, value)
         else:
             writer.add_float32(name, value)
-    writer.add_tensor("output_norm.weight", np.ones(4, np.float32))
+    writer.add_tensor(tensor, np.ones((4, 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return family_options(GGUFFile(folder / "model.gguf"), architecture, sizes)
+    return path
+
+
+def options(folder: Path, architecture: str, sizes: HeaderSizes, header: dict[str, Number]) -> Options:
+    return family_options(GGUFFile(save(folder, architecture, header, "output_norm.weight")), architecture, sizes)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +104,13 @@ def test_a_factor_of_unknown_meaning_is_refused(tmp_path: Path) -> None:
     header = OLMO3_YARN | {"rope.scaling.attn_factor": 1.25, "attention.sliding_window": 0}
     with pytest.raises(ModelError, match=r"qwen3\.rope\.scaling\.attn_factor is not supported"):
         options(tmp_path, "qwen3", MISTRAL_7B, header)
+
+
+@pytest.mark.parametrize("layers", [0, 10_001, 2**31 - 1])
+def test_a_header_with_a_number_of_layers_that_no_model_has_is_refused(tmp_path: Path, layers: int) -> None:
+    """Guards `headrace plan FILE` from a list of options for each of two thousand million layers."""
+    sizes: dict[str, Number] = {"block_count": layers, "embedding_length": 64, "attention.head_count": 4}
+    header = FIRST_MISTRAL | sizes | {"attention.layer_norm_rms_epsilon": 1e-5}
+    path = save(tmp_path, "llama", header, "token_embd.weight")
+    with pytest.raises(ModelError, match=f"layers is {layers}, must be 1 to 10000"):
+        GGUFModel(path)

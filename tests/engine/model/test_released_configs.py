@@ -354,3 +354,12 @@ def test_text_side_of_a_model_with_images_is_read(inner: str, outer: str, tmp_pa
             rows = wanted.shape[0]
             assert found.shape == wanted.shape
             assert (found.values(0, rows) == wanted.values(0, rows)).all()
+
+
+@pytest.mark.parametrize("layers", [0, 10_001, 10**18])
+def test_a_number_of_layers_that_no_model_has_is_refused(layers: int) -> None:
+    """Guards what is made for each layer, before anything of them is read."""
+    path = Path("config.json")
+    raw = {"model_type": "qwen3", "num_hidden_layers": layers, "hidden_size": 64, "num_attention_heads": 4}
+    with pytest.raises(ModelError, match=f"layers is {layers}, must be 1 to 10000"):
+        model_config(path, find_family(path, "hugging_face", "model_type", "qwen3"), raw, "m")
