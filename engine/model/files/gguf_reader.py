@@ -58,6 +58,8 @@ class _QuickReader(GGUFReader):
             _, name_data, _, dims, raw_dtype, offset = field.parts
             name = bytes(name_data).decode("utf-8")
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(raw_dtype[0])]
+            if not all(dims):
+                raise ValueError(f"tensor {name} has shape {dims.tolist()}")
             end = int(start_offs) + int(offset[0]) + prod(dims.tolist()) // block * block_bytes
             if end > len(self.data):
                 raise ValueError(f"tensor {name} ends at byte {end} of {len(self.data)}: truncated")

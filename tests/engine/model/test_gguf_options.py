@@ -114,3 +114,14 @@ def test_a_header_with_a_number_of_layers_that_no_model_has_is_refused(tmp_path:
     path = save(tmp_path, "llama", header, "token_embd.weight")
     with pytest.raises(ModelError, match=f"layers is {layers}, must be 1 to 10000"):
         GGUFModel(path)
+
+
+def test_a_tensor_without_values_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.ones((4, 0), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"tensor token_embd.weight has shape \[0, 4\]"):
+        GGUFFile(tmp_path / "model.gguf")
