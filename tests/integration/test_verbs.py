@@ -42,7 +42,7 @@ class Shell:
         self.supervisor = 0
 
     def __call__(
-        self, *words: str, said: str = "", fails: int = 0
+        self, *words: str, said: str = "", fails: int | None = 0
     ) -> "subprocess.CompletedProcess[str]":
         done = subprocess.run(
             [sys.executable, "-m", "cluster.cli", *words],
@@ -53,7 +53,7 @@ class Shell:
             env=self.environ,
             check=False,
         )
-        assert done.returncode == fails, (words, done.stdout, done.stderr)
+        assert fails is None or done.returncode == fails, (words, done.stdout, done.stderr)
         return done
 
     def status(self) -> dict[str, dict[str, Any]]:
@@ -144,6 +144,41 @@ def test_a_cluster_from_up_to_down(shell: Shell) -> None:
     assert [pid for pid in pids if start_of(pid) is not None] == []
     assert "No cluster named 'tested' runs here." in shell("down").stdout
     assert sorted(p.name for p in (shell.folder / "run").iterdir()) == ["tested.key", "tested.lock", "tested.log"]
+
+
+def test_ctrl_c_ends_a_drain_and_an_up_behind_it_quietly(shell: Shell) -> None:
+    """Guards against a page of Python for who will not wait for a worker to leave, or has seen it leave and is done."""
+    up = subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "up", "--decode", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=shell.environ,
+    )  # fmt: skip
+    try:
+
+        def is_ready() -> bool:
+            told = shell("status", "--json", fails=None).stdout
+            processes = json.loads(told)["processes"] if told else []
+            return len(processes) == 4 and all(one["state"] == "up" for one in processes)
+
+        assert eventually(is_ready, VERB_S)
+        shell("drain", "decode-0")
+        shell("scale", "decode=2")
+        frozen = max(name for name in shell.status() if name.startswith("decode"))
+        os.kill(shell.status()[frozen]["pid"], signal.SIGSTOP)
+        command = [sys.executable, "-m", "cluster.cli", "drain", frozen]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=shell.environ
+        ) as drain:
+            assert eventually(lambda: shell.status()[frozen]["state"] != "up", 20.0), "nobody waits for it"
+            drain.send_signal(signal.SIGINT)
+            assert drain.stderr is not None and drain.stderr.read() == ""
+        assert drain.returncode == 128 + signal.SIGINT
+        up.send_signal(signal.SIGINT)
+        told, _ = up.communicate(timeout=VERB_S)
+        assert up.returncode == 0 and "Traceback" not in told, told
+        assert "No cluster named 'tested' runs here." in shell("down").stdout
+    finally:
+        up.kill()
+        up.communicate()
 
 
 def test_down_ends_a_frozen_supervisor_and_a_frozen_worker(shell: Shell) -> None:
