@@ -427,6 +427,8 @@ class RpcLoop:
         # Whoever reads a stream that the server has just ended would be reported as destroyed with the loop.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
-            task.cancel()
+            # grpc's own watches over a call, ends with it, and would tell of a cancel as of a failure.
+            if getattr(task.get_coro(), "__qualname__", "") != "_schedule_rpc_coro":
+                task.cancel()
         if left:
             await asyncio.wait(left, timeout=1.0)
