@@ -96,8 +96,11 @@ def test_who_names_a_deadline_that_cannot_be_met_is_told_when_to_come_back(runne
     """Guards callers against waiting for what will not come, and both fronts' way to say so."""
 
     async def body(site: Site) -> None:
-        def backlog(tokens: int) -> None:
-            site.app.hub._handle(WorkerSaid("p0", load(2, s_per_token=0.01, waiting_tokens=tokens)))
+        async def backlog() -> None:
+            """The scripted worker has none, and says so whenever it says anything."""
+            while True:
+                site.app.hub._handle(WorkerSaid("p0", load(2, s_per_token=0.01, waiting_tokens=1000)))
+                await asyncio.sleep(0.0005)
 
         async with httpx.AsyncClient() as web, Client(site.grpc) as client:
             # A router that holds nothing refuses nobody: this one runs all the while.
@@ -107,22 +110,20 @@ def test_who_names_a_deadline_that_cannot_be_met_is_told_when_to_come_back(runne
             await until(lambda: len(records(site)) == 1)
             site.workers.hold = False
             url, text = site.url("/v1/completions"), {"prompt": "x"}
-            backlog(1000)
+            stated = asyncio.ensure_future(backlog())
             answer = await web.post(url, json=text, headers={"x-request-timeout-s": "2"})
             assert answer.status_code == 429 and 7 <= int(answer.headers["retry-after"]) <= 10
             assert "predicted" in answer.json()["error"]["message"]
-            backlog(1000)
             with pytest.raises(ApiError) as raised:
                 await anext(client.agenerate(GenerateCall(prompt="x", timeout_s=2.0)))  # type: ignore[arg-type]
             assert raised.value.code == "RESOURCE_EXHAUSTED"
             assert raised.value.retry_after_s == pytest.approx(8.0, abs=0.5)
             assert len(records(site)) == 1, "no worker hears of it"
-            backlog(1000)
             assert (await web.post(url, json=text)).status_code == 200, "it names none"
-            backlog(1000)
             assert (await web.post(url, json=text | {"timeout": 20})).status_code == 200
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            for task in (running, stated):
+                task.cancel()
+            await asyncio.gather(running, stated, return_exceptions=True)
 
     served(runner, OPEN, body)
 

@@ -28,8 +28,8 @@ from tests.router import fake_cluster
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 from tests.secrets_of_tests import SECRETS
 
-TURNS = 400_000
-"""As long as so many turns of a generator take may a callback hold the loop: about 8 ms of a core of its own, and more
+TURNS = 600_000
+"""As long as so many turns of a generator take may a callback hold the loop: about 12 ms of a core of its own, and more
 where another test has the core's other half, as much as for everything else."""
 LONG_PROMPT = "long prompt " * 2700
 ANSWER = b"0123456789abcdef" * 1000

@@ -233,7 +233,7 @@ class Rig:
             assert completion.ticket not in self.ended, "a transfer ended twice"
             self.ended[completion.ticket] = completion
 
-    def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def until(self, holds: Callable[[], bool], timeout_s: float = 40.0) -> None:
         end_s = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < end_s, f"not within {timeout_s} s; ended: {self.ended}"
