@@ -14,6 +14,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at least 1 round" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_in_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ def test_wrong_targets(targets: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "milliseconds above 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_point_of_the_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole way: a cluster with a target is started, asked, measured and stopped."""
     figures = tmp_path / "figures.json"

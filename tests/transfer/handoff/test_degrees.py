@@ -194,6 +194,7 @@ def joined(kind: str, prefill: EngineDevice, decode: EngineDevice) -> Pair:
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.parametrize("degrees", TRIED, ids=lambda degrees: "{}-heads-{}-{}".format(*degrees))
+@pytest.mark.slow
 def test_any_degree_hands_over_to_any(devices: Devices, degrees: Degrees, kind: str) -> None:
     """Guards against heads in the wrong place of a block, blocks that are offered before every rank has written them,
     and ranks that do not see what has landed."""
