@@ -227,6 +227,7 @@ class ModelRunner:
         wanted = [one for row in rows if row.draw for one in draws_of(row)]
         masks = self._begin_masks(wanted)
         scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list
+        sample = self._attention.sample
         if plan.is_scored:
             batch = self._batch(rows, followed)
             self._begins(began)
@@ -238,6 +239,7 @@ class ModelRunner:
             loaded = self._graphs.load(rows, followed)
             self._begins(began)
             logits = self._graphs.replay(loaded)
+            sample = partial(self._graphs.sample, loaded)
         else:
             batch = self._batch(rows, followed)
             self._begins(began)
@@ -245,7 +247,7 @@ class ModelRunner:
         # The device computes; what a penalty or a grammar needs of the step before is there, or is before that ends.
         draws = [self._latest.resolved(row) if needs_tokens(row) else row for row in wanted]
         dead, masked = self._mask(draws, masks)
-        drawn = self._attention.sample(logits, draws)
+        drawn = sample(logits, draws)
         finished = self._finishes([plan.rows[at] for at in drawing], draws, masked)
         firsts = [*accumulate([1 + plan.rows[at].drafts for at in drawing], initial=0)]
         places = [firsts[at] for at in sorted(range(len(drawing)), key=drawing.__getitem__)]

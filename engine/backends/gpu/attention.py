@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention import LayerInput, Mixture
-from engine.backends.gpu.sampling import draw_tokens
+from engine.backends.gpu.sampling import Drawing, draw_tokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch, upload
 from engine.kv.layout import KVLayout
 from engine.logprobs import QueuedDraws, step_logprobs
@@ -35,6 +35,7 @@ from kernels.prefill_hopper import ROWS, prefill_hopper, runs_on, unfit
 from kernels.residency import UNKNOWN
 from kernels.rms_norm import rms_norm
 from kernels.rope_kv_write import rope_kv_write
+from kernels.sample import SamplingRows
 from kernels.shared_prefixes import shared_prefixes
 from kernels.silu_mul import silu_mul
 
@@ -126,8 +127,8 @@ class TritonAttention:
             name: config_for(ConfigKey(name, layout.head_dim, group, layout.block_size, dtype, arch))
             for name in (PLAIN, SHARED, "prefill", "rope_kv_write")
         } | {name: config_for(ConfigKey(name, 0, 0, 0, shape.dtype, arch)) for name in ("rms_norm", "silu_mul")}
-        for name in ("sample", "mask_logits"):
-            self._configs[name] = config_for(ConfigKey(name, 0, 0, 0, "float32", arch))
+        drawn_by = (config_for(ConfigKey(name, 0, 0, 0, "float32", arch)) for name in ("sample", "mask_logits"))
+        self._drawing = Drawing.of(max_batch, shape.vocab, self.device, *drawn_by)
         self._experts = expert_configs(shape.dtype, arch)
         self._rows_per_tile = rows_per_tile(self._configs["prefill"], group)
         self._on_hopper = prefill_kernel == "hopper"
@@ -271,7 +272,15 @@ class TritonAttention:
             return sample(logits.cpu(), draws)
         if not draws:
             return torch.empty(0, dtype=torch.int64, device=self.device)
-        tokens = draw_tokens(logits, draws, self._configs["sample"], self._configs["mask_logits"])
+        return self.drawn(draw_tokens(logits, draws, self._drawing), logits, draws)
+
+    def draw(self, logits: Tensor, params: SamplingRows, out: Tensor) -> Tensor:
+        """Draw a token for each row of `logits`, as it is, into `out`: within a recording."""
+        return self._drawing.draw(logits, params, out)
+
+    def drawn(self, tokens: Tensor, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws:
+        """Say what is drawn: `tokens`, with the log probabilities that are asked for. The next step's list is made
+        meanwhile."""
         logprobs = step_logprobs(logits, draws, tokens)
         self._plan_ahead()
         return tokens if logprobs is None else QueuedDraws(tokens, logprobs)
