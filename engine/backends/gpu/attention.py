@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention import LayerInput, Mixture
+from engine.backends.gpu.chunk_buffers import ChunkBuffers
 from engine.backends.gpu.sampling import Drawing, draw_tokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch, upload
 from engine.kv.layout import KVLayout
@@ -44,6 +45,9 @@ log = logging.getLogger(__name__)
 INTERPRETED_PROGRAMS = 4
 
 _Rows = tuple[list[int], list[SharedPrefix]]
+
+CHUNKS = "chunks"
+"""The kind of a mixed step without decoding rows."""
 
 PLAIN, SHARED = "decode", "decode_shared"
 """The two kinds of decode launch, by the names of their configurations: the second has tiles for rows of many
@@ -144,6 +148,7 @@ class TritonAttention:
         # Mutable: buffers by kind, window and size, the step under way, its decoding rows, and the plans for their
         # successors by window.
         self._launches: dict[tuple[str, int, int], _DecodeLaunch] = {}
+        self._chunks: ChunkBuffers | None = None
         self._step: _Step | None = None
         self._latest: _Rows | None = None
         self._ahead: tuple[_Rows, dict[int, DecodePlan]] | None = None
@@ -214,6 +219,32 @@ class TritonAttention:
         """The step to come is a pure decode step of `rows` rows that reads the plan of `kind`, and `slots`, where they
         lie: what is recorded in a graph."""
         self._step = _Step(self._of_step(kind, rows), rows, None, None, slots)
+
+    def keep_chunks(self, tokens: int, prompts: int) -> None:
+        """Make the memory in which recorded mixed steps of up to so many tokens and prompts find their chunks."""
+        self._chunks = ChunkBuffers(tokens, prompts, self._rows_per_tile, self._table_blocks, self.device)
+
+    def mixed_kinds(self, rows: int) -> Sequence[str]:
+        return (CHUNKS, *self.kinds(rows)) if rows else (CHUNKS,)
+
+    def load_mixed(self, batch: ForwardBatch) -> str:
+        assert self._chunks is not None, "there is no memory for the chunks of recorded steps"
+        counts, lengths = batch.query_counts, batch.context_lens
+        decoding = next(at for at, count in enumerate(counts) if count > 1)
+        tables = [table.tolist() for table in batch.block_tables]
+        planned = plan_prefill(counts[decoding:], lengths[decoding:], self._rows_per_tile)
+        self._chunks.load([(s, row + decoding, n, at) for s, row, n, at in planned], tables[decoding:])
+        if decoding:
+            return self.load(lengths[:decoding], tables[:decoding])
+        self._latest = None
+        return CHUNKS
+
+    def fix_mixed(self, kind: str, tokens: int, slots: Tensor) -> None:
+        chunks = self._chunks
+        assert chunks is not None, "there is no memory for the chunks of recorded steps"
+        decoding = min(tokens, self.max_batch)
+        launches = {} if kind == CHUNKS else self._of_step(kind, decoding)
+        self._step = _Step(launches, decoding, chunks.tiles[: chunks.tiles_of(tokens)], chunks.tables, slots)
 
     def attend(self, given: LayerInput) -> Tensor:
         layer, qkv, rotation, batch, kv, norms, options, _ = given

@@ -6,7 +6,8 @@ one tensor here, work list and block tables in the attention's buffers; logits a
 in one tensor each, which no recording owns. Each row is drawn from its logits as they are, within the recording; a step
 in which some row's are to be adjusted first (penalties, biases, bans, masks) is drawn again behind it. A
 step of n rows runs in the smallest recorded size that holds it; the rows beyond have no context, write no KV, and their
-logits are not looked at. Mixed steps, and larger ones than were recorded, run as they are. Every size and kind is
+logits are not looked at. Mixed steps are recorded apart (`engine.backends.gpu.mixed_graphs`), and larger steps than
+were recorded run as they are. Every size and kind is
 recorded before the first step.
 
 What is recorded is left to a `Recorder`: CUDA graphs on a device, a fake one in tests.
@@ -169,10 +170,8 @@ class DecodeGraphs:
     def sample(self, step: "LoadedStep", logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]:
         """Return what `AttentionBackend.sample` would of the step replayed last, of whose logits these are: drawn
         already, unless a row is not drawn from them as they are. Valid until the next step is replayed."""
-        if not draws or any(want.candidates or is_adjusted(want) for want in draws):
-            return self._attention.sample(logits, draws)
         tokens = self._tokens[: len(draws)] if step.wanted is None else self._tokens[step.wanted]
-        return self._attention.drawn(tokens, logits, draws)
+        return drawn_of(self._attention, tokens, logits, draws)
 
     def _record(self, kind: str, size: int) -> None:
         tokens, positions, slots = self._inputs[:3, :size]
@@ -190,6 +189,16 @@ class DecodeGraphs:
         # Outside of what is recorded: it may allocate buffers, which a replay would clear.
         self._attention.fix(kind, size, slots)
         self._recordings[kind, size] = self._recorder.record(work)
+
+
+def drawn_of(
+    attention: GraphAttention, tokens: Tensor, logits: Tensor, draws: list[Row]
+) -> Tensor | QueuedDraws | Sequence[Drawn]:
+    """Return what `AttentionBackend.sample` would, where `tokens` were drawn from `logits` as they are: these, unless
+    some row is not drawn so."""
+    if not draws or any(want.candidates or is_adjusted(want) for want in draws):
+        return attention.sample(logits, draws)
+    return attention.drawn(tokens, logits, draws)
 
 
 def recorded_sizes(most: int) -> list[int]:
