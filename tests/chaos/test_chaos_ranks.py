@@ -40,7 +40,9 @@ def test_row_of_a_rank(ground: Ground, whole: Reference, number: int) -> None:
 
 
 @pytest.mark.parametrize(("mode", "rank"), [("greedy", 1), ("seeded with penalties", 2)])
-def test_samples_of_a_worker_that_loses_a_rank_are_exact(ground: Ground, whole: Reference, mode: str, rank: int) -> None:
+def test_samples_of_a_worker_that_loses_a_rank_are_exact(
+    ground: Ground, whole: Reference, mode: str, rank: int
+) -> None:
     """Guards a group of forks over one prompt, whose blocks all ranks have written: each goes on behind its own
     tokens."""
     told = sampled(ground, sampling_call(mode, f"whole {mode}"))

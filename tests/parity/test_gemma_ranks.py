@@ -1,5 +1,5 @@
-"""Gemma 3 270M (base) in tensor-parallel ranks: one KV head, which every rank has, under four heads of a real model with
-windows and four norms a layer. Logits against one process; answers across handoffs between degrees."""
+"""Gemma 3 270M (base) in tensor-parallel ranks: one KV head, which every rank has, under four heads, of a real model
+with windows and four norms a layer. Logits against one process; answers across handoffs between degrees."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""`deploy/ray/headrace-8gpu.toml` on one Ray node that pretends to have eight GPUs, and `headrace-2x8gpu.toml` on two: their
-workers find one each."""
+"""`deploy/ray/headrace-8gpu.toml` on one Ray node that pretends to have eight GPUs, and `headrace-2x8gpu.toml` on two:
+their workers find one each."""
 
 import os
 from collections.abc import Iterator
