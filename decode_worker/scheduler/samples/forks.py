@@ -34,12 +34,13 @@ class Forks:
         theirs, prompt = other.record, record.prompt_tokens
         same = theirs.prompt_tokens == prompt and theirs.tokens[:prompt] == record.tokens[:prompt]
         # What it shares may have slid out of the windows of one that has gone on, or that comes back with an answer.
-        can = self._kv.can_fork(other.lease, shared_tokens(record)) if other.arrived else self._begins_with(other)
+        can = self._kv.can_fork(other.lease, shared_tokens(record)) if other.arrived else self.serves(other, record)
         return other if same and can and record.max_tokens <= theirs.max_tokens else None
 
-    def _begins_with(self, other: Request) -> bool:
-        """Return True if the windows of `other` will be those of its prompt's end when its blocks are here."""
-        return not self._kv.groups or len(other.tokens) <= other.record.prompt_tokens + 1
+    def serves(self, other: Request, record: RequestRecord) -> bool:
+        """Return True if the windows of `other` will reach back to what a fork of it shares when its blocks are here:
+        it may find all of its tokens but the last cached, and keeps no window of what lies before."""
+        return not self._kv.groups or len(other.tokens) - 1 <= shared_tokens(record)
 
     def promise(self, record: RequestRecord, room_tokens: int, spare: int = 0) -> Lease | None:
         """Return room for what a fork will not share of `room_tokens` tokens, which leaves `spare` blocks to others, if
@@ -86,12 +87,14 @@ class Forks:
         return shared
 
     def heir(self, parent: Request) -> Request | None:
-        """Return the first of those that wait for `parent`, which is gone: the others wait for it from now on."""
+        """Return the one with the fewest tokens, the first of these, of those that wait for `parent`, which is gone: the
+        others wait for it from now on."""
         waiting = self._waiting.pop(parent, None)
         if not waiting:
             return None
         self.inherited += 1
-        heir, *others = waiting
+        heir = min(waiting, key=lambda fork: len(fork.tokens))
+        others = [fork for fork in waiting if fork is not heir]
         if others:
             self._waiting[heir] = others
         return heir
