@@ -87,7 +87,7 @@ class Forks:
         return shared
 
     def heir(self, parent: Request) -> Request | None:
-        """Return the one with the fewest tokens, the first of these, of those that wait for `parent`, which is gone: the
+        """Return the one with the fewest tokens of those that wait for `parent`, which is gone; of equals the first. The
         others wait for it from now on."""
         waiting = self._waiting.pop(parent, None)
         if not waiting:
