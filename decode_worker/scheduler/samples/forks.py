@@ -87,8 +87,8 @@ class Forks:
         return shared
 
     def heir(self, parent: Request) -> Request | None:
-        """Return the one with the fewest tokens of those that wait for `parent`, which is gone; of equals the first. The
-        others wait for it from now on."""
+        """Return the one with the fewest tokens (of several, the first) of those that wait for `parent`, which is gone:
+        the others wait for it from now on."""
         waiting = self._waiting.pop(parent, None)
         if not waiting:
             return None
