@@ -37,6 +37,7 @@ def status_of(words: Sequence[str]) -> int:
     [
         (["stauts"], "there is no verb 'stauts'; did you mean 'status'?"),
         (["help", "generat"], "did you mean 'generate'?"),
+        (["serve", "--model", "x"], "there is no verb 'serve'; did you mean 'up'?"),
         (["up", "--lanucher", "ray"], "up: there is no option '--lanucher'; did you mean '--launcher'?"),
         (["up", "--mod", "x"], "there is no option '--mod'"),
         (["generate", "hi", "--max", "3"], "did you mean '--max-tokens'?"),
