@@ -146,9 +146,6 @@ class Endings:
         heir = forks.heir(request)
         if heir is None:
             return []
-        # Windows that begin behind an answer are of no use to those that share its prompt alone.
-        apart = [fork for fork in forks.waiting(heir) if not forks.serves(heir, fork.record)]
-        self.preemption.preempt(apart, now)
         self.kv.release(heir.lease)
         lease = self.admission.acquire(heir.record, heir.tokens)
         if lease is None:

@@ -4,6 +4,7 @@ becomes a wrong token, and one that is not there an error."""
 
 import random
 
+import msgspec
 import pytest
 
 from decode_worker.scheduler.events import FromRouter
@@ -129,6 +130,24 @@ def test_failed_attempts_are_made_again(ahead: bool, kind: FaultKind, seq: int) 
     _whole(cluster)
 
 
+@pytest.mark.parametrize("length", [20, 23, 24])
+def test_what_only_a_lost_attempt_was_to_bring_is_not_cached(ahead: bool, length: int) -> None:
+    """Guards a window's block that was reserved for the prompt, and that the next attempt, with the token that was
+    named, does not bring: nobody wrote it, and prompts that end there would read it."""
+    rng = random.Random(length)
+    record = _record("r", [rng.randrange(256) for _ in range(length)])
+    cluster = _cluster(ahead, chunk=64)
+    fault = ScriptedFault(FaultKind.FAIL, seq=0)
+    cluster.hub.faults.append(fault)
+    (answer,) = cluster.run([record])
+    assert fault.applied == 1 and answer.tokens == _want(record)
+    for cut in range(length - SIZE, length):
+        again = _record(f"x{cut}", [*record.tokens[:cut], 1, 2, 3], max_tokens=3)
+        (one,) = cluster.run([again])
+        assert one.tokens == _want(again), cut
+    _whole(cluster)
+
+
 def test_every_attempt_fails_and_it_is_computed_here(ahead: bool) -> None:
     """Guards computing on behind what has landed: of the windows only the end's tail has."""
     rng = random.Random(3)
@@ -202,6 +221,33 @@ def test_samples_that_come_back_with_answers(ahead: bool, length: int, gone: boo
     while any(answer.ended is None for answer in answers):
         assert cluster.turn(), "stuck"
     assert all(answer.tokens == want for answer in answers[gone:])
+    while cluster.turn():
+        pass
+    _whole(cluster)
+
+
+@pytest.mark.parametrize("emitted", [0, 1])
+@pytest.mark.parametrize("length", [20, 23, 28])
+def test_samples_of_a_prompt_that_comes_with_a_token(ahead: bool, emitted: int, length: int) -> None:
+    """Guards a share in windows that begin a token too late: the parent's blocks come behind a token that a lost
+    attempt has named, or that was emitted elsewhere, and the others compute the prompt's last one again."""
+    rng = random.Random(length)
+    prompt = [rng.randrange(256) for _ in range(length)]
+    cluster = _cluster(ahead, chunk=64)
+    first = _record("s0", prompt, group="s")
+    fault = ScriptedFault(FaultKind.FAIL, seq=0, times=1 - emitted)
+    cluster.hub.faults += [fault] * fault.times
+    told = _want(first)[:emitted]
+    parent = cluster.submit(msgspec.structs.replace(first, tokens=[*prompt, *told]))
+    parent.tokens += told
+    others = [
+        cluster.submit(_record(f"s{n}", prompt, group="s", sample_index=n), fork_of=RequestId("s0")) for n in (1, 2)
+    ]
+    while any(answer.ended is None for answer in (parent, *others)):
+        assert cluster.turn(), "stuck"
+    assert fault.applied == 1 - emitted
+    for answer in (parent, *others):
+        assert answer.tokens == _want(first)
     while cluster.turn():
         pass
     _whole(cluster)

@@ -34,13 +34,19 @@ class Forks:
         theirs, prompt = other.record, record.prompt_tokens
         same = theirs.prompt_tokens == prompt and theirs.tokens[:prompt] == record.tokens[:prompt]
         # What it shares may have slid out of the windows of one that has gone on, or that comes back with an answer.
-        can = self._kv.can_fork(other.lease, shared_tokens(record)) if other.arrived else self.serves(other, record)
+        shared = shared_tokens(record)
+        can = self._kv.can_fork(other.lease, shared) if other.arrived else self._begins_with(other, shared)
         return other if same and can and record.max_tokens <= theirs.max_tokens else None
 
-    def serves(self, other: Request, record: RequestRecord) -> bool:
-        """Return True if the windows of `other` will reach back to what a fork of it shares when its blocks are here:
-        it may find all of its tokens but the last cached, and keeps no window of what lies before."""
-        return not self._kv.groups or len(other.tokens) - 1 <= shared_tokens(record)
+    def _begins_with(self, other: Request, tokens: int) -> bool:
+        """Return True if the windows of `other` will be those that computing on from `tokens` takes when its blocks
+        are here, unless a handoff that is lost names more of its tokens (`stranded`)."""
+        return not self._kv.groups or len(other.tokens) <= tokens + 1
+
+    def stranded(self) -> list[Request]:
+        """Return those that wait for a prompt that is here, without the windows that they were to share."""
+        begun = (RequestState.READY, RequestState.RUNNING)
+        return [fork for parent, forks in self._waiting.items() if parent.state in begun for fork in forks]
 
     def promise(self, record: RequestRecord, room_tokens: int, spare: int = 0) -> Lease | None:
         """Return room for what a fork will not share of `room_tokens` tokens, which leaves `spare` blocks to others, if
@@ -72,6 +78,8 @@ class Forks:
         waiting = self._waiting.get(parent)
         if not waiting or parent.known < max(shared_tokens(fork.record) for fork in waiting):
             return []
+        if not all(self._kv.can_fork(parent.lease, shared_tokens(fork.record)) for fork in waiting):
+            return []
         del self._waiting[parent]
         shared: list[tuple[Request, int]] = []
         self.forked += len(waiting)
@@ -87,14 +95,12 @@ class Forks:
         return shared
 
     def heir(self, parent: Request) -> Request | None:
-        """Return the one with the fewest tokens (of several, the first) of those that wait for `parent`, which is gone:
-        the others wait for it from now on."""
+        """Return the first of those that wait for `parent`, which is gone: the others wait for it from now on."""
         waiting = self._waiting.pop(parent, None)
         if not waiting:
             return None
         self.inherited += 1
-        heir = min(waiting, key=lambda fork: len(fork.tokens))
-        others = [fork for fork in waiting if fork is not heir]
+        heir, *others = waiting
         if others:
             self._waiting[heir] = others
         return heir
