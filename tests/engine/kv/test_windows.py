@@ -18,8 +18,8 @@ MOST = (4, 5)
 """Blocks of each window that a sequence holds at once: 4 or 8 tokens before, 6 at once, one again, one block begun."""
 
 
-def _manager(blocks: int = BLOCKS) -> KVCacheManager:
-    return KVCacheManager(blocks, SIZE, "m", groups=GROUPS, ahead_tokens=AHEAD)
+def _manager(ahead: int = AHEAD) -> KVCacheManager:
+    return KVCacheManager(BLOCKS, SIZE, "m", groups=GROUPS, ahead_tokens=ahead)
 
 
 def _tables(kv: KVCacheManager) -> WindowTables:
@@ -65,6 +65,7 @@ def test_a_sequence_is_charged_for_all_its_blocks_or_for_a_window_and_a_step() -
     ]  # fmt: skip
     assert windows.for_fork(2) == [3, 3] and windows.for_fork(30) == [5, 6], "its boundary block is beside its table"
     assert kv.pool_blocks_for(5) == 6 and kv.pool_blocks_for(80) == 29
+    assert [_tables(_manager(ahead=ahead)).charges(30) for ahead in (7, 8, 11, 12)] == [[4, 5], [5, 6], [5, 6], [6, 7]]
 
 
 def test_what_is_not_held_is_promised() -> None:
@@ -131,15 +132,16 @@ def test_a_match_holds_the_windows_behind_it_alone() -> None:
     assert kv.available == BLOCKS
 
 
-def test_a_partial_match_copies_its_block_of_every_group() -> None:
+@pytest.mark.parametrize("found", [17, 19])
+def test_a_partial_match_copies_its_block_of_every_group(found: int) -> None:
     """Guards a boundary block of a window group that is left out, written in place, or held for good."""
-    kv, tokens = _manager(), list(range(18))
+    kv, tokens = _manager(), list(range(19))
     old = _compute(kv, _lease(kv, tokens), tokens)
     kv.commit(old, tokens, tail=True)
     sources = [old.blocks[4], *(table[4] for table in old.windows)]
     kv.release(old)
-    lease = _lease(kv, [*tokens[:17], 99, 98])
-    assert lease.cached_tokens == 17 and [source for source, _ in lease.copies] == sources
+    lease = _lease(kv, [*tokens[:found], 99, 98])
+    assert lease.cached_tokens == found and [source for source, _ in lease.copies] == sources
     assert [target for _, target in lease.copies] == [lease.blocks[4], *(table[4] for table in lease.windows)]
     assert _held(lease) == [[3, 4], [2, 3, 4]] and lease.held == [2, 3]
     assert all(kv.pool.state(source) is BlockState.ACTIVE for source in sources)
@@ -224,8 +226,21 @@ def test_a_migration_reserves_the_tail_of_each_window_and_is_charged_for_what_ma
     assert all(kv.pool.state(block) is BlockState.ACTIVE for block in reserved)
     assert lease.charges == [4, 5] and _tables(kv).promised == 2 + 2
     kv.check()
-    few = _lease(kv, tokens[:6], grow=5, migrating=True)
+    few = _lease(kv, [7] * 6, grow=5, migrating=True)
     assert few.promised == 1 and few.charges == [3, 3] and _held(few) == [[0, 1], [0, 1]]
+    kv.landed(few)
+    assert few.charges == [3, 3]
+
+
+def test_a_token_that_is_named_moves_what_is_to_come() -> None:
+    """Guards blocks that are reserved for a tail that nobody sends any more, and the match's windows, which stay."""
+    kv, tokens = _manager(), list(range(41))
+    kv.release(_compute(kv, _lease(kv, tokens[:17]), tokens[:17]))
+    lease = _lease(kv, tokens[:22], grow=20, migrating=True)
+    assert _held(lease) == [[3, 4, 5], [2, 3, 4, 5]]
+    kv.extend(lease, 41, migrating=True)
+    assert _held(lease) == [[3, 9, 10], [2, 3, 8, 9, 10]]
+    kv.check()
 
 
 def test_a_migration_keeps_the_windows_of_what_it_has_found() -> None:
@@ -297,16 +312,32 @@ def test_adopted_blocks_bring_their_windows() -> None:
     kv, tokens = _manager(), list(range(22))
     waits = _lease(kv, tokens, cached=False)
     kv.reach(waits, 0, 5)
+    kv.reach(waits, 16, 22)
     other = _compute(kv, _lease(kv, tokens, cached=False), tokens)
     other_tables = [list(table) for table in other.windows]
     assert kv.adopt(waits, tokens[:-1]) == 20
-    assert _held(waits) == [[4], [3, 4]] and (waits.held, waits.starts) == ([1, 2], [4, 3])
+    assert _held(waits) == [[4, 5], [3, 4, 5]] and (waits.held, waits.starts) == ([2, 3], [4, 3])
     assert waits.windows[0][4] == other_tables[0][4] and waits.windows[1][3:5] == other_tables[1][3:5]
     assert _tables(kv).doubled == 3
     kv.check()
     kv.release(waits)
     kv.release(other)
     assert kv.available == BLOCKS
+
+
+def test_what_has_slid_away_before_it_is_indexed_leaves_a_tombstone() -> None:
+    """Guards an index that names no block: whoever found it would read another's."""
+    kv, tokens = _manager(), list(range(20))
+    lease = _lease(kv, tokens)
+    for first in range(0, 20, 5):
+        kv.reach(lease, first, first + 5)
+        kv.slide(lease, first + 5)
+    kv.commit(lease, tokens)
+    assert [node.windows and node.windows.count(GONE) for node in lease.path] == [2, 2, 1, 0, 0]
+    kv.check()
+    kv.release(lease)
+    assert [kv.matched_tokens(b"", tokens, limit) for limit in (8, 12, 16, 20)] == [0, 0, 16, 20]
+    kv.check()
 
 
 def _more_promised(windows: WindowTables, lease: Lease) -> None:
