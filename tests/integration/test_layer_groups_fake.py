@@ -30,10 +30,17 @@ def ahead(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def _cluster(ahead: bool, blocks: int = 96, prefill_blocks: int = 96, chunk: int = 8, **decode: object) -> Colocated:
+def _cluster(
+    ahead: bool,
+    blocks: int = 96,
+    prefill_blocks: int = 96,
+    chunk: int = 8,
+    layout: KVLayout = LAYOUT,
+    **decode: object,
+) -> Colocated:
     return Colocated(
-        fake_device(LAYOUT, prefill_blocks, ahead),
-        fake_device(LAYOUT, blocks, ahead),
+        fake_device(layout, prefill_blocks, ahead),
+        fake_device(layout, blocks, ahead),
         prefill_config=PrefillConfig(chunk_tokens=chunk),
         decode_config=DecodeConfig(**decode),  # type: ignore[arg-type]
         check=True,
@@ -50,10 +57,10 @@ def _record(name: str, tokens: list[int], max_tokens: int = 12, **more: object) 
     )
 
 
-def _want(record: RequestRecord) -> list[int]:
+def _want(record: RequestRecord, layout: KVLayout = LAYOUT) -> list[int]:
     tokens = list(record.tokens)
     while len(tokens) < record.prompt_tokens + record.max_tokens:
-        tokens.append(fake_next(tokens, LAYOUT, VOCAB))
+        tokens.append(fake_next(tokens, layout, VOCAB))
     return tokens[record.prompt_tokens :]
 
 
@@ -221,6 +228,29 @@ def test_samples_that_come_back_with_answers(ahead: bool, length: int, gone: boo
     while any(answer.ended is None for answer in answers):
         assert cluster.turn(), "stuck"
     assert all(answer.tokens == want for answer in answers[gone:])
+    while cluster.turn():
+        pass
+    _whole(cluster)
+
+
+@pytest.mark.parametrize("length", [17, 18, 19, 20])
+def test_a_run_that_fills_the_steps_under_way(ahead: bool, length: int) -> None:
+    """Guards the charge of a window: a row of a run has a token more than a step takes of prompts, so two of them
+    planned one behind the other go beyond what was promised, and the worker ended."""
+    rng = random.Random(length)
+    groups = (GROUPS[0], *(LayerGroup(group.layers, group.window - 1) for group in GROUPS[1:]))
+    layout = msgspec.structs.replace(LAYOUT, groups=groups)
+    record = _record("r", [rng.randrange(256) for _ in range(length)], max_tokens=60)
+    cluster = _cluster(ahead, layout=layout, local_chunk_tokens=4)
+    answer = cluster.submit(record)
+    while len(answer.tokens) < 2:
+        assert cluster.turn(), "stuck"
+    request, want = cluster.decode.admission.requests[record.request], _want(record, layout)
+    run = want[request.output_tokens : request.output_tokens + 44]
+    cluster._carry_out(1)(cluster.decode.endings.follow(request, run, 0.0))
+    while answer.ended is None:
+        assert cluster.turn(), "stuck"
+    assert answer.tokens == want
     while cluster.turn():
         pass
     _whole(cluster)
