@@ -16,8 +16,8 @@ from kernels.linear import Weight, linear
 
 
 class Reduction(Protocol):
-    """Fulfilled by `engine.ranks.sums.RankSums`, and for GPUs by `transfer.nccl.sums.NcclSums`. All ranks call the same
-    in the same order, with equal shapes."""
+    """Fulfilled by `engine.ranks.sums.RankSums`, and for ranks with a device each by `engine.ranks.device_sums`. All
+    ranks call the same in the same order, with equal shapes."""
 
     share: Share
     heads: tuple[int, int]

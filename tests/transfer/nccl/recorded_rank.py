@@ -20,11 +20,12 @@ from engine.batch import ForwardBatch
 from engine.model.config import ModelConfig
 from engine.model.llama import Llama, load_model
 from engine.model.split import Share
+from engine.ranks.device_sums import DeviceSums
 from tests.engine.backends.gpu.recording import FakeRecorder
 from tests.engine.backends.gpu.test_step import row
 from tests.transfer.fake_device import FakeStream, fake, library_path
+from transfer.nccl.exchange import NcclExchange
 from transfer.nccl.library import NcclLibrary
-from transfer.nccl.sums import NcclExchange, NcclSums
 
 BLOCK = 16
 BLOCKS = 12
@@ -43,7 +44,7 @@ class WaitedExchange(NcclExchange):
     def __init__(self, library: NcclLibrary, name: bytes, share: Share, limit_s: float = 20.0) -> None:
         self._own = FakeStream()
         self.count = 0
-        super().__init__(library, name, share, lambda: self._own.handle, limit_s)
+        super().__init__(library, name, share.rank, share.ranks, lambda: self._own.handle, limit_s)
 
     def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         super().exchange(outgoing, incoming)
@@ -120,7 +121,7 @@ def main(folder: str, ranks: str, name: str, out: str, rank: str) -> None:
     torch.set_num_threads(1)
     config, share = ModelConfig.load(Path(folder)), Share(int(rank), int(ranks))
     link = WaitedExchange(NcclLibrary(library_path()), bytes.fromhex(name), share)
-    sums = NcclSums(share, (config.heads, config.kv_heads), config.vocab, link, at_once_bytes=64)
+    sums = DeviceSums(share, (config.heads, config.kv_heads), config.vocab, link, at_once_bytes=64)
     seen = steps(load_model(Path(folder), packed=False, ranks=sums), link)
     torch.save(tuple(seen), Path(out, f"rank{rank}"))
 

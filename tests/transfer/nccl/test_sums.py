@@ -15,12 +15,12 @@ from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
 from engine.model.reduction import add_in_order
 from engine.model.split import Share
+from engine.ranks.device_sums import DeviceSums
 from tests.engine.model.checkpoints import build, save_hf
 from tests.transfer.fake_device import FAIL, STALL, Fault, fake, library_path
 from tests.transfer.nccl import recorded_rank
 from tests.transfer.nccl.recorded_rank import WaitedExchange, unique_id
 from transfer.nccl.library import LateError, NcclError, NcclLibrary
-from transfer.nccl.sums import NcclSums
 
 VOCAB = 101
 
@@ -37,7 +37,7 @@ class Ranks:
 
         self.links = list(self._threads.map(opened, range(ranks)))
         self.sums = [
-            NcclSums(Share(rank, ranks), (12, 12), VOCAB, link, at_once_bytes) for rank, link in enumerate(self.links)
+            DeviceSums(Share(rank, ranks), (12, 12), VOCAB, link, at_once_bytes) for rank, link in enumerate(self.links)
         ]
 
     def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:

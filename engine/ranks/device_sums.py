@@ -1,19 +1,18 @@
-"""Sums over tensor-parallel ranks that have a GPU each, by NCCL.
+"""Sums over tensor-parallel ranks that have a device each: an `Exchange`, as NCCL is one, moves the parts, and each
+rank adds them up itself, in 32 bits and in the order of the ranks: ((r0 + r1) + r2).
 
-NCCL moves the parts, and each rank adds them up itself, in 32 bits and in the order of the ranks: ((r0 + r1) + r2). So
-the bits are the same on every rank, for every size of a batch, and those of `engine.ranks.sums` on the CPU; an
-all-reduce of the library's own picks its order by the size of a message. Two ways, of the same bits:
+So the bits are the same on every rank, for every size of a batch, and those of `engine.ranks.sums`; an all-reduce of
+NCCL's own picks its order by the size of a message. Two ways, of the same bits:
 
-    small   every rank sends its whole part to every other, and adds up all of it: one group of sends and receives
-    large   rank r is sent everybody's r-th piece, adds up that one, and sends the sum to all: two groups, which move as
-            many bytes as a ring would
+    small   every rank sends its whole part to every other, and adds up all of it: one exchange
+    large   rank r is sent everybody's r-th piece, adds up that one, and sends the sum to all: two exchanges, which move
+            as many bytes as a ring would
 
 All of it is work on the current stream, so it is recorded with a decode step and replayed with it. A rank's end is its
 worker's, whose processes end together: nobody is left to wait for a part.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -21,11 +20,9 @@ from torch import Tensor
 
 from engine.model.reduction import add_in_order
 from engine.model.split import Share
-from transfer.nccl.library import Comm, LateError, NcclLibrary
 
 AT_ONCE_BYTES = 256 * 1024
-"""Up to here a part is sent whole: one group less to wait for. Not measured on a card."""
-_LOOK_S = 20e-6
+"""Up to here a part is sent whole: one exchange less to wait for. Not measured on a card."""
 
 
 class Exchange(Protocol):
@@ -33,44 +30,10 @@ class Exchange(Protocol):
 
     def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         """Enqueue, on the current stream, what goes to each rank and comes from each: contiguous tensors, of which none
-        is empty. Raises TransferError."""
+        is empty. Fulfilled by `transfer.nccl.exchange.NcclExchange`."""
 
 
-class NcclExchange:
-    """Fulfils `Exchange` on one communicator of all ranks. `stream`: the handle of the current one. Made off the
-    request path: the first call waits for the other ranks. Raises NcclError, LateError after `limit_s`.
-
-    Nothing of it is the communicator's alone: a rank that fails ends its process, and the communicator with it."""
-
-    def __init__(
-        self, library: NcclLibrary, unique_id: bytes, share: Share, stream: Callable[[], int], limit_s: float
-    ) -> None:
-        self._library = library
-        self._stream = stream
-        self._limit_s = limit_s
-        self._comm: Comm = library.join(unique_id, share.rank, 4, "headrace-ranks", share.ranks)
-        self._settle("no communicator of all ranks")
-
-    def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
-        sends, receives = (
-            [(part.data_ptr(), part.nbytes, peer) for peer, part in side] for side in (outgoing, incoming)
-        )
-        self._library.exchange_all(self._comm, sends, receives, self._stream())
-        self._settle("parts were not enqueued")
-
-    def close(self) -> None:
-        self._library.abort(self._comm)
-
-    def _settle(self, problem: str) -> None:
-        """Wait until what was called is in the stream, which may be in moments, never for what the stream does."""
-        deadline_s = time.monotonic() + self._limit_s
-        while not self._library.async_state(self._comm):
-            if time.monotonic() > deadline_s:
-                raise LateError(f"{problem} within {self._limit_s:g} s")
-            time.sleep(_LOOK_S)
-
-
-class NcclSums:
+class DeviceSums:
     """Fulfils `engine.model.reduction.Reduction`. Has no state but the exchange's."""
 
     def __init__(
