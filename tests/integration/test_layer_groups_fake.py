@@ -7,12 +7,14 @@ import random
 import msgspec
 import pytest
 
+from decode_worker.scheduler.events import FromRouter
 from engine.beam import BeamSearch
 from engine.kv.groups import LayerGroup, migrated
 from engine.kv.layout import KVLayout
+from engine.messages import Cancel
 from engine.plan import banned_tokens, end_tokens
 from engine.types import BeamParams, FinishReason, RequestId, RequestRecord, SamplingParams
-from fakes.colocated import Colocated
+from fakes.colocated import LINK, Colocated
 from fakes.model import fake_candidates, fake_next
 from tests.integration.fake_device import STOP_ID, VOCAB, fake_device
 from transfer.host.loopback import FaultKind, ScriptedFault
@@ -215,6 +217,34 @@ def test_a_long_message_behind_a_cached_one(ahead: bool, more: int) -> None:
     (answer,) = cluster.run([turn])
     assert answer.tokens == _want(turn)
     assert answer.ended is not None and answer.ended.stats.decode_cached_tokens == 16
+    _whole(cluster)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17])
+@pytest.mark.parametrize("gone", [False, True], ids=["stays", "gone"])
+@pytest.mark.parametrize("said", [(1, 0), (1, 2), (0, 3, 2), (0, 3, 0)])
+def test_samples_that_come_back_with_answers(ahead: bool, length: int, gone: bool, said: tuple[int, ...]) -> None:
+    """Guards a fork of one that came back with tokens, or of an heir that did: where its cached tokens end a block, it
+    kept no window of the prompt's end, and sharing it ended the worker."""
+    rng = random.Random(length)
+    prompt = [rng.randrange(256) for _ in range(length)]
+    want = _want(_record("z", prompt))
+    cluster = _cluster(ahead)
+    answers = []
+    for at, known in enumerate(said):
+        record = _record(f"s{at}", prompt + want[:known], prompt_tokens=length, group="s", sample_index=at)
+        answers.append(cluster.submit(record, fork_of=RequestId("s0") if at else None))
+        answers[-1].tokens += want[:known]
+    if gone:
+        cluster.turn()
+        assert not any(answer.ended for answer in answers)
+        cancel = Cancel(RequestId("s0"), 1, FinishReason.CANCELLED)
+        cluster._engines[1].receive([FromRouter(LINK, cancel)])
+    while any(answer.ended is None for answer in answers):
+        assert cluster.turn(), "stuck"
+    assert all(answer.tokens == want for answer in answers[gone:])
+    while cluster.turn():
+        pass
     _whole(cluster)
 
 
