@@ -124,6 +124,10 @@ class KVCacheManager:
             # The copy's source is the very block that is needed.
             partial, match = None, self.cache.match(namespace, tokens, match_limit, whole=True)
             room = self._room_beside(match, room_tokens, promised, migrating) - spare
+        if room < 0 and migrating and self.windows is not None and self.available == self.pool.total:
+            # Nobody will give anything back, and it fits without the windows that a match keeps beside those to come.
+            match = Match([])
+            room = self._room_beside(match, room_tokens, promised, migrating) - spare
         if room < 0:
             return None
         shared = [node.block for node in match.nodes]
@@ -218,15 +222,13 @@ class KVCacheManager:
     def extend(self, lease: Lease, tokens: int, *, migrating: bool = False) -> None:
         """Blocks for `tokens` tokens, out of the lease's promise; `migrating`: their content is to land. Raises
         ValueError beyond the promise."""
-        missing = self.blocks_for(tokens) - len(lease.blocks)
-        if missing <= 0:
-            return
+        missing = max(0, self.blocks_for(tokens) - len(lease.blocks))
         if missing > lease.promised:
             raise ValueError(f"{missing} blocks wanted, {lease.promised} promised")
         lease.promised -= missing
         self._promised -= missing
         state = BlockState.RESERVED if migrating else BlockState.ACTIVE
-        lease.blocks += self._allocate(lease.namespace, missing, state)
+        lease.blocks += self._allocate(lease.namespace, missing, state) if missing else []
         if self.windows is not None:
             self.windows.lengthen(lease)
             if migrating:
