@@ -21,7 +21,7 @@ COLOCATED, GROUPS, SWAP, TIERS = (
     f"tests/integration/test_{name}_fake.py" for name in ("colocated", "layer_groups", "swap", "tiers")
 )
 WHOLE = (
-    *(f"tests/integration/test_{name}_fake.py" for name in ("beams", "constraints", "preemption", "samples")),
+    *(f"tests/integration/test_{name}_fake.py" for name in ("beams", "constraints", "logprobs", "preemption", "samples")),
     "tests/integration/test_swap_ends.py",
     COLOCATED,
     GROUPS,
