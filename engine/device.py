@@ -75,7 +75,7 @@ class EngineDevice:
     """Counts this process's GPU kernels; on another device there are none."""
 
     def manager(self, tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
-        """`step_tokens`: the most of a prompt that one step computes; a row may have its next token beside them."""
+        """`step_tokens`: the most that one step computes of prompts, and of runs behind the first token of each."""
         ahead = (step_tokens + 1) * (2 if self.plans_ahead else 1)
         own = self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups
         return KVCacheManager(*own, ahead_tokens=ahead)

@@ -247,14 +247,13 @@ class KVCacheManager:
     def extend(self, lease: Lease, tokens: int, *, migrating: bool = False) -> None:
         """Blocks for `tokens` tokens, out of the lease's promise; `migrating`: their content is to land. Raises
         ValueError beyond the promise."""
-        missing = self.blocks_for(tokens) - len(lease.blocks)
+        missing = max(0, self.blocks_for(tokens) - len(lease.blocks))
         if missing > lease.promised:
             raise ValueError(f"{missing} blocks wanted, {lease.promised} promised")
-        if missing > 0:
-            lease.promised -= missing
-            self._promised -= missing
-            state = BlockState.RESERVED if migrating else BlockState.ACTIVE
-            lease.blocks += self._allocate(lease.namespace, missing, state)
+        lease.promised -= missing
+        self._promised -= missing
+        state = BlockState.RESERVED if migrating else BlockState.ACTIVE
+        lease.blocks += self._allocate(lease.namespace, missing, state) if missing else []
         if self.windows is not None:
             self.windows.lengthen(lease)
             if migrating:

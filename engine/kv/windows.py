@@ -177,10 +177,10 @@ class WindowTables:
             self.take(lease, group, range(start // self._size, -(-end // self._size)))
 
     def reserve(self, lease: Lease, have_blocks: int, tokens: int) -> None:
-        """Reserve what is to come of a sequence of `tokens` tokens, of which `have_blocks` blocks are here, and nothing
-        before it: what a lost attempt of fewer tokens was to bring has never come."""
+        """Reserve what is to come of a sequence of `tokens` tokens, of which `have_blocks` blocks are here. What was
+        reserved for fewer tokens and does not come for so many is let go: nobody would have written it."""
         for group, blocks in enumerate(self.wanted(have_blocks, tokens)):
-            self._drop(lease, group, range(have_blocks, min(blocks.start, len(lease.blocks))))
+            self._drop(lease, group, range(have_blocks, blocks.start))
             self.take(lease, group, blocks, BlockState.RESERVED)
 
     def wanted(self, have_blocks: int, tokens: int) -> list[range]:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from engine.identity import IDENTITY_BYTES, in_group
-from engine.kv.groups import LayerGroup, index_and_group, layer_groups, place
+from engine.kv.groups import LayerGroup, index_and_group, layer_groups, migrated, place
 from engine.kv.layout import KVLayout
 
 GEMMA = [8, 8, 8, 8, 8, 0] * 3
@@ -37,6 +37,23 @@ def test_a_block_is_needed_exactly_while_a_query_sees_one_of_its_tokens(window: 
         for tokens in (1, 7):
             blocks = (position + tokens - 1) // size - group.first_needed(position, size) + 1
             assert blocks <= group.tail_blocks(size, tokens)
+
+
+def test_who_goes_on_elsewhere_may_compute_the_last_token_again() -> None:
+    """Guards a migration without the window of the prompt's last token, which a search computes again."""
+    group = LayerGroup((0,), 5)
+    assert [group.first_migrated(tokens, 4) for tokens in (0, 8, 9, 12, 13)] == [0, 0, 1, 1, 2]
+    assert LayerGroup((0,), 1).first_migrated(1, 1) == 0 and LayerGroup((0,), 1).first_migrated(2, 1) == 1
+    assert LayerGroup((0,)).first_needed(50, 4) == LayerGroup((0,)).first_migrated(50, 4) == 0, "nothing is let go"
+
+
+def test_what_goes_over_is_all_of_the_first_group_and_the_tail_of_each_window() -> None:
+    """Guards a tail that is one block short, blocks in another order than the receiver's, and a model of one group."""
+    groups = (LayerGroup((0,)), LayerGroup((1,), 5), LayerGroup((2,), 9))
+    assert migrated(groups, range(1, 5), 18, 4) == [
+        (1, 0), (2, 0), (2, 2), (3, 0), (3, 1), (3, 2), (4, 0), (4, 1), (4, 2)
+    ]  # fmt: skip
+    assert migrated((), range(2, 5), 18, 4) == [(2, 0), (3, 0), (4, 0)]
 
 
 def test_places_and_identities_tell_groups_apart() -> None:
