@@ -138,11 +138,11 @@ class Prefills:
         if request.prefill.worker.name and not request.arrived:
             self.handoffs.note("fallback", request)
         known = len(request.tokens) - 1 if request.arrived else request.have_blocks * self.kv.block_size
-        if self.kv.groups and not request.arrived:
-            # What has landed behind the match has none of the windows that computing on would see.
-            known = min(known, request.lease.cached_tokens)
         # What has landed is computed again where its log probabilities were to come with the first token.
         known = min(known, request.match_limit)
+        if self.kv.groups and (not request.arrived or known < len(request.tokens) - 1):
+            # What has landed behind the match has none of the windows that computing on would see.
+            known = min(known, request.lease.cached_tokens)
         if request.output_tokens == 0:
             request.origin.prefill_cached_tokens = known
             self.batch.hit_tokens += min(known, request.origin.decode_cached_tokens)
@@ -167,6 +167,7 @@ class Prefills:
         if request.record.beams is not None:
             self.batch.beams.begin(request)
         self.kv.commit(request.lease, request.tokens[: request.known])
+        self.kv.slide(request.lease, request.known)  # until now the windows before what has landed were kept
         if not request.prefill.is_local:
             self.batch.hold.landed(now - request.prefill.since)
         request.close_prefill(now)
