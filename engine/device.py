@@ -301,12 +301,13 @@ def _open_on_gpu(
     # Triton is imported by those who use it.
     from engine.backends.gpu.graphs import CudaRecorder
     from engine.backends.gpu.memory import CudaMemory
+    from engine.backends.gpu.mixed_graphs import MOST_TOKENS
     from engine.backends.gpu.runner import TritonOpener
 
     # One for the trial and for what comes after it: workspaces of libraries stay with it.
     stream: torch.cuda.Stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
     recorder = partial(CudaRecorder, model.device, stream)
-    opener = TritonOpener(model, layout, limits or ANY_STEP, recorder, config.prefill_kernel)
+    opener = TritonOpener(model, layout, limits or ANY_STEP, recorder, config.prefill_kernel, MOST_TOKENS)
     return opener.sized(config, CudaMemory(model.device), weights_bytes, transport_bytes)
 
 

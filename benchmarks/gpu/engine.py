@@ -1,7 +1,8 @@
 """Decode steps of the whole engine (scheduler, runner, model, kernels), recorded and not, for several batch sizes.
 
 A model of an 8B's shape with random weights, greedy. The prompts are prefilled here, in chunks, as a decode worker does
-that has no prefill worker left; then the same requests go on, some steps with recorded graphs and some without.
+that has no prefill worker left; then the same requests go on, some steps with recorded graphs and some without. Each is
+planned and queued while the one before it runs, as a worker on a GPU does.
 """
 
 import statistics
@@ -22,9 +23,8 @@ from engine.backends.gpu.pool import DeviceKV
 from engine.kv.manager import KVCacheManager
 from engine.loop import Engine
 from engine.messages import Ended, PeerAddress, Place, Refused
-from engine.runner import Launched, ModelRunner, Runner
-from engine.step import StepPlan
-from engine.storage.paged import KVTensors
+from engine.runner import ModelRunner
+from engine.step import Row, StepPlan
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
 from transfer.handoff.receiver import KVReceiver
 from worker.config import DecodeConfig
@@ -79,14 +79,13 @@ class EngineBench:
             shape, layout, card.device, max_batch=most, programs=size.programs_per_sm * card.sms
         )
         self._attention.fit(kv)
-        self.ways: dict[str, Runner] = {"not recorded": ModelRunner(model, kv, self._attention)}
-        self._graphs: DecodeGraphs | None = None
+        self.ways = ["not recorded"]
+        self._graphs: _SwitchedGraphs | None = None
         if recorder is not None:
-            self._graphs = DecodeGraphs(model, kv, self._attention, recorder(card.device), batches)
+            self._graphs = _SwitchedGraphs(model, kv, self._attention, recorder(card.device), batches)
             with torch.inference_mode():
                 self._graphs.prepare()
-            self.ways["recorded"] = ModelRunner(model, kv, self._attention, self._graphs)
-        self._runner = _Switch(kv, self.ways["not recorded"])
+            self.ways.append("recorded")
         self._scheduler = DecodeScheduler(
             config=DecodeConfig(max_batch=most, local_chunk_tokens=CHUNK, preemption="off"),
             kv=KVCacheManager(blocks, BLOCK, "random"),
@@ -100,7 +99,11 @@ class EngineBench:
             block_bytes=layout.block_bytes,
         )
         self._engine: Engine[Event, Command] = Engine(
-            self._scheduler, self._runner, time.monotonic, _see
+            self._scheduler,
+            ModelRunner(model, kv, self._attention, self._graphs),
+            time.monotonic,
+            _see,
+            ahead=True,
         )
         self._placed = 0
 
@@ -115,7 +118,8 @@ class EngineBench:
     def line(self, how: str, bytes_per_s: float) -> Line:
         """Measure a step of the present batch, in one of `ways`."""
         few = self._card.sizes.unit > 1
-        self._runner.now = self.ways[how]
+        if self._graphs is not None:
+            self._graphs.on = how == "recorded"
         for _ in range(1 if few else WARM):
             self._step()
         planning, replayed = replace(self._attention.planning), self._replayed()
@@ -147,7 +151,8 @@ class EngineBench:
         }
 
     def _step(self) -> StepPlan:
-        ran = self._engine.step()
+        # The first turn only launches, and so does one behind which everybody had to wait.
+        ran = self._engine.step() or self._engine.step()
         if ran is None:
             raise RuntimeError(f"there is nothing left to compute: {self._scheduler!r}")
         return ran.plan
@@ -174,15 +179,13 @@ def _idle(wall_s: float, busy_s: float) -> Line:
     return {"idle_ms": (wall_s - busy_s) * 1e3, "idle": 1.0 - busy_s / wall_s}
 
 
-class _Switch:
-    """A runner that passes steps to one of several over the same memory. Fulfils `Runner`."""
+class _SwitchedGraphs(DecodeGraphs):
+    """Recordings that take steps only while `on`: a row goes on with the step before, whichever way that was run."""
 
-    def __init__(self, kv: KVTensors, now: Runner) -> None:
-        self.kv = kv
-        self.now = now
+    on = False
 
-    def launch(self, plan: StepPlan) -> Launched:
-        return self.now.launch(plan)
+    def takes(self, rows: Sequence[Row]) -> bool:
+        return self.on and super().takes(rows)
 
 
 def _see(commands: Sequence[Command]) -> None:

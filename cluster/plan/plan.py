@@ -172,7 +172,7 @@ def _configured(
         )
     block_size = asked.block_size or engine.block_size
     sizes = token_sizes(_grouped(plan.model, engine), plan.kv_dtype, block_size, plan.ranks)
-    ahead = limits.chunk_tokens * (2 if engine.plans_ahead else 1)
+    ahead = (limits.chunk_tokens + 1) * (2 if engine.plans_ahead else 1)
     together = engine.tensor_parallel  # ranks of one host's memory share its pool
     workspace = _workspace(plan, asked, limits, block_size, engine.device)
     return pool_of(

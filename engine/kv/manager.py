@@ -124,6 +124,10 @@ class KVCacheManager:
             # The copy's source is the very block that is needed.
             partial, match = None, self.cache.match(namespace, tokens, match_limit, whole=True)
             room = self._room_beside(match, room_tokens, promised, migrating) - spare
+        if room < 0 and migrating and self.windows is not None and self.available == self.pool.total:
+            # Nobody will give anything back, and it fits without the windows that a match keeps beside those to come.
+            match = Match([])
+            room = self._room_beside(match, room_tokens, promised, migrating) - spare
         if room < 0:
             return None
         shared = [node.block for node in match.nodes]

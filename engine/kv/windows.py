@@ -73,10 +73,11 @@ class WindowTables:
 
     def migrating(self, charges: Sequence[int], match: Match, tokens: int, promised: int) -> list[int]:
         """Return what a lease is charged while its blocks are to come: it keeps the windows of what it has found, too,
-        and a token that a lost handoff has named may want one more of each."""
-        firsts, nodes = self._firsts(match), len(match.nodes)
-        both = zip(charges, firsts, self.wanted(nodes, tokens), strict=True)
-        return [max(charge, nodes - first + len(wanted) + min(promised, MORE)) for charge, first, wanted in both]
+        and a token that a lost handoff has named may want one more of each, up to a whole tail."""
+        nodes, more = len(match.nodes), min(promised, MORE)
+        firsts, tails = self._firsts(match), (group.tail_blocks(self._size, 0) for group in self.groups)
+        each = zip(charges, firsts, self.wanted(nodes, tokens), tails, strict=True)
+        return [max(charge, nodes - first + min(len(wanted) + more, tail)) for charge, first, wanted, tail in each]
 
     # what a match has
 

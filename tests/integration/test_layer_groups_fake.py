@@ -205,6 +205,21 @@ def test_samples_of_one_prompt(ahead: bool) -> None:
     _whole(cluster)
 
 
+@pytest.mark.parametrize("more", [12, 15, 16, 17])
+def test_a_long_message_behind_a_cached_one(ahead: bool, more: int) -> None:
+    """Guards the first row behind a prompt that fills its last block: beside the windows of what was cached and those
+    that came there was no charge for a new block, and the worker ended."""
+    rng = random.Random(more)
+    first = _record("a", [rng.randrange(256) for _ in range(16)], max_tokens=2)
+    turn = _record("b", [*first.tokens, *(rng.randrange(256) for _ in range(more))])
+    cluster = _cluster(ahead, local_chunk_tokens=1 if ahead else 4)
+    cluster.run([first])
+    (answer,) = cluster.run([turn])
+    assert answer.tokens == _want(turn)
+    assert answer.ended is not None and answer.ended.stats.decode_cached_tokens == 16
+    _whole(cluster)
+
+
 @pytest.mark.parametrize("length", [15, 16, 17])
 @pytest.mark.parametrize("gone", [False, True], ids=["stays", "gone"])
 @pytest.mark.parametrize("said", [(1, 0), (1, 2), (0, 3, 2), (0, 3, 0)])

@@ -6,6 +6,7 @@ import pytest
 from engine.identity import IDENTITY_BYTES, in_group
 from engine.kv.groups import LayerGroup, index_and_group, layer_groups, migrated, place
 from engine.kv.layout import KVLayout
+from engine.kv.manager import KVCacheManager
 
 GEMMA = [8, 8, 8, 8, 8, 0] * 3
 
@@ -80,3 +81,24 @@ def test_a_layout_whose_groups_do_not_fit_its_blocks_is_refused() -> None:
         )
     with pytest.raises(ValueError, match="does not fill"):
         KVLayout(kv_heads=1, layers=2, block_size=4, head_dim=8, groups=(LayerGroup((0,)), LayerGroup((1,), 8)))
+
+
+@pytest.mark.parametrize("window", [2, 5, 9, 24])
+@pytest.mark.parametrize("cached", [0, 4, 16, 28])
+def test_an_idle_worker_takes_what_fits_its_pool(window: int, cached: int) -> None:
+    """Guards a request that waits for ever: the windows of what is cached of its prompt, kept beside those to come,
+    were more than there was, and nobody would give anything back."""
+    groups, tokens, ahead = (LayerGroup((0,)), LayerGroup((1,), window)), list(range(40)), 2
+    total = KVCacheManager(1000, 4, "m", groups=groups, ahead_tokens=ahead).pool_blocks_for(52)
+    kv = KVCacheManager(total, 4, "m", groups=groups, ahead_tokens=ahead)
+    first = kv.acquire(b"", tokens[:cached], match_limit=0, room_tokens=cached, grow_tokens=cached)
+    assert first is not None
+    for at in range(0, cached, 2):
+        kv.reach(first, at, at + 2)
+        kv.commit(first, tokens[: at + 2])
+        kv.slide(first, at + 2)
+    kv.release(first)
+    assert kv.matched_tokens(b"", tokens, 39) == cached
+    lease = kv.acquire(b"", tokens, match_limit=39, room_tokens=40, grow_tokens=52, migrating=True)
+    assert lease is not None
+    kv.check()
