@@ -3,10 +3,10 @@
     python -m benchmarks.overlap --rows 64 --context 1500 --step-ms 10 --steps 200
 
 The device is a timeline: a step begins when it is launched or, if later, when the one before it ends, and lasts as long
-as it is told to. Scheduler, KV manager, the frames of tokens for the router, and the work list and tables that a GPU's
-decode step is given (of 32 heads on 8, as on a card of 132 SMs) are the real ones, with requests that decode for as
-long as is measured. What is idle between two steps is what the device waited for Python. Left out: the calls that
-queue the step there, a worker's streams, and what its other threads take of the interpreter.
+as it is told to. Scheduler, KV manager, the frames of tokens for the router, and the work list, tables and parameters
+of drawing that a GPU's decode step is given (of 32 heads on 8, as on a card of 132 SMs) are the real ones, with
+requests that decode for as long as is measured. What is idle between two steps is what the device waited for Python.
+Left out: the calls that queue the step there, a worker's streams, and what its other threads take of the interpreter.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from cluster.processes.collector import spare_collector
 from decode_worker.scheduler.events import FromRouter, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
+from engine.backends.gpu.sampling import parameters
 from engine.kv.manager import KVCacheManager
 from engine.loop import Engine
 from engine.messages import PeerAddress, Place, Record, encode
@@ -79,8 +80,7 @@ class DeviceTimeline:
             known = self._ahead is not None and self._ahead[0] == (lengths, shared)
             work = self._ahead[1] if self._ahead and known else plan_decode(lengths, self._buffers.geometry, shared)
             self._buffers.load(work, lengths, tables)
-            for row in rows:  # what sampling reads of each row
-                _ = row.draw_key, row.record.sampling.temperature
+            parameters(rows)
         began_s = max(time.perf_counter(), self._free_at)
         self._free_at = began_s + self.step_s
         if is_decode:
