@@ -75,8 +75,8 @@ class EngineDevice:
     """Counts this process's GPU kernels; on another device there are none."""
 
     def manager(self, tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
-        """`step_tokens`: the most of a prompt that one step computes."""
-        ahead = step_tokens * (2 if self.plans_ahead else 1)
+        """`step_tokens`: the most that one step computes of prompts, and of runs behind the first token of each."""
+        ahead = (step_tokens + 1) * (2 if self.plans_ahead else 1)
         own = self.blocks, self.layout.block_size, self.fingerprint, tiers, self.layout.groups
         return KVCacheManager(*own, ahead_tokens=ahead)
 
@@ -301,12 +301,13 @@ def _open_on_gpu(
     # Triton is imported by those who use it.
     from engine.backends.gpu.graphs import CudaRecorder
     from engine.backends.gpu.memory import CudaMemory
+    from engine.backends.gpu.mixed_graphs import MOST_TOKENS
     from engine.backends.gpu.runner import TritonOpener
 
     # One for the trial and for what comes after it: workspaces of libraries stay with it.
     stream: torch.cuda.Stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
     recorder = partial(CudaRecorder, model.device, stream)
-    opener = TritonOpener(model, layout, limits or ANY_STEP, recorder, config.prefill_kernel)
+    opener = TritonOpener(model, layout, limits or ANY_STEP, recorder, config.prefill_kernel, MOST_TOKENS)
     return opener.sized(config, CudaMemory(model.device), weights_bytes, transport_bytes)
 
 

@@ -81,7 +81,7 @@ def open_parts(
     closing.callback(device.kv.close)
     if device.ranks is not None:
         closing.callback(device.ranks.close)
-        device.ranks.on_death = inbox.put
+        device.ranks.watch(inbox.put)
     if device.matchers is not None:
         closing.callback(device.matchers.close)
         device.matchers.wake = partial(inbox.put, None)

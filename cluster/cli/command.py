@@ -19,6 +19,9 @@ from cluster.rundir import command_line
 from engine.model.config import ModelError
 from router.front.api import NOBODY, ApiError
 
+ELSEWHERE = {"serve": "up", "start": "up", "run": "up", "stop": "down", "kill": "down", "ps": "status"}
+"""What verbs of other servers are called here."""
+
 
 def run(arguments: list[str]) -> int:
     """Run one verb and return the exit status. Raises BrokenPipeError where nobody reads the output any more."""
@@ -52,7 +55,8 @@ def _verb(arguments: list[str]) -> Callable[[], int]:
         arguments = [*arguments[1:], "--help"]
     verb = arguments[0]
     if not verb.startswith("-") and verb not in verbs:
-        raise ConfigError(f"there is no verb {verb!r}{almost(verb, verbs)} (`headrace help` lists them)")
+        meant = f"; did you mean {ELSEWHERE[verb]!r}?" if verb in ELSEWHERE else almost(verb, verbs)
+        raise ConfigError(f"there is no verb {verb!r}{meant} (`headrace help` lists them)")
     if verb == "bench":
         # Its flags are its own.
         from cluster.bench.command import main as bench

@@ -181,12 +181,17 @@ def untaken(resolved: Resolved, running: Mapping[str, Mapping[str, object]]) -> 
         kind, _, where = origin.partition(" ")
         if asked == has or kind not in ("flag", "variable", "file") or setting.key in UNCOMPARED:
             continue
-        shown = ",".join(asked) if isinstance(asked, list) else asked
-        words = {"flag": f"{where} {shown}", "variable": f"{where}={shown}"}.get(kind, f"{setting.key} = {shown!r}")
+        shown = _typed(asked)
+        words = {"flag": f"{where} {shown}", "variable": f"{where}={shown}"}.get(kind, f"{setting.key} = {shown}")
         if where == "--set":
             words = f"--set {setting.key}={shown}"
-        told.append(f"{words}  (it has {has!r})")
+        told.append(f"{words}  (it has {_typed(has) or 'none'})")
     return told
+
+
+def _typed(value: object) -> str:
+    """Return a setting's value as one would type it."""
+    return ",".join(map(_typed, value)) if isinstance(value, list) else json.dumps(value).strip('"')
 
 
 def _runs_already(rundir: RunDir, resolved: Resolved) -> int:

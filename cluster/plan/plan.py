@@ -25,6 +25,7 @@ from cluster.plan.shapes import find_shape, is_local
 from engine.config import EngineConfig, StepLimits
 from engine.kv.groups import layer_groups
 from engine.model.config import ModelConfig
+from engine.model.split import check_split
 
 GPU_RESERVE = Fraction(1, 10)
 """The share of a GPU's memory kept for its runtime, communication buffers and fragmentation."""
@@ -58,6 +59,11 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     configured = gpu_dtype(shape.stored) if engine.dtype == "auto" else engine.dtype
     dtype = asked.dtype or configured
     kv_dtype, ranks = asked.kv_dtype or engine.kv_dtype_of(dtype), asked.tp or (engine.tensor_parallel if own else 1)
+    if shape.model is not None:
+        try:
+            check_split(shape.model, ranks)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     sizes = token_sizes(shape, kv_dtype, asked.block_size or engine.block_size, ranks)
     context = asked.context or (config.context_tokens if own else 0) or shape.context_tokens
     if not context:
@@ -166,7 +172,7 @@ def _configured(
         )
     block_size = asked.block_size or engine.block_size
     sizes = token_sizes(_grouped(plan.model, engine), plan.kv_dtype, block_size, plan.ranks)
-    ahead = limits.chunk_tokens * (2 if engine.plans_ahead else 1)
+    ahead = (limits.chunk_tokens + 1) * (2 if engine.plans_ahead else 1)
     together = engine.tensor_parallel  # ranks of one host's memory share its pool
     workspace = _workspace(plan, asked, limits, block_size, engine.device)
     return pool_of(

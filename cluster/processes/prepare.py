@@ -6,13 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.config import ClusterConfig, with_model_dir
+from cluster.config import ClusterConfig, ConfigError, with_model_dir
 from cluster.defaults import model_dtype
 from cluster.model_hub import hub_model
 from cluster.processes.hosting import prepared
 from cluster.processes.placement import RayConfig
 from cluster.processes.spec import FACTORIES, ChildReady, ChildSpec, Launcher, ModelSource
-from engine.model.config import ModelError
+from engine.model.config import ModelConfig, ModelError
+from engine.model.split import check_split
 from engine.text.files import TextFiles
 
 
@@ -64,9 +65,17 @@ def prepare_model(
     config: ClusterConfig, progress: Callable[[str, int, int], None] | None = None
 ) -> str:
     """Convert the model unless the cache has it; returns the prepared folder. `progress` hears of weights in bytes.
-    Raises engine's ModelError, and ConfigError for pools that cannot share a model."""
+    Raises engine's ModelError, and ConfigError for pools that cannot share a model, or cannot divide it as they are to
+    (workers would say so too, once all of them have started)."""
     report = None if progress is None else partial(progress, "weights")
-    return prepared(model_source(config), report)
+    folder = prepared(model_source(config), report)
+    shape = ModelConfig.load(Path(folder))
+    for engine in (config.prefill.engine, config.decode.engine) if config.prefill_workers else (config.decode.engine,):
+        try:
+            check_split(shape, engine.tensor_parallel)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    return folder
 
 
 def specs(

@@ -236,7 +236,7 @@ class Batch:
         copies = [pair for lease in step.copying for pair in lease.copies]
         # Beside one token each, a step has room for so many: of runs, then of prompts.
         spare = self.pace.most_tokens
-        drafts = self._proposed(len(self.running) + len(departing))
+        drafts = self._proposed(sum([_rows(request) for request in self.running]) + len(departing))
         for request in (*self.running, *departing):
             if self._ends(request) or any(short for _, short in self.wants(request)):
                 continue

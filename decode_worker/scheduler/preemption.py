@@ -135,7 +135,9 @@ class Preemption:
     # room is given back
 
     def resume(self, now: float) -> list[Result]:
-        """Bring preempted requests back in their order, as far as there is room beside the running ones."""
+        """Bring preempted requests back in their order, as far as there is room beside the running ones. Samples that
+        cannot share what they waited for come back so, too."""
+        self.preempt(self.prefills.forks.stranded(), now)
         results: list[Result] = []
         for request in list(self.line):
             begun = self._come_back(request, now)

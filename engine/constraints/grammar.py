@@ -23,6 +23,7 @@ LIMITS = LLParserLimits(
 BLANKS = r" |\n {0,32}"
 """What may stand between the tokens of JSON. Without a bound, a small model goes on with blanks for ever."""
 MESSAGE_CHARS = 500
+NOTHING = "allows nothing"
 _EXCERPT = re.compile(r"\n *\d+ \| .*(?:\n *\^)?", re.DOTALL)
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _POINTER = re.compile(r"Pointer '([^']*)' does not exist")
@@ -73,4 +74,6 @@ def _placed(found: re.Match[str]) -> str:
 def shown(message: str) -> str:
     """Return what the library says, without the state that it may add, and of bounded length."""
     message = message.split("<non-verbose/>")[0].split("<state>")[0].strip()
+    if message.startswith("NoExtension"):  # the library's name for it, and all that it says
+        return NOTHING
     return message[:MESSAGE_CHARS] or "cannot be kept"

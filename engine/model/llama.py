@@ -171,6 +171,8 @@ class Llama:
             product = linear(wanted, self._head)
         if self._ranks is not None:
             product = self._ranks.gathered(product.float())
+            if self._ranks.share.rank:
+                return product  # rank 0 has the whole rows, and draws
         wide = product.float() if out is None else out.copy_(product)
         self._finish(wide)
         return wide

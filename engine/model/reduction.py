@@ -16,7 +16,8 @@ from kernels.linear import Weight, linear
 
 
 class Reduction(Protocol):
-    """Fulfilled by `engine.ranks.sums.RankSums`. All ranks call the same in the same order, with equal shapes."""
+    """Fulfilled by `engine.ranks.sums.RankSums`, and for ranks with a device each by `engine.ranks.device_sums`. All
+    ranks call the same in the same order, with equal shapes."""
 
     share: Share
     heads: tuple[int, int]
@@ -58,7 +59,7 @@ def embedded(ranks: Reduction, tokens: Tensor, lookup: Callable[[Tensor], Tensor
     own = ranks.share.even(vocab)
     at = tokens - own.start
     rows = lookup(at.clamp(0, len(own) - 1))
-    rows[(at < 0) | (at >= len(own))] = 0
+    rows.masked_fill_(((at < 0) | (at >= len(own))).unsqueeze(1), 0)
     return ranks.sum(rows)
 
 

@@ -73,8 +73,7 @@ class RankGroup:
         self.weights_bytes: list[int] = []
         """By rank, once they are ready."""
         self._wait_s = config.rank_wait_s
-        self.on_death: Callable[[RankError], None] = lambda error: None
-        """Called from the watching thread."""
+        self._on_death: Callable[[RankError], None] = lambda error: None
         self._number = 0
         self._orders_waited_s = 0.0
         self._closing = False
@@ -118,7 +117,7 @@ class RankGroup:
                 failure.append(error)
             finally:
                 started.set()
-            self._watch()
+            self._wait_for_ends()
 
         self._thread = threading.Thread(target=run, name="ranks", daemon=True)
         self._thread.start()
@@ -132,6 +131,12 @@ class RankGroup:
         if failure:
             self.close()
             raise failure[0]
+
+    def watch(self, on_death: Callable[[RankError], None]) -> None:
+        """Call `on_death`, from the watching thread, for each rank that ends, and at once for those that have ended."""
+        self._on_death = on_death
+        for rank in list(self._ended):
+            on_death(RankError(rank, "has ended"))
 
     @property
     def pids(self) -> list[int]:
@@ -260,7 +265,7 @@ class RankGroup:
                 if isinstance(said := _decoder.decode(raw), RankFailed):
                     self._said.setdefault(rank, said)
 
-    def _watch(self) -> None:
+    def _wait_for_ends(self) -> None:
         """Wait for the end of any process, then of the group."""
         poll, fds = select.poll(), dict[int, int]()
         poll.register(self._waked_fd, select.POLLIN)
@@ -276,7 +281,7 @@ class RankGroup:
                 code = self._processes[rank].wait()
                 self._ended[rank] = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 if not self._closing:
-                    self.on_death(RankError(rank, "has ended"))
+                    self._on_death(RankError(rank, "has ended"))
         for process in self._processes.values():
             process.kill()
             process.wait()

@@ -11,6 +11,11 @@ from router.client.errors import ApiError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or a chat: messages with `role` and `content`."""
+STAGES = (
+    "admit", "route", "reserve", "prefill_queue", "prefill_run", "migrate", "decode_queue", "decode_run", "stream_out",
+    "unattributed",
+)  # fmt: skip
+"""What a request's time goes to, in order: a map of the schema comes in any."""
 _SAMPLING = frozenset(pb.Sampling.DESCRIPTOR.fields_by_name)
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -31,6 +36,7 @@ class GeneratedText:
     ttft_s: float
     e2e_s: float
     stages_s: Mapping[str, float] = field(repr=False)
+    """In the order in which a request passes them; what a newer server has beside them comes last."""
     logprobs: tuple[float, ...] = field(repr=False)
     """Those of its tokens, where `logprobs` was asked for."""
     finished: pb.Finished = field(repr=False)
@@ -117,9 +123,13 @@ class GatheredAnswer:
             decode_worker=end.decode_worker,
             ttft_s=end.timings.ttft_s,
             e2e_s=end.timings.e2e_s,
-            stages_s=dict(end.timings.stages_s),
+            stages_s=_in_order(end.timings.stages_s),
             logprobs=tuple([one.logprob for one in told]),
             finished=end,
             token_logprobs=told,
             prompt_logprobs=tuple(self._prompt),
         )
+
+
+def _in_order(stages_s: Mapping[str, float]) -> dict[str, float]:
+    return {name: stages_s[name] for name in (*STAGES, *sorted(set(stages_s) - set(STAGES))) if name in stages_s}

@@ -180,6 +180,11 @@ class Coefficients:
         fit = self._fit(name)
         return fit.s_per_token if fit is not None and fit.s_per_token else self._pools().s_per_token
 
+    @property
+    def usual_s_per_token(self) -> float:
+        """The median time of a prompt token over the workers; 0.0 where nobody has any."""
+        return self._pools().s_per_token
+
     def delay(self, name: str) -> float:
         """Return how many times longer than predicted a prompt takes on a prefill worker; 1.0 for a decode worker."""
         fit = self._prefills.get(name)

@@ -14,15 +14,17 @@ from engine.types import RequestRecord
 from router.config import LocalPrefill
 from router.core.call import Call
 from router.core.policy import (
+    ASSUMED_S_PER_TOKEN,
     Choice,
     DecodeView,
     Demand,
     PrefillView,
     RoutingPolicy,
+    token_s,
 )
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, Room, WorkerEntry
-from router.core.reuse import Shares, delaying_tokens
+from router.core.reuse import Reuse, Waiting
 from router.core.sessions import Pin
 
 FALLBACK = "fallback"
@@ -59,7 +61,7 @@ class Placer:
         self._registry = registry
         self._fitted = registry.fitted
         self._index = index
-        self._shares = Shares()
+        self._reuse = Reuse()
 
     def impossible(self, record: RequestRecord) -> Fault | None:
         """Return why no known worker could ever take `record`, however long it waited; None if one may."""
@@ -86,16 +88,20 @@ class Placer:
         return choice
 
     def _count(self, call: Call, choice: Choice, held: "_Held", now: float) -> None:
-        """Count the work that `call` brings, as little as it could be: once, however often it is offered."""
+        """Count the work that `call` brings, and what it waits for those that hold its prefix: once, however often it
+        is offered."""
         call.is_counted = True
         reader = self._registry.get(choice.prefill.name or choice.decode.name)
         if reader is None or call.source is not None:
             return  # nobody's work grows: its KV is where it was yielded
-        chain, size, tokens = call.chain(reader.key), reader.info.block_size, len(call.record.tokens)
-        found = held.depths(reader.key)
-        alike = [w.name for w in self._registry.takers(reader.info.role, now) if w.key == reader.key]
-        most = max([found.get(name, 0) for name in alike])
-        self._shares.came(chain, max(1, tokens - most * size), tokens, size, len(alike))
+        key, views, view = reader.key, held.compared, choice.prefill
+        if len(self._registry.keys) > 1:  # other workers' blocks may be of another size
+            views = [v for v in views if (w := self._registry.get(v.name)) is not None and w.key == key]
+        if view.name != reader.name:
+            view = msgspec.structs.replace(view, name=reader.name)
+        tokens = len(call.record.tokens)
+        self._reuse.arrivals.came(now, max(tokens - view.cached_tokens, 1) * token_s(view), len(views))
+        self._reuse.missed.placed(call.chain(key), tokens, key[1], views, held.depths(key), view)
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
         decodes = [w for w in self._takers_for(call.record, now) if not w.refused and _applies(w, call.record)]
@@ -146,6 +152,7 @@ class Placer:
                 choice = self._by_itself(choice, has_readers=bool(views))
             if choice is not None and (best is None or self._rank(choice) < self._rank(best)):
                 best = choice
+                held.compared = [*views, *(v.local for v in roomy if v.local is not None)]
         return best
 
     def _roomy(self, record: RequestRecord, alike: Sequence[WorkerEntry], found: Mapping[str, int]) -> list[DecodeView]:
@@ -281,8 +288,10 @@ class Placer:
         """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
         depths = held.depths(alike[0].key)
         found = {w.name: depths.get(w.name, 0) for w in alike}
-        waiting = sum([w.queued_requests for w in alike]) / len(alike)
-        return delaying_tokens(self._shares, call.chain(alike[0].key), found, alike[0].key[1], waiting)
+        requests, tokens = sum([w.queued_requests for w in alike]), sum([w.queue_tokens for w in alike])
+        waiting = Waiting(requests / len(alike), tokens / len(alike))
+        s_per_token = self._fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
+        return self._reuse.delaying_tokens(call.chain(alike[0].key), found, alike[0].key[1], waiting, s_per_token)
 
     def _reader_view(self, worker: WorkerEntry, blocks: int, wanted: Demand, delaying: float) -> PrefillView:
         fitted, name = self._fitted, worker.name
@@ -360,6 +369,8 @@ class _Held:
         self._index = index
         self._call = call
         self._depths: dict[ModelKey, dict[str, int]] = {}
+        self.compared: Sequence[PrefillView] = ()
+        """Those among which the worker that reads it was chosen."""
 
     def depths(self, key: ModelKey) -> Mapping[str, int]:
         """Return how many leading blocks the workers of one kind hold; those that hold none are left out."""

@@ -7,10 +7,10 @@ worker (`router.core.fitting`):
     + missing_blocks · s_per_block(prefill → decode)
     + answer_tokens · (alone_s + 2 · rows · s_per_row)(decode), and a step for a pool that is full
 
-and one term that is not this request's own: the time that others lose when a worker computes again what another one
-holds (`router.core.reuse`). Where decode workers may read prompts themselves, each is also priced as a pair of its own,
-between whose halves nothing moves, and the rows that it runs lose the time of the prompt. Simpler policies, to compare
-with, are in `router.core.policies`.
+and one term that is not this request's own: the time that others lose, or gain, when a worker computes again what
+another one holds (`router.core.reuse`). Where decode workers may read prompts themselves, each is also priced as a pair
+of its own, between whose halves nothing moves, and the rows that it runs lose the time of the prompt. Simpler policies,
+to compare with, are in `router.core.policies`.
 
 Views of workers come in, a choice goes out; no clock, and randomness is a generator passed in.
 """
@@ -52,7 +52,8 @@ class PrefillView(msgspec.Struct, frozen=True):
     s_per_token: float
     outstanding: int
     delaying_tokens: float = 0.0
-    """Tokens whose time others lose if it computes again what another one holds (`router.core.reuse`)."""
+    """Tokens whose time others lose if it computes again what another one holds, less what they gain
+    (`router.core.reuse`)."""
     delay: float = 1.0
     """How many times longer prompts have taken here than its own speed says (`router.core.fitting`)."""
     host: int = 0
@@ -93,7 +94,8 @@ class Cost(msgspec.Struct, frozen=True):
     move_s: float
     pressure_s: float
     others_s: float = 0.0
-    """Not this request's own: by how much it delays others, behind it or beside it, beyond what it must."""
+    """Not this request's own: by how much it delays others, behind it or beside it, beyond what it must; below zero
+    where they gain more by finding its prefix in one more place."""
 
     @property
     def total_s(self) -> float:
@@ -147,22 +149,23 @@ def _least_s_per_block(decode: DecodeView) -> float:
     return min(decode.least_s_per_block or near_s, near_s, far_s) * min(decode.exposure)
 
 
-def _token_s(prefill: PrefillView) -> float:
+def token_s(prefill: PrefillView) -> float:
+    """Return what a prompt token takes on a worker, in seconds: as it has measured, times what it has been late by."""
     return (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
 
 
 def _others_s(demand: Demand, prefill: PrefillView, decode: DecodeView | None = None) -> float:
     """Return what others lose: `decode` is given where it reads the prompt itself, beside the rows that it runs."""
-    lost_s = prefill.delaying_tokens * _token_s(prefill)
+    lost_s = prefill.delaying_tokens * token_s(prefill)
     if decode is not None:
         lost_s += decode.rows * prefill_terms(demand, prefill)[1]
     return lost_s
 
 
 def prefill_terms(demand: Demand, prefill: PrefillView) -> tuple[float, float]:
-    token_s = _token_s(prefill)
+    each_s = token_s(prefill)
     uncached_tokens = max(demand.prompt_tokens - prefill.cached_tokens, 1)
-    return prefill.queue_tokens * token_s, uncached_tokens * token_s
+    return prefill.queue_tokens * each_s, uncached_tokens * each_s
 
 
 def pressure_s(demand: Demand, decode: DecodeView) -> float:
@@ -286,10 +289,10 @@ def _first(side: tuple[float, ...]) -> float:
 def _reader_s(demand: Demand, prefill: PrefillView) -> float:
     """Return what a pair with this prefill worker costs for its part: the sum of `prefill_terms` and `_others_s`, to
     the last bit, at a third of the time."""
-    token_s = (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
+    each_s = (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
     uncached_tokens = demand.prompt_tokens - prefill.cached_tokens
-    own_s = prefill.queue_tokens * token_s + (uncached_tokens if uncached_tokens > 1 else 1) * token_s
-    return own_s + prefill.delaying_tokens * token_s
+    own_s = prefill.queue_tokens * each_s + (uncached_tokens if uncached_tokens > 1 else 1) * each_s
+    return own_s + prefill.delaying_tokens * each_s
 
 
 def _likely_s(demand: Demand, decode: DecodeView) -> float:

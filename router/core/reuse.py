@@ -1,111 +1,174 @@
 """What it costs others when a worker computes again what another one holds, and when that is worth it. Pure.
 
 A request goes where its first token is predicted soonest; but computing what lies elsewhere also delays all that come
-behind it, of which its own prediction says nothing. So a token at depth d of a prompt, computed on one worker although
-others hold it, weighs besides its own time
+behind it, of which its own prediction says nothing; and afterwards the next ones find it in one more place, of which
+that says nothing either. So a part of a prompt, held by others and computed on one worker, counts besides its own time
 
-    delayed · clip(2 · holders(d) / (HEADROOM · workers · share(d)) - 1, 0, 1)
+    delayed · tokens of it - missed, and at the least -tokens of it
 
-- `delayed`: how many requests wait at a worker on average, within MOST and LEAST_DELAYED. Each of them loses the time.
-- `share(d)`: the part of all recent work that came with the same beginning. What its holders could do for all workers
-  is to be HEADROOM times as much: below half of that, one more copy is an investment that the next requests will use,
-  and weighs nothing. A conversation that one client goes on with has one holder and nearly no share: it weighs in full.
+- `delayed`: how many lose that time: the requests that wait at a worker on average, and those that will come before it
+  is idle again, λ · (queue + half of the part) / (1 - busy) where λ of them come to a worker in a second. Since others
+  are sent elsewhere when a queue grows, it is never taken to be busy for more than MOST_BUSY of the time.
+- `missed`: for how many tokens' time requests with the same beginning have waited of late for those that hold this
+  part, while others would have been sooner had they held it too. A request that goes to a holder adds what it waits
+  longer; one that goes elsewhere takes away what it computes.
 
-Shares halve with every HALF_LIFE requests a worker, or SHORTEST in all. They are counted for some depths only, fewer as
-they get deeper, and forgotten when they are far too small to change a price.
+So a copy is made once the waits that it would have spared amount to what it costs: rent or buy, which is never worse
+than twice what one does who knows the future. A conversation that one client goes on with stays where it is, since
+hardly anybody waits for it; a prefix that everybody asks for is soon wherever there is work for it; and a burst behind
+a cold prompt, which is over before so much has been missed, waits for its first request.
+
+Both are of the latest requests: half of them is of the last HALF_LIFE a worker, or SHORTEST in all.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-LEAST_DELAYED, MOST_DELAYED = 4.0, 24.0
-HEADROOM = 8.0
+from router.core.policy import PrefillView, token_s
+
 HALF_LIFE, SHORTEST = 32, 256
-LINEAR = 16
-"""Blocks of which every one is counted; of the next as many every other one, then every fourth of twice as many."""
+MOST_BUSY = 0.7
 FEWEST_BEGINNINGS, MOST_BEGINNINGS = 1 << 12, 1 << 16
 """How many beginnings are kept without asking whether they matter, and how many at most."""
-FORGOTTEN = 16.0
-"""A beginning is forgotten once its share is so many times less than one that changes a price."""
+LEAST_TOKENS = 1.0
+"""Less than this changes no price."""
 _LARGEST = 1e100
 
 
-@lru_cache(maxsize=4096)
-def depths(blocks: int) -> tuple[int, ...]:
-    """Return the depths, in blocks, at which a prompt of so many blocks is counted: the same ones for every prompt."""
-    found, depth, step, end = [], 0, 1, LINEAR
-    while (depth := depth + step) <= blocks:
-        found.append(depth)
-        if depth >= end:
-            step, end = step * 2, end * 2
-    return tuple(found)
+class Waiting(NamedTuple):
+    """What waits at a worker, on average over those of a pool: requests, and the tokens that they have to compute."""
+
+    requests: float
+    tokens: float
 
 
-class Shares:
-    """How much of the recent work came with each beginning. Owner: the router core."""
+class Arrivals:
+    """How often prompts come to a worker, and how long each is computed, in means that fade. Time is an argument."""
 
-    # Mutable state: the work behind each beginning and all work, in tokens; the weight of the next request's, which
-    # grows instead of all earlier ones' shrinking; and how many beginnings are kept until some are forgotten.
+    # Mutable state: how many came, when the latest did, and both means.
 
     def __init__(self) -> None:
-        self._work: dict[bytes, float] = {}
-        self._total = 0.0
+        self._count, self._last_s = 0, 0.0
+        self._gap_s = self._work_s = 0.0
+
+    def came(self, now: float, work_s: float, workers: int) -> None:
+        """Count a prompt that comes to one of `workers`, and is computed in `work_s`."""
+        if self._count:
+            share = max(1.0 - 2.0 ** (-1.0 / half_life(workers)), 1.0 / self._count)
+            self._gap_s += share * ((now - self._last_s) * workers - self._gap_s)
+            self._work_s += share * (work_s - self._work_s)
+        self._count, self._last_s = self._count + 1, now
+
+    def delayed(self, queue_s: float, seconds: float) -> float:
+        """Return how many requests that are still to come a worker keeps waiting by so many seconds of work more, where
+        it has `queue_s` to do."""
+        if not self._gap_s:
+            return 0.0  # nothing is known
+        busy = min(self._work_s / self._gap_s, MOST_BUSY)
+        return (queue_s + seconds / 2.0) / self._gap_s / (1.0 - busy)
+
+
+class MissedWaits:
+    """How long requests of late have waited for the holders of each beginning, in tokens' time."""
+
+    # Mutable state: the tokens by the last block of the beginning, the weight of the next request's, which grows
+    # instead of all earlier ones' shrinking, and how many beginnings are kept until some are forgotten.
+
+    def __init__(self) -> None:
+        self._tokens: dict[bytes, float] = {}
         self._weight = 1.0
         self._room = FEWEST_BEGINNINGS
 
     def __len__(self) -> int:
-        return len(self._work)
+        return len(self._tokens)
 
-    def came(self, chain: Sequence[bytes], uncached: int, tokens: int, block_size: int, workers: int) -> None:
-        """Count a request of `tokens` tokens, of which at least `uncached` must be computed, for one of `workers`: to a
-        beginning belongs what is computed behind it."""
-        self._weight *= 2.0 ** (1.0 / max(SHORTEST, HALF_LIFE * workers))
-        self._total += self._weight * uncached
-        for depth in depths(len(chain)):
-            behind = min(uncached, tokens - depth * block_size)
-            key = chain[depth - 1]
-            self._work[key] = self._work.get(key, 0.0) + self._weight * behind
+    def of(self, beginning: bytes) -> float:
+        """Return the tokens that were missed of a beginning, known by its last block."""
+        return self._tokens.get(beginning, 0.0) / self._weight
+
+    def placed(
+        self,
+        chain: Sequence[bytes],
+        prompt_tokens: int,
+        block_size: int,
+        views: Sequence[PrefillView],
+        held: Mapping[str, int],
+        chosen: PrefillView,
+    ) -> None:
+        """Count a request that `chosen` reads, one of `views`. `held`: how many blocks of `chain` each has, if any."""
+        self._fade(len(views))
+        here, most = held.get(chosen.name, 0), max([held.get(view.name, 0) for view in views], default=0)
+        if here == most and not chosen.queue_tokens:
+            return  # nobody waits for those that hold it, if any do
+        tail_tokens = max(prompt_tokens - most * block_size, 1)
+        soonest_s: dict[int, float] = {}
+        for view in views:
+            depth, seconds = held.get(view.name, 0), (view.queue_tokens + tail_tokens) * token_s(view)
+            if seconds < soonest_s.get(depth, float("inf")):
+                soonest_s[depth] = seconds
+        levels = sorted(soonest_s)
+        # Had those that hold less held all of it: the soonest of them, by what they hold.
+        otherwise_s = dict(zip(levels, accumulate((soonest_s[depth] for depth in levels), min), strict=True))
+        holders_s, each_s = float("inf"), token_s(chosen)
+        for deeper, depth in pairwise(reversed(levels)):
+            holders_s = min(holders_s, soonest_s[deeper])
+            if here <= depth:
+                self._add(chain[deeper - 1], float((depth - deeper) * block_size))
+            elif holders_s > otherwise_s[depth]:
+                self._add(chain[deeper - 1], (holders_s - otherwise_s[depth]) / each_s)
+
+    def _add(self, beginning: bytes, tokens: float) -> None:
+        missed = self._tokens.get(beginning, 0.0) + self._weight * tokens
+        if missed > 0.0:
+            self._tokens[beginning] = missed
+        else:
+            self._tokens.pop(beginning, None)
+
+    def _fade(self, workers: int) -> None:
+        self._weight *= 2.0 ** (1.0 / half_life(workers))
         if self._weight > _LARGEST:
-            self._work = {key: work / self._weight for key, work in self._work.items()}
-            self._total /= self._weight
+            self._tokens = {key: tokens / self._weight for key, tokens in self._tokens.items()}
             self._weight = 1.0
-        if len(self._work) > self._room:
-            self._forget(self._total / (FORGOTTEN * HEADROOM * workers))
+        if len(self._tokens) > self._room:
+            self._forget(self._weight * LEAST_TOKENS)
 
     def _forget(self, least: float) -> None:
-        """Forget the beginnings with less work than `least`, and the least of what is then still too much."""
-        known = [entry for entry in self._work.items() if entry[1] >= least]
+        """Forget the beginnings of which less than `least` was missed, and the least of what is then still too much."""
+        known = [entry for entry in self._tokens.items() if entry[1] >= least]
         if len(known) > MOST_BEGINNINGS // 2:
             known = sorted(known, key=lambda entry: entry[1], reverse=True)[: MOST_BEGINNINGS // 2]
-        self._work = dict(known)
+        self._tokens = dict(known)
         self._room = max(FEWEST_BEGINNINGS, 2 * len(known))
 
-    def share(self, chain: Sequence[bytes], depth: int) -> float:
-        """Return the part, 0 to 1, of the recent work that began with the first `depth` blocks of `chain`, as counted
-        at the next depth that is counted."""
-        counted = next((d for d in depths(len(chain)) if d >= depth), None)
-        if counted is None or not self._total:
-            return 0.0
-        return self._work.get(chain[counted - 1], 0.0) / self._total
+
+class Reuse:
+    """What a copy of what another worker holds is worth. Owner: the router core."""
+
+    # Mutable state: its two parts.
+
+    def __init__(self) -> None:
+        self.missed, self.arrivals = MissedWaits(), Arrivals()
+
+    def delaying_tokens(
+        self, chain: Sequence[bytes], held: Mapping[str, int], block_size: int, waiting: Waiting, s_per_token: float
+    ) -> dict[str, float]:
+        """Return how many tokens' time others would lose by each worker, if it computed again what some other one
+        holds; less than 0 where they gain.
+
+        `held`: how many blocks of `chain` each has. `s_per_token`: that of their pool.
+        """
+        levels = sorted(set(held.values()), reverse=True)
+        lost = dict.fromkeys(levels[:1], 0.0)
+        # From the deepest holder up: between two levels, the same workers hold every block.
+        for deeper, depth in pairwise(levels):
+            tokens = (deeper - depth) * block_size
+            to_come = self.arrivals.delayed(waiting.tokens * s_per_token, tokens * s_per_token)
+            price = (waiting.requests + to_come) * tokens - self.missed.of(chain[deeper - 1])
+            lost[depth] = lost[deeper] + max(price, -tokens)
+        return {name: lost[blocks] for name, blocks in held.items()}
 
 
-def delaying_tokens(
-    shares: Shares, chain: Sequence[bytes], held: Mapping[str, int], block_size: int, waiting: float
-) -> dict[str, float]:
-    """Return how many tokens' time others would lose by each worker, if it computed again what some other one holds.
-
-    `held`: how many blocks of `chain` each has. `waiting`: requests at a worker, on average.
-    """
-    delayed = min(MOST_DELAYED, max(LEAST_DELAYED, waiting))
-    ending = Counter(held.values())
-    levels, holders = sorted(ending, reverse=True), 0
-    lost = dict.fromkeys(levels[:1], 0.0)
-    # From the deepest holder up: between two levels, the same workers hold every block.
-    for deeper, depth in pairwise(levels):
-        holders += ending[deeper]
-        wanted = HEADROOM * len(held) * shares.share(chain, deeper)
-        weight = min(1.0, max(0.0, 2.0 * holders / wanted - 1.0)) if wanted else 1.0
-        lost[depth] = lost[deeper] + delayed * weight * (deeper - depth) * block_size
-    return {name: lost[blocks] for name, blocks in held.items()}
+def half_life(workers: int) -> float:
+    """Return after how many requests one counts half."""
+    return float(max(SHORTEST, HALF_LIFE * workers))

@@ -265,7 +265,7 @@ def _parsed(
         prompt=prompt,
         **(_chat_options(request) if isinstance(request, ChatRequest) else {}),
         max_tokens=max_tokens,
-        sampling=SamplingOverrides(**_given(request, SamplingOverrides.__struct_fields__)),
+        sampling=_sampling(request),
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         request_id=label,
@@ -280,6 +280,12 @@ def _parsed(
         **_given(request, _SAME),
     )
     return Parsed(call, form, stream)
+
+
+def _sampling(request: OpenAIRequest) -> SamplingOverrides:
+    """Return the sampling that a body gives. Many who draw from all tokens write `top_k` as -1."""
+    given = SamplingOverrides(**_given(request, SamplingOverrides.__struct_fields__))
+    return msgspec.structs.replace(given, top_k=0) if given.top_k == -1 else given
 
 
 def _logprobs(request: OpenAIRequest) -> int | None:

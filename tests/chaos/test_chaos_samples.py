@@ -22,7 +22,7 @@ Answers = list[tuple[list[int], str, str, str]]
 """Tokens, text, finish reason and stop string by sample."""
 
 
-def _call(mode: str, tenant: str, stop: tuple[str, ...] = ()) -> GenerateCall:
+def sampling_call(mode: str, tenant: str, stop: tuple[str, ...] = ()) -> GenerateCall:
     return GenerateCall(
         prompt=PROMPTS["victim"],
         n=SAMPLES,
@@ -47,9 +47,9 @@ def _answers(events: list[GenerateEvent]) -> Answers:
     return [(ids, text, *end) for ids, text, end in zip(tokens, texts, ends, strict=True)]
 
 
-def _run(ground: Ground, call: GenerateCall, kill_at: int | None = None) -> Answers:
-    """All samples to their ends. With `kill_at`, whoever serves them is killed when so many tokens of all of them
-    together have come."""
+def sampled(ground: Ground, call: GenerateCall, kill_at: int | None = None, rank: int = 0) -> Answers:
+    """All samples to their ends. With `kill_at`, whoever serves them is killed, in this rank's process, when so many
+    tokens of all of them together have come."""
     events: list[GenerateEvent] = []
     came, victim, pid = 0, "", 0
     for event in ground.client.generate(call):
@@ -58,7 +58,7 @@ def _run(ground: Ground, call: GenerateCall, kill_at: int | None = None) -> Answ
         if kill_at is not None and came >= kill_at and not victim:
             victim = ground.busy("decode")
             pid = ground.pid(victim)
-            faults.kill(pid)
+            faults.kill(ground.rank_pid(victim, rank) if rank else pid)
     if kill_at is not None:
         assert victim, "it was over before the fault"
         ground.replaced(victim, pid)
@@ -71,25 +71,25 @@ def _run(ground: Ground, call: GenerateCall, kill_at: int | None = None) -> Answ
 def test_every_sample_of_a_lost_worker_is_exact(ground: Ground, mode: str, kill_at: int) -> None:
     """Guards recovery of a group: each sample goes on behind its own tokens, and all share one prompt again on another
     worker; with penalties, which count what each has said."""
-    whole = _run(ground, _call(mode, f"whole {mode}"))
+    whole = sampled(ground, sampling_call(mode, f"whole {mode}"))
     assert all(len(answer[0]) == OUTPUT_TOKENS for answer in whole)
     assert mode == "greedy" or len({answer[1] for answer in whole}) == SAMPLES, "they are alike"
-    assert _run(ground, _call(mode, f"broken {mode} {kill_at}"), kill_at) == whole
+    assert sampled(ground, sampling_call(mode, f"broken {mode} {kill_at}"), kill_at) == whole
 
 
 @pytest.mark.parametrize("mode", list(SAMPLINGS))
 def test_stop_strings_are_found_by_sample_across_a_loss(ground: Ground, mode: str) -> None:
     """Guards the text of each sample: a stop string that begins before the loss and ends behind it ends its own."""
-    text = _run(ground, _call(mode, f"whole {mode}"))[-1][1]
+    text = sampled(ground, sampling_call(mode, f"whole {mode}"))[-1][1]
     stop = (text[len(text) // 2 :][:8],)
-    whole = _run(ground, _call(mode, f"stopped {mode}", stop))
+    whole = sampled(ground, sampling_call(mode, f"stopped {mode}", stop))
     assert whole[-1][2:] == ("stop", stop[0])
-    assert _run(ground, _call(mode, f"broken, stopped {mode}", stop), 4) == whole
+    assert sampled(ground, sampling_call(mode, f"broken, stopped {mode}", stop), 4) == whole
 
 
 def test_the_prompt_moves_once_for_all_samples(ground: Ground) -> None:
     """Guards sharing through the whole system: blocks are migrated for sample 0, and for nobody else."""
-    events = list(ground.client.generate(_call("greedy", "once")))
+    events = list(ground.client.generate(sampling_call("greedy", "once")))
     ends = {event.sample: event for event in events if isinstance(event, Finished)}
     prompt = len(PROMPTS["victim"])
     assert ends[0].stats.migrated_blocks == -(-prompt // 16)

@@ -114,6 +114,10 @@ def test_a_budget_of_thinking_is_kept(thinking: str) -> None:
     chat = httpx.post(f"{thinking}v1/chat/completions", json=body | {"ignore_eos": True}, timeout=60).json()
     assert chat["choices"][0]["message"]["reasoning_content"] and chat["choices"][0]["message"]["content"] == ""
     assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] == 40, "without a budget it goes on"
+    bounded = body | {"thinking_token_budget": 6}
+    chat = httpx.post(f"{thinking}v1/chat/completions", json=bounded, timeout=60).json()
+    assert chat["choices"][0]["message"]["reasoning_content"] and chat["choices"][0]["message"]["content"]
+    assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] == 7, "the token that closes it counts"
     quiet = body | {"thinking": {"type": "disabled"}}
     told = httpx.post(f"{thinking}v1/messages", json=quiet, timeout=60).json()
     assert "thinking" not in [one["type"] for one in told["content"]]

@@ -147,6 +147,23 @@ def test_eight_gpus_of_one_host_have_a_worker_each() -> None:
     assert {one.engine.tensor_parallel for one in each.values()} == {1}, "refused on GPUs"
 
 
+def test_eight_gpus_of_each_of_two_hosts_have_a_worker_of_its_pool_each() -> None:
+    """Guards workers that wait for a ninth GPU of their host, and pools that are heaped on one of the two."""
+    config = resolved(DEPLOY / "ray/headrace-2x8gpu.toml")
+    check_gpu_defaults(config, device_share=1.0)
+    assert config.ray.address == "auto" and config.launcher == "ray" and config.ray.pool_label == "pool"
+    for pool, number, one in (
+        ("prefill", config.prefill_workers, config.prefill),
+        ("decode", config.decode_workers, config.decode),
+    ):
+        assert number * gpus(pool, one.engine.device, config.ray) == 8  # type: ignore[arg-type]
+        assert one.engine.tensor_parallel == 1, "refused on GPUs"
+    text = (DEPLOY / "ray/headrace-2x8gpu.toml").read_text()
+    started = [check_ray_start(line) for line in text.splitlines() if line.startswith("# ray start ")]
+    assert [flags["labels"] for flags in started] == ["pool=prefill", "pool=decode"]
+    assert [flags["head"] for flags in started] == [True, False]
+
+
 def test_own_machines_and_laptops_compute_on_the_cpu() -> None:
     """Guards against a first try that fails for want of a GPU."""
     config = resolved(DEPLOY / "ray/headrace.toml")

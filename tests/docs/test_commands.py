@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -14,6 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
+from cluster.bench.options import add_arguments
+from cluster.cli.command import _parsers
+from cluster.cli.parser import CommandParser
 from cluster.processes.leftovers import descendants, running
 from cluster.rundir import start_of
 
@@ -80,6 +84,27 @@ def test_the_readme_says_where_the_command_is_before_it_uses_it() -> None:
     """Guards against `headrace: command not found` for who pastes line after line into a fresh clone."""
     typed = "".join(b.text for b in everything() if b.page == "README.md" and b.has_commands)
     assert ". .venv/bin/activate" in typed.partition("\nheadrace ")[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_the_text_tells_to_type_is_taken(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the README's table of what to type next, and prose: nothing runs what stands between backquotes there. A
+    verb may be named without what it needs."""
+    whole, bench = _parsers()[0], CommandParser(prog="headrace bench")
+    add_arguments(bench)
+    text = page.read_text()
+    typed = re.findall(r"`headrace ([^`\n]+)`", text)
+    typed += re.findall(r"^(?:\$ )?(?:\.venv/bin/)?headrace (.*)", text.replace("\\\n", " "), re.MULTILINE)
+    faults = []
+    for one in typed:
+        words = shlex.split(re.sub(r" (?:>|&).*", "", one).replace("$!", "1"), comments=True)
+        parser = bench if words[0] == "bench" else whole
+        try:
+            unknown = parser.parse_known_args(words[1:] if parser is bench else words)[1]
+        except SystemExit:
+            unknown = [said] if (said := capsys.readouterr().err) and "are required" not in said else []
+        faults += [(one, unknown)] if unknown and one != "help VERB" else []
+    assert faults == []
 
 
 def test_the_index_has_every_page() -> None:

@@ -30,6 +30,7 @@ BLOCKS = 64
 CROWD = 20
 """Clients whose requests are taken with room for 4 blocks and grow to 9: half of them fit a worker at first, not in
 the end."""
+ITL_TARGET_MS = 100.0
 DOWN_S = 8.0
 """How long a killed worker stays away."""
 HURRY = 10.0
@@ -75,7 +76,8 @@ class Scene:
                     decision_log=str(folder / "decisions"),
                 ),
                 prefill=PrefillConfig(engine=engine, chunk_tokens=32),
-                decode=DecodeConfig(engine=engine, growth_tokens=16),
+                # Near what a step takes here: some wait for rows, and some tokens are too late.
+                decode=DecodeConfig(engine=engine, growth_tokens=16, itl_target_ms=ITL_TARGET_MS),
             ),
             make_launcher("process"),
             model_dir=str(model_dir),
@@ -94,6 +96,8 @@ class Scene:
             self.close()
             raise
         self.listed_while_down: set[str] = set()
+        self.deaths: Counter[str] = Counter()
+        """How often each victim was killed."""
         self.began_s = self.fault_s = self.ended_s = 0.0
 
     def play(self, busy_s: float = 8.0, clients: int = 6) -> None:
@@ -107,8 +111,7 @@ class Scene:
         self._exhaust()
         pids = {name: self.cluster.workers[name].pid for name in VICTIMS}
         for name in VICTIMS:
-            self._until_busy(name)
-            kill(pids[name])
+            self._kill(name)
             self.fault_s = self.fault_s or time.time()
             # What one death did to the other victim is scraped before that one dies too.
             time.sleep(SEEN_S)
@@ -143,13 +146,18 @@ class Scene:
             time.sleep(busy_s)
             self.fault_s = time.time()
             for name in VICTIMS:
-                self._until_busy(name)
-                kill(self.cluster.workers[name].pid)
+                self._kill(name)
             self.prometheus.until("count(up == 0) == 2", 20.0)
             self.prometheus.until("count(up == 1) == 6", 40.0)
             time.sleep(busy_s)
             self.ended_s = time.time()
         return shared.errors + unique.errors
+
+    def _kill(self, name: str) -> None:
+        """Kill the worker of this name, once it is busy."""
+        self._until_busy(name)
+        kill(self.cluster.workers[name].pid)
+        self.deaths[name] += 1
 
     def _interrupt(self, name: str, seen: str) -> None:
         """Kill the worker of this name until what it interrupts is `seen`, unless the deaths so far made that happen.
@@ -159,8 +167,7 @@ class Scene:
         for _ in range(3):
             if self.prometheus.get("/api/v1/query", query=seen)["result"]:
                 return
-            self._until_busy(name)
-            kill(self.cluster.workers[name].pid)
+            self._kill(name)
             time.sleep(SEEN_S)
             self.prometheus.until("count(up == 1) == 6", 40.0)
         self.prometheus.until(seen, SEEN_S)

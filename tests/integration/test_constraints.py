@@ -181,7 +181,8 @@ def test_a_neighbour_is_not_stalled_while_hostile_ones_are_tried(served: Served)
             assert [reply.status_code for reply in replies] == [400, 400]
             number += 2
     running.join()
-    assert number and len(gaps) > 100
+    # One event may bring several tokens.
+    assert number and len(gaps) > 40
     assert max(gaps) < 1.0, f"{number} trials, the longest gaps were {sorted(gaps)[-3:]}"
     assert served.pids() == pids, "no process has died of it"
 

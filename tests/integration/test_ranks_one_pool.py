@@ -38,7 +38,8 @@ class OnePool(Served):
             launcher="process",
             prefill_workers=0,
             decode_workers=1,
-            router=RouterConfig(grpc_port=0, http_port=-1),
+            # A busy machine takes its time to replace the only worker.
+            router=RouterConfig(grpc_port=0, http_port=-1, unplaceable_s=90.0),
             decode=DecodeConfig(engine=engine, **more),  # type: ignore[arg-type]
         )
         self.serve(config, model_dir)
@@ -96,9 +97,16 @@ def test_ranks_in_one_pool_swap_and_guess_and_answer_as_one_process_does(tmp_pat
 
 
 @pytest.mark.chaos
-def test_a_rank_killed_amid_swaps_changes_no_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("preemption", "sign"), [("swap", ("swap_bytes_total", "out")), ("recompute", ("preemptions_total", ""))]
+)
+def test_a_rank_killed_amid_preemptions_changes_no_answer(
+    tmp_path: Path, preemption: str, sign: tuple[str, str]
+) -> None:
     """Guards against blocks of a dead worker's host memory that its replacement is said to have, and requests that wait
-    for a swap that nobody ends."""
+    for blocks, from host memory or computed again, that nobody brings."""
+    family, way = sign
+    labels = {"way": way} if way else {}
     folder, prompts = coded(tmp_path)
     alone = OnePool(folder, EngineConfig(sum_slices=2, speculation="off"), 400, preemption="off")
     try:
@@ -107,13 +115,13 @@ def test_a_rank_killed_amid_swaps_changes_no_answer(tmp_path: Path) -> None:
         alone.close()
     engine = EngineConfig(tensor_parallel=2, speculation="off")
     tiers = TierConfig(host_bytes=16 << 20)
-    ranks = OnePool(folder, engine, BLOCKS, preemption="swap", growth_tokens=SIZE, tiers=tiers)
+    ranks = OnePool(folder, engine, BLOCKS, preemption=preemption, growth_tokens=SIZE, tiers=tiers)
     try:
         life = ranks.cluster.workers["decode-0"]
         with ThreadPoolExecutor(1) as asking:
             told = asking.submit(ranks.told, prompts * CROWD)
-            while ranks.counted("swap_bytes_total", way="out") == 0:
-                assert not told.done(), "all was answered before anything was swapped"
+            while ranks.counted(family, **labels) == 0:
+                assert not told.done(), "all was answered before anybody was preempted"
             faults.kill(life.ranks[1].pid)
             assert not told.done(), "all was answered before the fault"
             assert told.result(timeout=120) == wanted * CROWD

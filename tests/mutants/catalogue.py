@@ -17,16 +17,20 @@ ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).parent / "equivalent.toml"
 
 STORIES = "tests/sim/test_transcripts.py"
-WHOLE = tuple(
-    f"tests/integration/test_{name}.py"
-    for name in ("beams_fake", "colocated_fake", "preemption_fake", "samples_fake", "swap_ends", "swap_fake")
+COLOCATED, GROUPS, LOGPROBS, SWAP, TIERS = (
+    f"tests/integration/test_{name}_fake.py" for name in ("colocated", "layer_groups", "logprobs", "swap", "tiers")
+)
+WHOLE = (
+    *(f"tests/integration/test_{name}_fake.py" for name in ("beams", "constraints", "preemption", "samples")),
+    "tests/integration/test_swap_ends.py",
+    *(COLOCATED, GROUPS, LOGPROBS, SWAP, TIERS),
 )
 PACKAGES: dict[str, tuple[str, ...]] = {
-    "engine/kv": ("tests/engine/kv", STORIES, "tests/integration/test_swap_fake.py"),
-    "prefill_worker/scheduler": ("tests/prefill_worker", STORIES, "tests/integration/test_colocated_fake.py"),
+    "engine/kv": ("tests/engine/kv", STORIES, GROUPS, SWAP, TIERS),
+    "prefill_worker/scheduler": ("tests/prefill_worker", STORIES, COLOCATED, GROUPS),
     "decode_worker/scheduler": ("tests/decode_worker", STORIES, *WHOLE),
     "router/core": ("tests/router/core", STORIES),
-    "transfer/handoff": ("tests/transfer/handoff", STORIES, "tests/integration/test_colocated_fake.py"),
+    "transfer/handoff": ("tests/transfer/handoff", STORIES, COLOCATED, GROUPS),
 }
 """The pure folders, and the fast tests of each: first the folder that mirrors it, then the files that the tests there
 leave the rest to, with everything in one process and a device that only pretends."""

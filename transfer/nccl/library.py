@@ -112,9 +112,9 @@ class NcclLibrary:
         if self.can_put:
             self._bind(ONE_SIDED_PROTOTYPES)
 
-    def join(self, unique_id: bytes, rank: int, channels: int, name: str) -> Comm:
-        """Begin to make a communicator of two ranks; `async_state` tells when it is made. It uses at most `channels`
-        thread blocks. Raises NcclError."""
+    def join(self, unique_id: bytes, rank: int, channels: int, name: str, ranks: int = 2) -> Comm:
+        """Begin to make a communicator of so many ranks; `async_state` tells when it is made. It uses at most
+        `channels` thread blocks. Raises NcclError."""
         self._names.append(name.encode())
         config = _Config(
             ctypes.sizeof(_Config), _MAGIC, self.version, 0, _UNSET, 1, channels, None, _UNSET,
@@ -122,7 +122,7 @@ class NcclLibrary:
         )
         comm = _pointer()
         status = self._lib.ncclCommInitRankConfig(
-            ctypes.byref(comm), 2, _Id.from_buffer_copy(unique_id), rank, ctypes.byref(config)
+            ctypes.byref(comm), ranks, _Id.from_buffer_copy(unique_id), rank, ctypes.byref(config)
         )
         if status not in (_SUCCESS, IN_PROGRESS) or not comm.value:
             raise self._error("ncclCommInitRankConfig", status)
@@ -146,10 +146,22 @@ class NcclLibrary:
 
     def exchange(self, comm: Comm, outgoing: int, incoming: int, nbytes: int, peer: int, stream: int) -> None:
         """Both at once, as one group. Raises NcclError."""
+        self.exchange_all(comm, [(outgoing, nbytes, peer)], [(incoming, nbytes, peer)], stream)
+
+    def exchange_all(
+        self,
+        comm: Comm,
+        outgoing: Sequence[tuple[int, int, int]],
+        incoming: Sequence[tuple[int, int, int]],
+        stream: int,
+    ) -> None:
+        """Enqueue sends and receives of (address, bytes, peer), all as one group. Raises NcclError."""
         self._must("ncclGroupStart")
         try:
-            self.send(comm, outgoing, nbytes, peer, stream)
-            self.recv(comm, incoming, nbytes, peer, stream)
+            for piece in outgoing:
+                self.send(comm, *piece, stream)
+            for piece in incoming:
+                self.recv(comm, *piece, stream)
         finally:
             self._start("ncclGroupEnd", comm)
 

@@ -34,12 +34,19 @@ class Forks:
         theirs, prompt = other.record, record.prompt_tokens
         same = theirs.prompt_tokens == prompt and theirs.tokens[:prompt] == record.tokens[:prompt]
         # What it shares may have slid out of the windows of one that has gone on, or that comes back with an answer.
-        can = self._kv.can_fork(other.lease, shared_tokens(record)) if other.arrived else self._begins_with(other)
+        shared = shared_tokens(record)
+        can = self._kv.can_fork(other.lease, shared) if other.arrived else self._begins_with(other, shared)
         return other if same and can and record.max_tokens <= theirs.max_tokens else None
 
-    def _begins_with(self, other: Request) -> bool:
-        """Return True if the windows of `other` will be those of its prompt's end when its blocks are here."""
-        return not self._kv.groups or len(other.tokens) <= other.record.prompt_tokens + 1
+    def _begins_with(self, other: Request, tokens: int) -> bool:
+        """Return True if the windows of `other` will be those that computing on from `tokens` takes when its blocks
+        are here, unless a handoff that is lost names more of its tokens (`stranded`)."""
+        return not self._kv.groups or len(other.tokens) <= tokens + 1
+
+    def stranded(self) -> list[Request]:
+        """Return those that wait for a prompt that is here, without the windows that they were to share."""
+        begun = (RequestState.READY, RequestState.RUNNING)
+        return [fork for parent, forks in self._waiting.items() if parent.state in begun for fork in forks]
 
     def promise(self, record: RequestRecord, room_tokens: int, spare: int = 0) -> Lease | None:
         """Return room for what a fork will not share of `room_tokens` tokens, which leaves `spare` blocks to others, if
@@ -70,6 +77,8 @@ class Forks:
         with the number of tokens that it shares."""
         waiting = self._waiting.get(parent)
         if not waiting or parent.known < max(shared_tokens(fork.record) for fork in waiting):
+            return []
+        if not all(self._kv.can_fork(parent.lease, shared_tokens(fork.record)) for fork in waiting):
             return []
         del self._waiting[parent]
         shared: list[tuple[Request, int]] = []

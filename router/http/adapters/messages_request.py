@@ -13,6 +13,7 @@ from router.http.openai import Int, Parsed
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "container": (),
     "context_management": (),
+    "inference_geo": (),
     "mcp_servers": ([],),
     "output_format": (),
 }

@@ -37,6 +37,7 @@ def status_of(words: Sequence[str]) -> int:
     [
         (["stauts"], "there is no verb 'stauts'; did you mean 'status'?"),
         (["help", "generat"], "did you mean 'generate'?"),
+        (["serve", "--model", "x"], "there is no verb 'serve'; did you mean 'up'?"),
         (["up", "--lanucher", "ray"], "up: there is no option '--lanucher'; did you mean '--launcher'?"),
         (["up", "--mod", "x"], "there is no option '--mod'"),
         (["generate", "hi", "--max", "3"], "did you mean '--max-tokens'?"),
@@ -131,17 +132,20 @@ def test_an_up_beside_a_running_cluster_says_what_it_did_not_take() -> None:
         Setting("decode.max_batch", 5, "flag --set"),
         Setting("prefill.chunk_tokens", 64, "file my.toml"),
         Setting("router.served_model_names", ("a", "b"), "flag --served-model-name"),
+        Setting("engine.jump_forward", False, "flag --set"),
         Setting("log_level", "info", "flag --log-level"),
         Setting("decode.engine.threads", 9, "computed: cores / 2 workers"),
         Setting("prefill_workers", 4, "flag --prefill"),
     )
     running = {setting.key: {"value": 0} for setting in asked} | {"log_level": {"value": "info"}}
+    running |= {"router.served_model_names": {"value": []}, "engine.jump_forward": {"value": True}}
     assert untaken(Resolved(ClusterConfig(), asked), msgspec.to_builtins(running)) == [
         "--model /x  (it has 0)",
         "HEADRACE_ROUTER__HTTP_PORT=77  (it has 0)",
         "--set decode.max_batch=5  (it has 0)",
         "prefill.chunk_tokens = 64  (it has 0)",
-        "--served-model-name a,b  (it has 0)",
+        "--served-model-name a,b  (it has none)",
+        "--set engine.jump_forward=false  (it has true)",
     ]
 
 

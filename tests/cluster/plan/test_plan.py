@@ -11,16 +11,20 @@ import msgspec
 import pytest
 
 from cluster.cli import __main__ as cli
+from cluster.config import ClusterConfig, ConfigError
 from cluster.plan.check import compare
 from cluster.plan.planner import Pool, pool_of, token_sizes
 from cluster.plan.shapes import find_shape
+from cluster.processes.prepare import prepare_model
 from cluster.sizes import format_size, parse_share, parse_size
+from engine.config import EngineConfig
 from engine.messages import MemoryUse, WorkerInfo
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
 from engine.model.families import FAMILIES
 from engine.model.prepared.cache import prepare
 from tests.engine.model.quantized import Kind, write_model
 from tests.router.fake_cluster import worker_info
+from worker.config import DecodeConfig, PrefillConfig
 
 SHAPE = ("--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--context", "8192")
 LLAMA = {
@@ -290,6 +294,22 @@ def test_plan_and_up_agree_about_an_unknown_family(
     told = f"unknown model_type {sizes['model_type']!r}; known: {', '.join(sorted(FAMILIES_OF_CONFIGS))}"
     assert told in str(refused.value)
     assert told in planned.out + planned.err
+
+
+def test_plan_and_up_agree_about_ranks_that_a_model_does_not_divide_by(
+    demo_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a plan that workers refuse, and a refusal after all of them have started: the demo has 9 heads."""
+    engine = EngineConfig(tensor_parallel=2)
+    told = "engine.tensor_parallel: 9 heads of SmolLM2-135M-Instruct do not divide by 2"
+    for asked in (["--tp", "2"], ["--set", "engine.tensor_parallel=2"]):
+        assert cli.main(["plan", *asked]) == 2
+        assert told in capsys.readouterr().err
+    config = ClusterConfig(
+        cache_dir=str(demo_cache), prefill=PrefillConfig(engine=engine), decode=DecodeConfig(engine=engine)
+    )
+    with pytest.raises(ConfigError, match=told):
+        prepare_model(config)
 
 
 def test_layer_groups_are_planned_as_workers_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

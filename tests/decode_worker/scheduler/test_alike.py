@@ -2,6 +2,9 @@
 
 import random
 
+import pytest
+
+from decode_worker.scheduler.alike import _shared_blocks
 from decode_worker.scheduler.request import RequestState
 from engine.messages import Cancel, Ended
 from engine.step import StepPlan
@@ -107,6 +110,31 @@ def test_a_block_that_has_been_begun_is_not_given_away() -> None:
     assert batch.alike._first(request, batch.local[:1]) is not None
     request.known = 2
     assert batch.alike._first(request, batch.local[:1]) is None
+
+
+def test_of_several_that_begin_alike_the_one_with_most_is_waited_for() -> None:
+    """Guards what two share beyond a third: it would be computed twice. Who wants log probabilities of its prompt
+    computes all of it, and so waits for nobody."""
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    bench.place("most", SHARED + [1] * 4)
+    bench.place("less", SHARED[:8] + [2] * 4, prompt_logprobs=1)
+    bench.place("c", SHARED + [3] * 4)
+    alike = bench.scheduler.batch.alike
+    assert {r.record.request: first.record.request for r, (first, _) in alike._waits.items()} == {"c": "most"}
+    assert alike.missing_tokens(bench.request("c")) == 4
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_as_many_whole_blocks_are_shared_as_are_the_same_but_for_our_last_token(size: int) -> None:
+    """Guards the search by halves, at every length and every place where two prompts part."""
+    for ours in range(1, 14):
+        for theirs in range(1, 14):
+            for same in range(min(ours, theirs) + 1):
+                mine, other = [1] * ours, [1] * same + [2] * (theirs - same)
+                shared = min(same, ours - 1) // size
+                for known in range(4):
+                    expected = shared if shared > known else 0
+                    assert _shared_blocks(mine, other, known, size) == expected, (ours, theirs, same, known)
 
 
 def test_no_order_of_events_leaves_anybody_waiting() -> None:

@@ -28,7 +28,8 @@ def test_prompts_that_are_computed_here_share_a_budget_beside_the_running() -> N
     """Guards inter-token latency: a long prompt computed at once would hold up who is decoding."""
     bench = Fetching(local_chunk_tokens=6)
     batch = bench.scheduler.batch
-    assert (batch.generated_tokens, batch.prefilled_tokens, batch.recomputed_tokens) == (0, 0, 0)
+    counted = (batch.generated_tokens, batch.forced_tokens, batch.prefilled_tokens, batch.hit_tokens)
+    assert (*counted, batch.recomputed_tokens, batch.running_rows, batch.drawn_drafts) == (0,) * 7
     bench.place("a", _prompt(1, 4))
     bench.step()
     bench.place("b", _prompt(2, 20))
@@ -39,6 +40,16 @@ def test_prompts_that_are_computed_here_share_a_budget_beside_the_running() -> N
         sizes.append({row.request: row.end - row.start for row in plan.rows})
     assert sizes == [{"a": 1, "b": 6}, {"a": 1, "b": 6}, {"a": 1, "b": 6}, {"a": 1, "b": 2}]
     assert (batch.generated_tokens, batch.prefilled_tokens, batch.recomputed_tokens) == (6, 24, 0)
+
+
+def test_the_step_behind_one_that_is_under_way_goes_on_behind_it() -> None:
+    """Guards a chunk that would be computed twice."""
+    bench = Fetching(local_chunk_tokens=8)
+    bench.place("a", _prompt(1, 16), max_tokens=4)
+    plans = [bench.scheduler.plan(0.0)[0] for _ in range(2)]
+    rows = [(row.start, row.end, row.draw) for plan in plans if plan is not None for row in plan.rows]
+    assert rows == [(0, 8, False), (8, 16, True)]
+    assert bench.scheduler.batch.is_under_way and not bench.request("a").known
 
 
 def test_who_has_no_block_for_its_next_token_has_no_row() -> None:

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from decode_worker.scheduler.drafting import OTHER_WAY, Drafting, StepCosts
+from engine.types import BeamParams
+from tests.decode_worker.scheduler.bench import Fetching
 
 CPU = {1: 16.2, 2: 19.7, 3: 22.7, 4: 25.8, 5: 34.3, 6: 38.4, 8: 46.7}
 """Milliseconds of a step by its tokens, as once measured with the demo's model."""
@@ -113,3 +115,22 @@ def test_who_waits_for_tokens_is_worth_it() -> None:
         made.stepped(request, 3, 3)
     assert made.awaits([request], 1)
     assert not Drafting(None, 3).awaits([request], 1)
+
+
+def test_a_search_counts_as_all_of_its_rows() -> None:
+    """Guards the step's memory, and what it is measured by: drafts beside a search took the room of its hypotheses."""
+    bench = Fetching(128, max_batch=12, local_chunk_tokens=32)
+    batch = bench.scheduler.batch
+    batch.drafting.new = lambda _: Counting()
+    assert bench.place("search", [1, 2, 3, 4], beams=BeamParams(width=8, answers=1), max_tokens=30)
+    assert all(bench.place(f"r{n}", [n, 6, 7, 8], max_tokens=30) for n in range(4))
+    drafted = 0
+    for at in range(8):
+        plan, _ = bench.scheduler.plan(float(at))
+        assert plan is not None
+        drawn = [tuple((100 + n, -float(n)) for n in range(r.candidates)) or 900 for r in plan.rows if r.draw]
+        bench.scheduler.complete(plan, drawn, float(at))
+        drafts = sum(row.drafts for row in plan.rows)
+        assert len(plan.rows) + drafts <= 12 + batch.drafting.most
+        drafted += drafts * (len(plan.rows) == 12)
+    assert drafted, "the search has never had rows beside drafts"

@@ -36,6 +36,7 @@ REFUSED: dict[str, tuple[str, object]] = {
     "bad expression": ("regex", "a("),
     "repeats itself": ("regex", "((a{1000}){1000}){1000}"),
     "an empty answer alone": ("regex", "(){3}"),
+    "a class of no character": ("regex", "[a&&b]"),
     "no rule": ("lark", "nothing: here"),
     "no terminal": ("lark", "start: THING"),
     "neither Lark nor EBNF": ("lark", "hello there"),
@@ -47,6 +48,7 @@ def test_what_is_refused(name: str) -> None:
     error, seconds = _tried(*REFUSED[name])
     assert error and len(error) <= 600
     assert "<state>" not in error, "the parser's inner state is nobody's business"
+    assert "NoExtension" not in error, "nor are the library's own names"
     assert seconds < CPU_S
 
 

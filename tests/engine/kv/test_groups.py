@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from engine.identity import IDENTITY_BYTES, in_group
-from engine.kv.groups import LayerGroup, index_and_group, layer_groups, place
+from engine.kv.groups import LayerGroup, index_and_group, layer_groups, migrated, place
 from engine.kv.layout import KVLayout
+from engine.kv.manager import KVCacheManager
 
 GEMMA = [8, 8, 8, 8, 8, 0] * 3
 
@@ -39,6 +40,23 @@ def test_a_block_is_needed_exactly_while_a_query_sees_one_of_its_tokens(window: 
             assert blocks <= group.tail_blocks(size, tokens)
 
 
+def test_who_goes_on_elsewhere_may_compute_the_last_token_again() -> None:
+    """Guards a migration without the window of the prompt's last token, which a search computes again."""
+    group = LayerGroup((0,), 5)
+    assert [group.first_migrated(tokens, 4) for tokens in (0, 8, 9, 12, 13)] == [0, 0, 1, 1, 2]
+    assert LayerGroup((0,), 1).first_migrated(1, 1) == 0 and LayerGroup((0,), 1).first_migrated(2, 1) == 1
+    assert LayerGroup((0,)).first_needed(50, 4) == LayerGroup((0,)).first_migrated(50, 4) == 0, "nothing is let go"
+
+
+def test_what_goes_over_is_all_of_the_first_group_and_the_tail_of_each_window() -> None:
+    """Guards a tail that is one block short, blocks in another order than the receiver's, and a model of one group."""
+    groups = (LayerGroup((0,)), LayerGroup((1,), 5), LayerGroup((2,), 9))
+    assert migrated(groups, range(1, 5), 18, 4) == [
+        (1, 0), (2, 0), (2, 2), (3, 0), (3, 1), (3, 2), (4, 0), (4, 1), (4, 2)
+    ]  # fmt: skip
+    assert migrated((), range(2, 5), 18, 4) == [(2, 0), (3, 0), (4, 0)]
+
+
 def test_places_and_identities_tell_groups_apart() -> None:
     assert [place(index, 0, 1) for index in range(5)] == list(range(5)), "the wire of one group is as ever"
     pairs = [(index, group) for index in range(4) for group in range(3)]
@@ -63,3 +81,24 @@ def test_a_layout_whose_groups_do_not_fit_its_blocks_is_refused() -> None:
         )
     with pytest.raises(ValueError, match="does not fill"):
         KVLayout(kv_heads=1, layers=2, block_size=4, head_dim=8, groups=(LayerGroup((0,)), LayerGroup((1,), 8)))
+
+
+@pytest.mark.parametrize("window", [2, 5, 9, 24])
+@pytest.mark.parametrize("cached", [0, 4, 16, 28])
+def test_an_idle_worker_takes_what_fits_its_pool(window: int, cached: int) -> None:
+    """Guards a request that waits for ever: the windows of what is cached of its prompt, kept beside those to come,
+    were more than there was, and nobody would give anything back."""
+    groups, tokens, ahead = (LayerGroup((0,)), LayerGroup((1,), window)), list(range(40)), 2
+    total = KVCacheManager(1000, 4, "m", groups=groups, ahead_tokens=ahead).pool_blocks_for(52)
+    kv = KVCacheManager(total, 4, "m", groups=groups, ahead_tokens=ahead)
+    first = kv.acquire(b"", tokens[:cached], match_limit=0, room_tokens=cached, grow_tokens=cached)
+    assert first is not None
+    for at in range(0, cached, 2):
+        kv.reach(first, at, at + 2)
+        kv.commit(first, tokens[: at + 2])
+        kv.slide(first, at + 2)
+    kv.release(first)
+    assert kv.matched_tokens(b"", tokens, 39) == cached
+    lease = kv.acquire(b"", tokens, match_limit=39, room_tokens=40, grow_tokens=52, migrating=True)
+    assert lease is not None
+    kv.check()

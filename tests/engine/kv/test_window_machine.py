@@ -43,6 +43,8 @@ class Request:
     migrating: bool
     computed: int
     grow: int
+    found: int = 0
+    """Tokens that a match, or the one it was forked from, had for it: no window of what lies before them is kept."""
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
 
 
@@ -57,6 +59,9 @@ class WindowMachine(RuleBasedStateMachine):
         self.groups = groups
         self.kv = KVCacheManager(BLOCKS, SIZE, "m", groups=groups, ahead_tokens=CHUNK)
         self.memory: list[list[Slot | None]] = [[None] * SIZE for _ in range(BLOCKS)]
+
+    def _is_idle(self) -> bool:
+        return not self.live
 
     def _advance(self) -> None:
         """Blocks that were handed out anew hold nothing."""
@@ -112,10 +117,10 @@ class WindowMachine(RuleBasedStateMachine):
         )
         if lease is None:
             assert (repr(self.kv), self.kv.available) == before
-            assert self.live, "an idle worker refuses what fits its pool"
+            assert not self._is_idle(), "an idle worker refuses what fits its pool"
             return
         self._advance()
-        request = Request(name, list(tokens), lease, migrating, lease.cached_tokens, grow)
+        request = Request(name, list(tokens), lease, migrating, lease.cached_tokens, grow, lease.cached_tokens)
         if lease.copies:
             whole = lease.cached_tokens - lease.cached_tokens % SIZE
             assert len(lease.copies) == len(self.groups) and whole < lease.cached_tokens
@@ -140,7 +145,7 @@ class WindowMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(ready))
         at = parent.computed - data.draw(st.integers(0, min(3, parent.computed - 1)))
         if not self.kv.can_fork(parent.lease, at):
-            assert at < parent.computed - 1, "the last token can always be computed again"
+            assert at < max(parent.found, parent.computed - 1), "the last token can always be computed again"
             return
         tokens = [*parent.tokens[:at], *more]
         whole = at // SIZE
@@ -154,7 +159,7 @@ class WindowMachine(RuleBasedStateMachine):
         self._copy(lease)  # before its parent writes on
         self.kv.extend(lease, len(tokens))
         self._advance()
-        self.live.append(Request(parent.name, tokens, lease, False, at, 0))
+        self.live.append(Request(parent.name, tokens, lease, False, at, 0, found=at))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), commits=st.booleans())
@@ -212,7 +217,9 @@ class WindowMachine(RuleBasedStateMachine):
             return
         if request.computed >= len(request.tokens):
             return
-        request.computed = max(request.computed, self.kv.adopt(lease, request.tokens[:-1]))
+        found = self.kv.adopt(lease, request.tokens[:-1])
+        if found > request.computed:
+            request.computed = request.found = found
         self._reads_its_own(request, request.computed)
 
     @precondition(lambda self: self.live)

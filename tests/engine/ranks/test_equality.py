@@ -75,6 +75,16 @@ def test_parts_of_every_family_add_up(case: str, tmp_path: Path) -> None:
     compare(folder, 2, None)
 
 
+def test_parts_of_three_ranks_add_up(tmp_path: Path) -> None:
+    """Guards a third part of every size: of heads, widths and a vocabulary that does not divide by three, with a KV
+    head for each rank and with one that all have."""
+    assert VOCAB % 3
+    for kv_heads in (3, 1):
+        sizes = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": kv_heads}
+        folder = tmp_path / str(kv_heads)
+        compare(prepare(save_hf(build("qwen2", **sizes), folder / "model"), folder / "cache"), 3, native())
+
+
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Codes in groups of 32 columns. Two ranks cut the feed-forward layer where a group ends (160 columns each), four

@@ -120,7 +120,7 @@ def test_a_killed_rank_ends_the_group(three: EngineDevice) -> None:
     """Guards against a group that goes on, or waits, without one of its ranks, and against blaming another one."""
     rank = 2
     group, told = group_of(three), list[RankError]()
-    group.on_death = told.append
+    group.watch(told.append)
     answer(three)
     os.kill(group.pids[rank - 1], signal.SIGKILL)
     deadline = time.monotonic() + 5
@@ -130,6 +130,18 @@ def test_a_killed_rank_ends_the_group(three: EngineDevice) -> None:
     error = failing(three)
     assert error.rank == rank
     assert "SIGKILL" in str(error)
+
+
+def test_who_looks_late_is_told_of_a_rank_that_has_ended(three: EngineDevice) -> None:
+    """Guards against a worker that opens, and looks alive until somebody wants a token, without one of its ranks."""
+    group, told = group_of(three), list[RankError]()
+    os.kill(group.pids[0], signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{group.pids[0]}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    group.watch(told.append)
+    assert [error.rank for error in told] == [1]
 
 
 def test_a_frozen_rank_ends_the_group(three: EngineDevice) -> None:

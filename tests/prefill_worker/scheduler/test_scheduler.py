@@ -15,7 +15,7 @@ from engine.messages import (
     Stop,
 )
 from engine.step import StepPlan
-from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
+from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams, TokenLogprobs
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import (
     Command,
@@ -456,6 +456,8 @@ def test_a_prompt_of_half_the_length_slips_in(length: int, slips_in: bool) -> No
     plan = bench.step()
     assert plan is not None
     assert ("short" in {row.request for row in plan.rows}) == slips_in
+    running = {job.handoff.request for job in bench.scheduler.line.running}
+    assert ("short" in running) == slips_in, "who has no row takes no blocks either"
 
 
 def test_the_first_in_line_may_be_one_that_slipped_in() -> None:
@@ -550,3 +552,54 @@ def test_what_a_prompt_that_was_given_up_has_computed_is_cached() -> None:
     assert kv.pool.counts()["active"] == 10 and not bench.scheduler.line.running
     assert bench.step() is None
     assert kv.matched_tokens(b"", list(range(160)), 160) == 64 and kv.available == kv.pool.total
+
+
+def test_what_was_computed_behind_a_copy_is_cached_when_its_prompt_is_given_up() -> None:
+    """Guards the chunk behind a block that began as a copy, and the copy's source, which would be held for good."""
+    bench = AheadBench(chunk_tokens=64)
+    known = _tokens(20, 1)
+    bench.start("known", known)
+    bench.run()
+    prompt = [*known, *_tokens(140, 2)]
+    handoff = bench.start("a", prompt)
+    plan = bench.step()
+    assert plan is not None and len(plan.copies) == 1
+    bench.tell(FromReader(PEER, Stop(handoff)))
+    assert bench.step() is None
+    kv = bench.scheduler.kv
+    assert kv.matched_tokens(b"", prompt, 160) == 80 and kv.available == kv.pool.total
+    assert kv.pool.counts()["active"] == 0
+
+
+def test_a_step_takes_the_time_since_the_one_before_it_or_since_it_was_planned() -> None:
+    """Guards the measured speed: a step that waited behind another would seem slow, one after a rest slower still."""
+    bench = Bench(chunk_tokens=64)
+    scheduler, ran = bench.scheduler, list[tuple[int, float]]()
+    scheduler.line.order.ran = lambda tokens, seconds: ran.append((tokens, seconds))  # type: ignore[method-assign]
+    bench.start("a", _tokens(128, 1))
+    first, _ = scheduler.plan(1.0)
+    second, _ = scheduler.plan(1.25)
+    assert first is not None and second is not None
+    scheduler.complete(first, [], 2.0)
+    scheduler.complete(second, [5], 2.5)
+    bench.start("b", _tokens(64, 2))
+    third, _ = scheduler.plan(8.0)
+    assert third is not None
+    scheduler.complete(third, [5], 8.125)
+    assert ran == [(64, 1.0), (64, 0.5), (64, 0.125)]
+
+
+def test_what_a_step_says_of_a_prompts_tokens_is_that_prompts() -> None:
+    """Guards log probabilities that would be told of another prompt: the next step is under way by then."""
+    bench = Bench(chunk_tokens=64)
+    scheduler = bench.scheduler
+    for number, name in enumerate("ab"):
+        bench.start(name, _tokens(64, number), prompt_logprobs=1)
+    first, _ = scheduler.plan(0.0)
+    second, _ = scheduler.plan(0.0)
+    assert first is not None and second is not None
+    assert [row.request for plan in (first, second) for row in plan.rows] == ["a", "b"]
+    jobs = {job.handoff.request: job for job in scheduler.line.running}
+    said = TokenLogprobs(7, -0.5)
+    scheduler.scored(first, [[said]])
+    assert [jobs[RequestId(name)].scores for name in "ab"] == [[said], []]

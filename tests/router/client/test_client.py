@@ -14,6 +14,7 @@ from router.client.errors import NOBODY, ApiError
 from router.client.requests import GatheredAnswer, generate_request
 from router.config import RouterConfig
 from router.status.observer import NullObserver
+from telemetry.labels import STAGES
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 from tests.secrets_of_tests import SECRETS
@@ -64,6 +65,7 @@ def test_whole_answers_of_both_kinds(cluster: Callable[..., None]) -> None:
                     answer = client.generate(prompt)  # type: ignore[arg-type]
                     assert (answer.text, answer.token_ids, answer.finish_reason) == (ANSWER, IDS, "stop")
                     assert (answer.decode_worker, answer.prefill_worker) == ("d0", "p0")
+                    assert tuple(answer.stages_s) == STAGES, "a map comes in any order"
                 assert [one.text for one in client.samples("hi", n=3)] == [ANSWER] * 3
                 assert client.generate("hi", max_tokens=2).finish_reason == "length"
                 assert client.detokenize(client.tokenize("hi<end>")) == "hi<end>"

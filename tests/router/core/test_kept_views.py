@@ -12,9 +12,19 @@ from engine.messages import Accepted, PeerAddress
 from engine.types import RequestId
 from router.core.call import Call, State
 from router.core.placement import LOCAL, demand
-from router.core.policy import MANY_PAIRS, SHORTLIST, Choice, DecodeView, Demand, LeastCost, PrefillView, cost
+from router.core.policy import (
+    ASSUMED_S_PER_TOKEN,
+    MANY_PAIRS,
+    SHORTLIST,
+    Choice,
+    DecodeView,
+    Demand,
+    LeastCost,
+    PrefillView,
+    cost,
+)
 from router.core.registry import Registry, WorkerEntry
-from router.core.reuse import delaying_tokens
+from router.core.reuse import Waiting
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import load, worker_info
 
@@ -168,10 +178,12 @@ def plain_reader(parts: Parts, call: Call, worker: WorkerEntry, wanted: Demand) 
     alike = [w for w in alike if demand(call.record, w.info).prompt_blocks <= w.info.blocks]
     held = {w.name: parts.index.match(w.name, call.chain(w.key)) for w in alike}
     loads = [w.load for w in alike if w.load]
-    waiting = sum(one.waiting_requests + one.running_requests for one in loads) / len(alike)
+    requests = sum(one.waiting_requests + one.running_requests for one in loads) / len(alike)
+    waiting = Waiting(requests, sum(counted(w)[0] for w in alike) / len(alike))
     chain, size = call.chain(worker.key), worker.info.block_size
-    others = delaying_tokens(parts.placer._shares, chain, held, size, waiting)[worker.name]
     fitted, name = parts.registry.fitted, worker.name
+    pool_s = fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
+    others = parts.placer._reuse.delaying_tokens(chain, held, size, waiting, pool_s)[name]
     cached = min(held[name] * size, wanted.prompt_tokens - 1)
     own = counted(worker)[0], fitted.s_per_token(name), len(worker.own)
     return PrefillView(name, cached, *own, others, fitted.delay(name), fitted.host(name))

@@ -138,15 +138,23 @@ def test_beside_prefill_workers_decode_workers_read_only_if_told_to() -> None:
         assert pair(parts.placer.choose(call, 0.0)) == ("p0", "d0")
 
 
-def test_work_is_counted_once_however_often_it_is_offered() -> None:
-    """Guards the shares of beginnings against requests that are offered again and again, since nobody has room."""
+def test_waits_are_counted_once_however_often_a_request_is_offered() -> None:
+    """Guards what is missed of beginnings against requests that are offered again and again, since nobody has room; and
+    a choice that is compared with workers that hold it, but cannot read it."""
     parts = Parts()
-    parts.join("d0")
-    worker, call = parts.join("p0"), waiting()
+    worker, call = parts.join("d0"), waiting()
+    parts.join("p0")
+    parts.join("p1")
+    chain = call.chain(worker.key)
+    parts.index.insert("d0", chain)
+    parts.index.insert("p0", chain[:1])
+    parts.report("p0", waiting_tokens=10, s_per_token=0.01)
+    parts.report("p1", s_per_token=0.01)
+    assert pair(parts.placer.choose(call, 0.0)) == ("p0", "d0")
     for _ in range(3):
         assert parts.placer.choose(call, 0.0) is not None
-    assert parts.placer._shares.share(call.chain(worker.key), 1) > 0
-    assert parts.placer._shares._total < 41.0, "of 40 tokens"
+    assert parts.placer._reuse.missed.of(chain[0]) == pytest.approx(10.0, rel=0.01)
+    assert len(parts.placer._reuse.missed) == 1
 
 
 def test_a_kind_with_a_prefill_worker_comes_first() -> None:

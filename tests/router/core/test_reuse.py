@@ -1,16 +1,20 @@
 """What a second copy costs others, and when it is worth it."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from router.core import reuse
+from router.core.policy import PrefillView
 from router.core.reuse import (
     FEWEST_BEGINNINGS,
-    LEAST_DELAYED,
     MOST_BEGINNINGS,
-    MOST_DELAYED,
-    Shares,
-    delaying_tokens,
-    depths,
+    MOST_BUSY,
+    SHORTEST,
+    Arrivals,
+    MissedWaits,
+    Reuse,
+    Waiting,
 )
 
 SIZE = 16
@@ -20,119 +24,158 @@ def chain(name: str, blocks: int) -> list[bytes]:
     return [f"{name}{n}".encode() for n in range(blocks)]
 
 
-def came(shares: Shares, beginning: list[bytes], uncached: int, workers: int = 4) -> None:
-    shares.came(beginning, uncached, (len(beginning) + 1) * SIZE, SIZE, workers)
+def view(name: str, queue: int = 0, s_per_token: float = 0.01) -> PrefillView:
+    return PrefillView(name, 0, queue, s_per_token, 0)
 
 
-def test_depths_are_the_same_for_every_prompt_and_few() -> None:
-    """Guards counting at the same blocks of two prompts, and a decision whose time does not grow with the prompt."""
-    assert depths(0) == () and depths(3) == (1, 2, 3)
-    assert depths(20) == (*range(1, 17), 18, 20)
-    long = depths(100_000)
-    assert len(long) < 150
-    for blocks in (1, 17, 40, 1000):
-        assert depths(blocks) == tuple(depth for depth in long if depth <= blocks)
+def placed(
+    missed: MissedWaits, beginning: list[bytes], held: Mapping[str, int], queues: Mapping[str, int], chosen: str
+) -> None:
+    views = {name: view(name, queue) for name, queue in queues.items()}
+    missed.placed(beginning, (len(beginning) + 1) * SIZE, SIZE, list(views.values()), held, views[chosen])
 
 
-def test_a_share_is_the_part_of_the_work_behind_a_beginning() -> None:
-    shares = Shares()
-    assert shares.share(chain("a", 4), 2) == 0.0
-    came(shares, chain("a", 4), uncached=80)
-    # 48 of its 80 tokens are behind the first two blocks.
-    assert shares.share(chain("a", 4), 2) == pytest.approx(48 / 80)
-    came(shares, chain("b", 4), uncached=80)
-    assert shares.share(chain("a", 4), 2) == pytest.approx(24 / 80, rel=0.01)
-    assert shares.share(chain("c", 4), 2) == 0.0
-    # What is computed anyway is the last of it: a hot prefix of long ago counts by its tails.
-    for _ in range(2000):
-        came(shares, chain("b", 4), uncached=16)
-    assert shares.share(chain("b", 4), 4) == pytest.approx(1.0, abs=0.02)
-    assert shares.share(chain("a", 4), 2) < 0.01, "the past fades"
+def delaying(reuse: Reuse, beginning: list[bytes], held: Mapping[str, int], requests: float) -> dict[str, float]:
+    return reuse.delaying_tokens(beginning, held, SIZE, Waiting(requests, 0.0), 0.01)
 
 
-def test_depths_that_are_not_counted_take_the_next_one() -> None:
-    shares = Shares()
-    came(shares, chain("a", 40), uncached=16)
-    assert shares.share(chain("a", 40), 17) == shares.share(chain("a", 40), 18) > 0
-    assert shares.share(chain("a", 17), 17) == 0.0, "nothing deeper was counted"
+def test_what_is_held_elsewhere_weighs_by_how_many_wait() -> None:
+    """Guards a conversation that is computed again wherever a queue is a little shorter; and an idle cluster, which
+    kept all turns of a conversation at one busy worker although nobody would have lost by another one."""
+    prices, held = Reuse(), {"a": 10, "b": 0, "c": 4}
+    found = delaying(prices, chain("7", 10), held, requests=3.0)
+    assert found == {"a": 0.0, "c": 3 * 6 * SIZE, "b": 3 * 10 * SIZE}
+    assert set(delaying(prices, chain("7", 10), held, requests=0.0).values()) == {0.0}
+    assert delaying(prices, chain("7", 10), {"a": 3, "b": 3}, 2.0) == {"a": 0.0, "b": 0.0}
+    assert delaying(prices, chain("7", 10), {}, 2.0) == {}
 
 
-def test_memory_is_bounded_and_the_largest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_are_still_to_come_are_delayed_too() -> None:
+    """Guards a burst behind one cold prompt, of which nobody waits yet when the second request comes."""
+    prices = Reuse()
+    assert prices.arrivals.delayed(5.0, 5.0) == 0.0, "nothing is known"
+    for n in range(500):
+        prices.arrivals.came(n * 0.1, work_s=0.2, workers=4)
+    # One request comes to each of four workers in 0.4 s, and keeps it busy for half of that.
+    assert prices.arrivals.delayed(0.6, 0.4) == pytest.approx(0.8 / 0.4 / 0.5)
+    found = prices.delaying_tokens(chain("7", 10), {"a": 10, "b": 0}, SIZE, Waiting(1.0, 60.0), 0.01)
+    assert found["b"] == pytest.approx((1.0 + (0.6 + 0.8) / 0.4 / 0.5) * 160)
+
+
+def test_no_worker_is_taken_to_be_always_busy() -> None:
+    """Guards a cold start, where all prompts are computed in full: no copy would be worth anything then."""
+    arrivals = Arrivals()
+    for n in range(3):
+        arrivals.came(n * 0.1, work_s=5.0, workers=1)
+    assert arrivals.delayed(0.1, 0.0) == pytest.approx(1.0 / (1.0 - MOST_BUSY))
+
+
+def test_the_rate_is_of_late() -> None:
+    arrivals = Arrivals()
+    for n in range(1000):
+        arrivals.came(n * 1.0, work_s=0.0, workers=1)
+    before = arrivals.delayed(1.0, 0.0)
+    for n in range(SHORTEST):
+        arrivals.came(1000.0 + n * 0.1, work_s=0.0, workers=1)
+    assert before == pytest.approx(1.0) and arrivals.delayed(1.0, 0.0) == pytest.approx(1 / 0.55, rel=0.01)
+
+
+def test_waits_that_a_copy_would_have_spared_come_to_pay_for_it() -> None:
+    """Guards a hot prefix against being served by its first holder alone, and copies that are made at once."""
+    prices, hot, held = Reuse(), chain("hot", 10), {"a": 10}
+    found = []
+    for _ in range(5):
+        found.append(delaying(prices, hot, {"a": 10, "b": 0}, requests=1.0)["b"])
+        placed(prices.missed, hot, held, {"a": 200, "b": 120}, "a")
+    # Each waits 80 tokens longer than it had to; computing the prefix takes 160, and so does who waits behind it.
+    assert found == pytest.approx([160, 80, 0, -80, -160], abs=3)
+    # The own time of who computes it is as much as it may spare: it costs nothing then, and nobody is paid for it.
+    placed(prices.missed, hot, held, {"a": 200, "b": 120}, "a")
+    assert delaying(prices, hot, {"a": 10, "b": 0}, requests=1.0)["b"] == -160
+
+
+def test_a_copy_that_is_made_is_paid_for() -> None:
+    """Guards a prefix that goes to every worker in a burst, for waits that the first copy spares."""
+    missed, hot = MissedWaits(), chain("hot", 10)
+    placed(missed, hot, {"a": 10}, {"a": 400, "b": 0}, "a")
+    before = missed.of(hot[-1])
+    assert before == pytest.approx(400, rel=0.02)
+    placed(missed, hot, {"a": 10}, {"a": 400, "b": 0}, "b")
+    assert missed.of(hot[-1]) == pytest.approx(before - 160, rel=0.02)
+    for _ in range(2):
+        placed(missed, hot, {"a": 10}, {"a": 400, "b": 0}, "b")
+    assert missed.of(hot[-1]) == 0.0 and len(missed) == 0, "never below zero"
+
+
+def test_each_part_of_a_prompt_has_its_own_account() -> None:
+    """Guards a system prompt that everybody shares against paying for one conversation's copy, and the reverse."""
+    missed, talk = MissedWaits(), chain("talk", 10)
+    held = {"a": 10, "b": 4, "c": 4}
+    placed(missed, talk, held, {"a": 100, "b": 90, "c": 95, "d": 20}, "a")
+    assert missed.of(talk[9]) == pytest.approx(80.0, rel=0.01), "by all that hold less: who holds none is the soonest"
+    assert missed.of(talk[3]) == pytest.approx(70.0, rel=0.01)
+    placed(missed, talk, held, {"a": 100, "b": 0, "c": 0, "d": 20}, "b")
+    assert missed.of(talk[9]) == 0.0 and missed.of(talk[3]) == pytest.approx(70.0, rel=0.01)
+
+
+def test_who_holds_more_holds_the_beginning_too() -> None:
+    """Guards a long queue at one holder of a beginning, while another one, which holds more, could have taken it."""
+    missed, talk = MissedWaits(), chain("talk", 10)
+    placed(missed, talk, {"a": 10, "b": 4}, {"a": 10, "b": 100, "c": 0}, "a")
+    assert missed.of(talk[3]) == pytest.approx(10.0, rel=0.01)
+
+
+def test_nobody_waits_where_a_holder_is_idle_or_the_others_are_slow() -> None:
+    missed, hot = MissedWaits(), chain("hot", 10)
+    placed(missed, hot, {"a": 10, "b": 10}, {"a": 0, "b": 500, "c": 0}, "a")
+    assert len(missed) == 0
+    slow, home = view("slow", 0, s_per_token=1.0), view("home", 20)
+    missed.placed(hot, 11 * SIZE, SIZE, [slow, home], {"home": 10}, home)
+    assert len(missed) == 0, "it would have computed the rest for longer than the queue of the other one takes"
+    # What others hold than those that were compared does not matter: decode workers hold the longest beginnings.
+    little_slower = view("slow", 0, s_per_token=0.012)
+    missed.placed(hot, 11 * SIZE, SIZE, [little_slower, home], {"home": 4, "decode": 10}, home)
+    assert len(missed) == 0
+
+
+def test_the_past_fades() -> None:
+    """Guards copies that are made of what was popular an hour ago."""
+    missed, hot = MissedWaits(), chain("hot", 10)
+    placed(missed, hot, {"a": 10}, {"a": 100, "b": 0}, "a")
+    for _ in range(SHORTEST):
+        placed(missed, chain("cold", 2), {}, {"a": 0, "b": 0}, "a")
+    assert missed.of(hot[-1]) == pytest.approx(50.0, rel=0.01)
+
+
+def test_memory_is_bounded_and_what_matters_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a memory that grows with every prompt."""
     monkeypatch.setattr(reuse, "MOST_BEGINNINGS", 100)
     monkeypatch.setattr(reuse, "FEWEST_BEGINNINGS", 40)
-    assert MOST_BEGINNINGS > 100
-    shares = Shares()
+    assert MOST_BEGINNINGS > 100 and FEWEST_BEGINNINGS > 40
+    missed, hot = MissedWaits(), chain("hot", 10)
     for n in range(500):
-        came(shares, chain("hot", 4), uncached=64, workers=1000)
-        came(shares, chain(f"{n}", 4), uncached=16, workers=1000)
-        assert len(shares) <= 104
-    assert shares.share(chain("hot", 4), 1) > 0.5
+        placed(missed, hot, {"a": 10}, {"a": 100, "b": 0}, "a")
+        placed(missed, chain(f"{n}", 4), {"a": 4}, {"a": 2, "b": 0}, "a")
+        assert len(missed) <= 101
+    assert missed.of(hot[-1]) > 1000
 
 
-def test_what_cannot_change_a_price_is_forgotten_and_what_can_stays() -> None:
-    """Guards against a memory that grows with every prompt for 65,536 beginnings, of which four workers can use few:
-    five MB more between a router's thousandth and its three-thousandth request."""
-    shares = Shares()
-    for n in range(4000):
-        came(shares, chain(f"{n}", 12), uncached=192)
-        if n % 30 == 0:
-            came(shares, chain("warm", 12), uncached=192)
-        assert len(shares) <= FEWEST_BEGINNINGS + 12
-    # One of 31 requests: just enough that a second copy is weighed (1 / (HEADROOM * workers) of the work).
-    assert shares.share(chain("warm", 12), 1) == pytest.approx(1 / 31, rel=0.15)
+def test_what_changes_no_price_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "FEWEST_BEGINNINGS", 40)
+    missed = MissedWaits()
+    for n in range(3000):
+        placed(missed, chain(f"{n}", 4), {"a": 4}, {"a": 2, "b": 0}, "a")
+        assert len(missed) <= 800, "two tokens are half of one after as many requests as halve them"
 
 
 def test_weights_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a router of many days: the weight of the newest request grows for ever otherwise."""
     monkeypatch.setattr(reuse, "_LARGEST", 4.0)
-    shares, other = Shares(), Shares()
+    missed, other = MissedWaits(), MissedWaits()
     for n in range(3000):
-        came(shares, chain(f"{n % 3}", 4), uncached=16)
+        placed(missed, chain(f"{n % 3}", 4), {"a": 4}, {"a": 30, "b": 0}, "a")
     monkeypatch.undo()
     for n in range(3000):
-        came(other, chain(f"{n % 3}", 4), uncached=16)
+        placed(other, chain(f"{n % 3}", 4), {"a": 4}, {"a": 30, "b": 0}, "a")
     for n in range(3):
-        assert shares.share(chain(f"{n}", 4), 4) == pytest.approx(other.share(chain(f"{n}", 4), 4))
-
-
-def test_what_one_client_goes_on_with_weighs_in_full() -> None:
-    """Guards a conversation that is computed again wherever a queue is a little shorter."""
-    shares = Shares()
-    for n in range(100):
-        came(shares, chain(f"{n}", 10), uncached=32)
-    found = delaying_tokens(shares, chain("7", 10), {"a": 10, "b": 0, "c": 4}, SIZE, waiting=0.0)
-    assert found == {"a": 0.0, "c": LEAST_DELAYED * 6 * SIZE, "b": LEAST_DELAYED * 10 * SIZE}
-    assert delaying_tokens(shares, chain("7", 10), {"a": 3, "b": 3}, SIZE, 0.0) == {"a": 0.0, "b": 0.0}
-    assert delaying_tokens(shares, chain("7", 10), {}, SIZE, 0.0) == {}
-
-
-@pytest.mark.parametrize(("waiting", "delayed"), [(0.0, LEAST_DELAYED), (10.0, 10.0), (1000.0, MOST_DELAYED)])
-def test_as_many_are_delayed_as_wait(waiting: float, delayed: float) -> None:
-    found = delaying_tokens(Shares(), chain("a", 10), {"a": 10, "b": 0}, SIZE, waiting)
-    assert found["b"] == delayed * 10 * SIZE
-
-
-def test_what_everybody_asks_for_is_copied_freely() -> None:
-    """Guards a hot prefix against being served by its first holder alone."""
-    shares = Shares()
-    for _ in range(200):
-        came(shares, chain("hot", 10), uncached=32)
-    workers = {f"w{n}": 0 for n in range(8)}
-    for holders in range(1, 8):
-        workers[f"w{holders}"] = 10
-        assert delaying_tokens(shares, chain("hot", 10), workers, SIZE, 0.0)["w0"] == 0.0
-
-
-def test_the_more_hold_it_the_less_another_copy_is_worth() -> None:
-    """Guards caches that fill up with copies. It comes with an eighth of all requests and half of their work, hence a
-    sixteenth of all: four of eight holders are enough."""
-    shares = Shares()
-    for n in range(4000):
-        came(shares, chain("warm" if n % 8 == 0 else f"cold{n}", 10), uncached=32)
-    workers = {f"w{n}": 0 for n in range(8)}
-    lost = []
-    for holders in range(1, 6):
-        workers[f"w{holders}"] = 10
-        lost.append(delaying_tokens(shares, chain("warm", 10), workers, SIZE, 0.0)["w0"])
-    assert lost[0] == 0.0 and lost[-1] == LEAST_DELAYED * 10 * SIZE and lost == sorted(lost)
-    assert 0.0 < lost[2] < lost[-1]
+        assert missed.of(chain(f"{n}", 4)[-1]) == pytest.approx(other.of(chain(f"{n}", 4)[-1])) != 0.0

@@ -63,6 +63,14 @@ def test_every_supported_field_reaches_the_call() -> None:
     assert (parsed.form.return_token_ids, parsed.form.label) == (True, "mine")
 
 
+def test_both_ways_to_say_that_all_tokens_may_be_drawn() -> None:
+    """Guards clients of servers that write -1 for it; what a body leaves out stays the model's own."""
+    assert parse_chat(chat(top_k=-1)).call.sampling.top_k == 0
+    assert parse_completion(completion(top_k=-1)).call.sampling.top_k == 0
+    assert parse_chat(chat(top_k=-2)).call.sampling.top_k == -2, "for the checks behind the front to refuse"
+    assert parse_chat(chat()).call.sampling.top_k is None
+
+
 def test_absent_and_null_both_mean_the_servers_default() -> None:
     """Guards against null overwriting a default: many clients send every field."""
     nulls = dict.fromkeys(

@@ -254,7 +254,7 @@ def test_a_rank_lost_at_a_step_ends_its_worker_and_spoils_no_block(
     assert lost.ranks is not None
     (rank,) = lost.ranks.pids
     heard: list[RankError] = []
-    lost.ranks.on_death = heard.append
+    lost.ranks.watch(heard.append)
     tokens = read(prefill)
     pair = joined("shm", prefill, decode)
     try:

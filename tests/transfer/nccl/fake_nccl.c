@@ -1,7 +1,7 @@
 /* A libnccl and a CUDA device of host memory, for tests of the nccl transport on machines without either.
  *
- * What it stands for: the verbs, their return codes and when they may be called; communicators of two processes (or two
- * ends in one process) that are made in the background; operations that run in the order of their stream, need both
+ * What it stands for: the verbs, their return codes and when they may be called; communicators of up to four processes (or
+ * ends in one process; windows: two) that are made in the background; operations that run in the order of their stream, need both
  * ends, and spin without noticing that the other end has died; events. What it does not: bandwidth, SMs, kernels.
  *
  * It is strict. Whatever the real library leaves undefined ends the process: a handle used after its abort, two threads
@@ -22,7 +22,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, SYSTEM = 2, ARGUMENT = 4, USAGE = 5, REMOTE = 6, IN_PROGRESS = 7 };
-enum { RING = 1 << 16, MAGIC = (int)0xcafebeef };
+enum { RANKS = 4, GROUP = 16, RING = 1 << 16, MAGIC = (int)0xcafebeef };
 
 typedef struct { char path[128]; } Id;
 typedef struct {
@@ -30,23 +30,23 @@ typedef struct {
     int blocking, cga, min_ctas, max_ctas; const char *net; int split, traffic; const char *name;
 } Config;
 
-/* One direction between the two ranks: bytes written and read so far, and the last 64 KiB of them. */
+/* One direction between two ranks: bytes written and read so far, and the last 64 KiB of them. */
 typedef struct { _Atomic uint64_t written, read; uint8_t bytes[RING]; } Ring;
 typedef struct {
-    _Atomic int here[2]; Ring ring[2];  /* ring[r]: what rank r sends */
+    _Atomic int here[RANKS]; Ring ring[RANKS][RANKS];  /* ring[r][p]: what rank r sends to rank p */
     _Atomic int registered[2], puts[2]; char window[2][160]; size_t window_bytes[2];
 } Shared;
 
 typedef struct Comm {
-    int rank; _Atomic int state, aborted, inside; Shared *shared; char path[128]; pthread_t joiner;
+    int rank, ranks; _Atomic int state, aborted, inside; Shared *shared; char path[128]; pthread_t joiner;
     _Atomic int running;
-    int lag; struct Op *deferred[4]; int deferrals; struct Stream *on;
+    int lag; struct Op *deferred[GROUP]; int deferrals; struct Stream *on;
     uint8_t *window, *peer_window; size_t window_bytes; void **handle; pthread_t registrar; int registers, put;
 } Comm;
 
 typedef void (*Call)(void);
 typedef struct Op {
-    struct Op *next; Comm *comm; int sends, stuck; uint8_t *at, *to; size_t left;
+    struct Op *next; Comm *comm; int sends, peer, stuck; uint8_t *at, *to; size_t left;
     _Atomic int *event, *awaited; Call call;
 } Op;
 typedef struct Stream { pthread_mutex_t lock; pthread_cond_t more; Op *first, **last; int busy, closed; pthread_t thread; int stalled; } Stream;
@@ -124,7 +124,7 @@ static int leave(Comm *comm, int status) { comm->inside = 0; return status; }
 /* ---- streams and events */
 static void run(Op *op) {
     Comm *comm = op->comm;
-    Ring *ring = &comm->shared->ring[op->sends ? comm->rank : 1 - comm->rank];
+    Ring *ring = op->sends ? &comm->shared->ring[comm->rank][op->peer] : &comm->shared->ring[op->peer][comm->rank];
     if (pace_us) usleep(pace_us);
     while (op->to && op->left && !comm->aborted) {  /* a put: nothing of the other end is needed */
         size_t some = op->left < RING ? op->left : RING;
@@ -231,11 +231,17 @@ int ncclGetUniqueId(Id *id) {
     return SUCCESS;
 }
 
+static int all_here(Comm *comm) {
+    for (int rank = 0; rank < comm->ranks; rank++) if (!comm->shared->here[rank]) return 0;
+    return 1;
+}
+
 static void *join(void *argument) {
     Comm *comm = argument;
     int code, action = script("joining", comm->rank, &code);
     comm->shared->here[comm->rank] = 1;
-    while (!comm->aborted && (action == STALL || !comm->shared->here[1 - comm->rank])) usleep(200);
+    while (!comm->aborted && (action == STALL || !all_here(comm))) usleep(200);
+    if (comm->rank == 1 && all_here(comm)) unlink(comm->path);
     if (!comm->aborted) comm->state = action == FAIL ? code : SUCCESS;
     return 0;
 }
@@ -243,7 +249,7 @@ static void *join(void *argument) {
 int ncclCommInitRankConfig(void **out, int ranks, Id id, int rank, Config *config) {
     int code, action = script("init", rank, &code);
     if (action == FAIL) return code;
-    if (ranks != 2 || rank < 0 || rank > 1 || config->magic != (unsigned)MAGIC) return ARGUMENT;
+    if (ranks < 2 || ranks > RANKS || rank < 0 || rank >= ranks || config->magic != (unsigned)MAGIC) return ARGUMENT;
     if (config->blocking != 0) die("a blocking communicator: nobody could abort it");
     if (config->max_ctas < 1 || config->max_ctas > 4) die("%d channels", config->max_ctas);
     int fd = open(id.path, O_RDWR | O_CLOEXEC);
@@ -251,8 +257,8 @@ int ncclCommInitRankConfig(void **out, int ranks, Id id, int rank, Config *confi
     Comm *comm = calloc(1, sizeof *comm);
     comm->shared = mmap(0, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
-    if (rank == 1) unlink(id.path);
-    comm->rank = rank; comm->state = IN_PROGRESS;
+    snprintf(comm->path, sizeof comm->path, "%s", id.path);
+    comm->rank = rank; comm->ranks = ranks; comm->state = IN_PROGRESS;
     made_comms++; live_comms++;
     pthread_create(&comm->joiner, 0, join, comm);
     *out = comm;
@@ -279,6 +285,7 @@ static __thread int group;
 static void defer(Comm *comm, Op *op, Stream *stream) {
     int code, action = script("settle", comm->rank, &code);
     if (comm->deferrals && comm->on != stream) die("two streams in one group");
+    if (comm->deferrals == GROUP) die("a group of more than %d", GROUP);
     /* Sends of a group fit into the ring, so that they may go first. */
     int at = op->sends ? 0 : comm->deferrals;
     memmove(comm->deferred + at + 1, comm->deferred + at, (comm->deferrals - at) * sizeof *comm->deferred);
@@ -291,9 +298,9 @@ static int move(const char *verb, int sends, void *at, size_t count, int type, i
     int code, action = script(verb, comm->rank, &code);
     if (action == FAIL) return leave(comm, code);
     if (comm->state != SUCCESS) die("%s on a communicator that is not ready", verb);
-    if (type != 1 || peer != 1 - comm->rank || !at) return leave(comm, ARGUMENT);
+    if (type != 1 || peer < 0 || peer >= comm->ranks || peer == comm->rank || !at) return leave(comm, ARGUMENT);
     Op *op = calloc(1, sizeof *op);
-    op->comm = comm; op->sends = sends; op->at = at; op->left = count;
+    op->comm = comm; op->sends = sends; op->peer = peer; op->at = at; op->left = count;
     op->stuck = action == STALL;
     comm->running++;
     int now = ++running_ops, most = most_ops;

@@ -197,7 +197,8 @@ def test_the_peer_is_killed_in_the_middle(far: Rig, pattern: Pattern) -> None:
     """Guards the wait that no abort ends: the receiver looks at flags, and waits for no signal."""
     victim, other = sender_of(far), sender_of(far)
     ticket = begun(far, victim)
-    assert all(rings_of(far.transport)), "it was sent, not put"
+    # The other's communicator may still be under way.
+    assert rings_of(far.transport)[0], "it was sent, not put"
     is_lost_when_killed(far, victim, ticket)
     still_works(far, other, pattern)
 

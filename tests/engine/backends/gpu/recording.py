@@ -29,12 +29,25 @@ class FakeRecorder:
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
+        self._note: Callable[..., None] | None = None
+
+    def note(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call what is no operator and no kernel, but work on the stream all the same; amid a recording, note it."""
+        (self._note or _call)(call, *arguments)
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
         log: list[Callable[[], None]] = []
         memory = _Memory()
         with _Operators(log, memory) as operators, _launches(log, operators, memory):
+
+            def note(call: Callable[..., None], *arguments: Any) -> None:
+                noted = memory.seen(arguments)
+                log.append(lambda: call(*noted))
+                call(*arguments)
+
+            self._note = operators.hushed(note)
             result = work()
+            self._note = None
         self.recorded += 1
         assert len(log) > 20, "nothing was seen of the work"
 
@@ -45,6 +58,10 @@ class FakeRecorder:
                 again()
 
         return Recording(replay, result)
+
+
+def _call(call: Callable[..., None], *arguments: Any) -> None:
+    call(*arguments)
 
 
 class _Memory:
@@ -96,6 +113,18 @@ class _Operators(TorchDispatchMode):
         self._memory = memory
         self.quiet = False
 
+    def hushed(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Return what calls it, with operators of its own that are not the work's."""
+
+        def quietly(*args: Any, **kwargs: Any) -> None:
+            self.quiet = True
+            try:
+                call(*args, **kwargs)
+            finally:
+                self.quiet = False
+
+        return quietly
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
@@ -125,15 +154,11 @@ def _launches(
     plain = GridExecutor.__call__
 
     def launch(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
-        operators.quiet = True
-        try:
-            noted = memory.seen((args, kwargs))
-            log.append(lambda: plain(self, *noted[0], **noted[1]))
-            plain(self, *args, **kwargs)
-        finally:
-            operators.quiet = False
+        noted = memory.seen((args, kwargs))
+        log.append(lambda: plain(self, *noted[0], **noted[1]))
+        plain(self, *args, **kwargs)
 
-    GridExecutor.__call__ = launch
+    GridExecutor.__call__ = operators.hushed(launch)
     try:
         yield
     finally:
