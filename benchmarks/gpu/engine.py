@@ -2,7 +2,8 @@
 
 A model of an 8B's shape with random weights, greedy. The prompts are prefilled here, in chunks, as a decode worker does
 that has no prefill worker left; then the same requests go on, some steps with recorded graphs and some without. Each is
-planned and queued while the one before it runs, as a worker on a GPU does.
+planned and queued while the one before it runs, as a worker on a GPU does. Last, a step with a small chunk of a prompt,
+recorded and not: how long the CPU takes to launch it.
 """
 
 import statistics
@@ -19,7 +20,9 @@ from decode_worker.scheduler.events import Command, Event, FromRouter, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.backends.gpu.attention import TritonAttention
 from engine.backends.gpu.graphs import CudaRecorder, DecodeGraphs, Recorder
+from engine.backends.gpu.mixed_graphs import MixedGraphs
 from engine.backends.gpu.pool import DeviceKV
+from engine.backends.workspace import blank_row
 from engine.kv.manager import KVCacheManager
 from engine.loop import Engine
 from engine.messages import Ended, PeerAddress, Place, Refused
@@ -35,6 +38,8 @@ PROMPT, ANSWER = 1408, 512
 CHUNK = 2048
 STEPS, WARM, PROFILED = 32, 4, 8
 BATCHES = (1, 8, 32, 64)
+MIXED = 128
+"""Tokens of a step with a chunk."""
 HERE = PeerAddress("", "")
 """Stands in place of a prefill worker: the prompt is computed by the engine itself."""
 LINK = 1
@@ -60,6 +65,8 @@ def engine(card: Card, recorder: Opener | None) -> Iterator[Line]:
         bench.fill(batch)
         for how in bench.ways:
             yield bench.line(how, read * 1e12)
+    for how in bench.ways:
+        yield bench.chunk_line(how)
 
 
 class EngineBench:
@@ -79,13 +86,20 @@ class EngineBench:
             shape, layout, card.device, max_batch=most, programs=size.programs_per_sm * card.sms
         )
         self._attention.fit(kv)
-        self.ways = ["not recorded"]
+        tokens = max(2, size.tokens(MIXED))
+        self._chunk = blank_row(tokens, tokens, BLOCK)
+        self._chunked = {"not recorded": ModelRunner(model, kv, self._attention)}
         self._graphs: _SwitchedGraphs | None = None
         if recorder is not None:
-            self._graphs = _SwitchedGraphs(model, kv, self._attention, recorder(card.device), batches)
+            recording = recorder(card.device)
+            self._graphs = _SwitchedGraphs(model, kv, self._attention, recording, batches)
+            self._attention.keep_chunks(self._chunk.end, 1)
+            mixed = MixedGraphs(model, kv, self._attention, recording, [self._chunk.end], 0, 1)
             with torch.inference_mode():
                 self._graphs.prepare()
-            self.ways.append("recorded")
+                mixed.prepare()
+            self._chunked["recorded"] = ModelRunner(model, kv, self._attention, mixed=mixed)
+        self.ways = list(self._chunked)
         self._scheduler = DecodeScheduler(
             config=DecodeConfig(max_batch=most, local_chunk_tokens=CHUNK, preemption="off"),
             kv=KVCacheManager(blocks, BLOCK, "random"),
@@ -148,6 +162,21 @@ class EngineBench:
             "planned_ahead": planned.ahead - planning.ahead,
             "planned_at_once": planned.at_once - planning.at_once,
             "replayed": replays,
+        }
+
+    def chunk_line(self, how: str) -> Line:
+        """Measure a step with one small chunk. It overwrites KV of a request: nothing else comes behind it."""
+        runner, launching, taken = self._chunked[how], list[float](), list[float]()
+        for _ in range(2 if self._card.sizes.unit > 1 else WARM + STEPS):
+            began_s = time.perf_counter()
+            launched = runner.launch(StepPlan((self._chunk,)))
+            launching.append(time.perf_counter() - began_s)
+            launched.wait()
+            taken.append(time.perf_counter() - began_s)
+        return {
+            "what": f"a chunk of {self._chunk.end} tokens, {how}",
+            "launch_ms": statistics.median(launching) * 1e3,
+            "ms": statistics.median(taken) * 1e3,
         }
 
     def _step(self) -> StepPlan:
