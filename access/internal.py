@@ -10,6 +10,7 @@ import hashlib
 import re
 import ssl
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -37,6 +38,8 @@ def internal_certificates(config: AccessConfig) -> ServerCertificates | None:
     def is_taken_by_itself(server: ssl.SSLContext) -> None:
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         load_files(client, files)
+        if _FIRST.search(Path(files.chain).expanduser().read_bytes()) is None:  # of OpenSSL's own form, as of a CA
+            raise AccessError(f"{files.chain_setting}: {files.chain}: does not begin with BEGIN CERTIFICATE")
         try:
             _shake_hands(server, client)
         except ssl.SSLError as error:

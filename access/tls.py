@@ -61,7 +61,8 @@ class ServerCertificates:
                     self._pem = self._load()
                 except AccessError as error:
                     log.error("%s; the certificates before it stay in force", error)
-                    if not isinstance(error.__cause__, OSError):  # else it may be read in a moment
+                    cause = error.__cause__
+                    if isinstance(cause, ssl.SSLError) or not isinstance(cause, OSError):  # else it may soon be read
                         self._told = seen
                 else:
                     log.warning("the certificate %s was read again", self._files.chain)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention import AttentionBackend
-from engine.backends.gpu.graphs import DecodeGraphs
 from engine.batch import Followed, ForwardBatch
 from engine.cores import Cores
 from engine.logprobs import PromptScores, QueuedDraws, StepLogprobs, prompt_scores
@@ -77,6 +76,19 @@ class Forwards(Protocol):
     def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor: ...
 
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+
+class StepGraphs(Protocol):
+    """Steps that are recorded: `engine.backends.gpu.graphs.DecodeGraphs` and `...mixed_graphs.MixedGraphs`, which say
+    what these do. What `load` returns is theirs."""
+
+    def takes(self, rows: Sequence[Row]) -> bool: ...
+
+    def load(self, rows: Sequence[Row], followed: Followed | None = None) -> Any: ...
+
+    def replay(self, step: Any) -> Tensor: ...
+
+    def sample(self, step: Any, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]: ...
 
 
 class HostMark:
@@ -177,7 +189,7 @@ class Queued(_Marked):
 
 class ModelRunner:
     """A model over paged KV. Mixed rows (decode and prefill chunks) run as one batch, decoding ones first. Steps that
-    `graphs` takes are replayed.
+    any of `graphs` takes are replayed.
 
     Mutable state: the latest step.
     """
@@ -187,16 +199,17 @@ class ModelRunner:
         model: Forwards,
         kv: KVTensors,
         attention: AttentionBackend,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         cores: Cores | None = None,
         matchers: "Matchers | None" = None,
+        mixed: StepGraphs | None = None,
     ) -> None:
         """`matchers` say what rows with a constraint may draw; a scheduler plans none where there are none."""
         self.kv = kv
         self.matchers = matchers
         self._model = model
         self._attention = attention
-        self._graphs = graphs
+        self._graphs = [some for some in (graphs, mixed) if some is not None]
         self._latest = LatestDraws()
         self._at_work: Callable[[], AbstractContextManager[None]] = nullcontext if cores is None else cores.at_work
         # Kernels are launched on the current device, and a thread's first one is number 0.
@@ -227,6 +240,7 @@ class ModelRunner:
         wanted = [one for row in rows if row.draw for one in draws_of(row)]
         masks = self._begin_masks(wanted)
         scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list
+        sample = self._attention.sample
         if plan.is_scored:
             batch = self._batch(rows, followed)
             self._begins(began)
@@ -234,10 +248,11 @@ class ModelRunner:
             logits = self._model.logits(hidden[batch.logit_rows])
             scored = [at for at in order if plan.rows[at].scored]
             scores = partial(_in_order, prompt_scores(self._model.logits, hidden, rows).to_host(), scored)
-        elif self._graphs is not None and self._graphs.takes(rows):
-            loaded = self._graphs.load(rows, followed)
+        elif (graphs := next((some for some in self._graphs if some.takes(rows)), None)) is not None:
+            loaded = graphs.load(rows, followed)
             self._begins(began)
-            logits = self._graphs.replay(loaded)
+            logits = graphs.replay(loaded)
+            sample = partial(graphs.sample, loaded)
         else:
             batch = self._batch(rows, followed)
             self._begins(began)
@@ -245,7 +260,7 @@ class ModelRunner:
         # The device computes; what a penalty or a grammar needs of the step before is there, or is before that ends.
         draws = [self._latest.resolved(row) if needs_tokens(row) else row for row in wanted]
         dead, masked = self._mask(draws, masks)
-        drawn = self._attention.sample(logits, draws)
+        drawn = sample(logits, draws)
         finished = self._finishes([plan.rows[at] for at in drawing], draws, masked)
         firsts = [*accumulate([1 + plan.rows[at].drafts for at in drawing], initial=0)]
         places = [firsts[at] for at in sorted(range(len(drawing)), key=drawing.__getitem__)]

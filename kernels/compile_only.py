@@ -48,7 +48,7 @@ class _Driver:
     def launcher_cls(self, source, metadata):
         # Of a kernel whose parts have warps of their own, the metadata counts all warps, not those it is launched with.
         warps = getattr(source.fn, "launch_warps", metadata.num_warps)
-        options = {"num_warps": warps, "num_stages": metadata.num_stages}
+        options = {"num_warps": warps, "num_stages": metadata.num_stages, "launch_pdl": metadata.launch_pdl}
         self.compiled.append(triton.compile(source, target=self._target, options=options))
         return lambda *launch: None
 

@@ -6,7 +6,8 @@
 over the tokens t < length[r] (the last `window` of them under a sliding window), with a soft cap and sinks as
 `kernels.attention_tile` says. A persistent grid of fixed size walks
 the work list of `kernels.decode_plan`: every size that varies from step to step is read from device memory, so the
-launches can be captured in a CUDA graph. A second launch merges the rows that were split:
+launches can be captured in a CUDA graph. A second launch merges the rows that were split; from compute capability 9.0
+on it is a dependent one, which is there, and knows what to merge, when the first one ends:
 
     out = sum_n w_n out_n / sum_n w_n,   w_n = exp(lse_n - max lse)
 
@@ -22,12 +23,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention_tile import exponent_scale, finish, sweep, with_sink
 from kernels.configs import DEFAULTS, KernelConfig
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import geometry_for
-from kernels.launch import check_interpretable
+from kernels.launch import check_interpretable, launches_dependents
 from kernels.pool import KVPool
 from kernels.residency import UNKNOWN, multiprocessor, residency
 
@@ -85,11 +87,14 @@ def decode_kernel(
     ROW_WINDOWS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     TILE: tl.constexpr,
     M: tl.constexpr,
 ):
     """Each program runs its items: M packed rows against the item's tokens, TILE at a time. ROW_WINDOWS: an item may
-    have rows whose windows begin at different tokens."""
+    have rows whose windows begin at different tokens. DEPENDENT: the merge may be started once all programs are."""
+    if DEPENDENT:
+        gdc_launch_dependents()
     program = tl.program_id(0)
     packed = tl.arange(0, M)
     dims = tl.arange(0, DIM_PAD)
@@ -187,15 +192,20 @@ def merge_kernel(
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Merge one row and head per program: the partial results of its chunks, SPLITS at a time. Rows without tokens
-    become zero with lse = -inf; rows of one chunk are already written. WINDOWED: a row may see nothing of a chunk."""
+    become zero with lse = -inf; rows of one chunk are already written. WINDOWED: a row may see nothing of a chunk.
+    DEPENDENT: it runs while `decode_kernel` does, and waits for it here, also where it has nothing to merge: what is
+    launched behind it waits for this launch alone."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     count = tl.load(slots_ptr + row * 2)
+    first = tl.load(slots_ptr + row * 2 + 1).to(tl.int64)
+    if DEPENDENT:
+        gdc_wait()
     if count == 1:
         return
-    first = tl.load(slots_ptr + row * 2 + 1).to(tl.int64)
     dims = tl.arange(0, DIM_PAD)
     inside = dims < HEAD_DIM
     acc = tl.zeros([DIM_PAD], dtype=tl.float32)
@@ -287,8 +297,10 @@ def decode_attention(
         SPLITS=MERGE.tile,
         WINDOWED=geometry.window > 0,
         SINKS=sinks is not None,
+        DEPENDENT=launches_dependents(),
         num_warps=MERGE.warps,
         num_stages=MERGE.stages,
+        launch_pdl=launches_dependents(),
     )
     return out, buffers.lse[:batch]
 
@@ -401,6 +413,7 @@ def _arguments(
         "ROW_WINDOWS": buffers.geometry.window > 0 and buffers.geometry.rows_per_item > 1,
         "SOFTCAP": float(scores.softcap),
         "SINKS": scores.sinks is not None,
+        "DEPENDENT": launches_dependents(),
         "TILE": config.tile,
         "M": packed_rows(group, buffers.geometry.rows_per_item),
         "num_warps": config.warps,

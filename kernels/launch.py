@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler.errors import CompilationError
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from kernels.compilations import OWN, Compilations
@@ -23,6 +24,12 @@ def arch_of(device: torch.device) -> int:
 def interpreted() -> bool:
     """Say whether kernels run in Triton's interpreter, on CPU tensors, as they do in tests without a GPU."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def launches_dependents() -> bool:
+    """Say whether what kernels are launched on, or compiled for, can start a launch before the one that it follows has
+    ended, and let it wait for that one (compute capability 9.0)."""
+    return not interpreted() and bool(driver.active.get_current_target().arch >= 90)
 
 
 def check_interpretable(*tensors: Tensor) -> None:

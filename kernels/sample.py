@@ -3,17 +3,22 @@
 
 Temperature, top-k, top-p, min-p, then one draw by inverting the cumulative distribution in vocabulary order. The
 uniform number is `kernels.sampling.philox_uniform`, to the bit: a function of seed, sample index and position alone.
-Weights and their sums are 64-bit, so that a row of equal logits gives the CPU's token, but for numbers that fall
-within rounding (about 1e-16) of an edge.
 
-Top-k and top-p both ask for the greatest threshold T at which what is not below T suffices: k tokens, or a share of
-the mass. Floats are mapped to integers of the same order, and T is found four bits at a time: eight passes that each
-weigh sixteen thresholds. At top-p's threshold, of equal logits only so many are kept, in vocabulary order, as a stable
-sort would keep.
+Four launches: several programs a row find its largest logit, weigh it and gather what filters may leave
+(`kernels.sample_slices`); then one program a row filters and draws. Without top-k and top-p it looks at the one slice
+in which the number falls; with them, at the ids that were gathered. Nothing comes back to the host, and what is
+launched depends on the number of rows alone: it can be recorded.
 
-Sources: Philox, Salmon et al. 2011; top-k by radix selection, Alabi et al. 2012; sort-free filtering by pivots,
-FlashInfer's sampling (2025), of which the rejection is left out: it would draw a number of times that depends on the
-data.
+Top-k and top-p both ask for the greatest threshold T at which what is not below T suffices: k tokens, or a share of the
+weight. Floats are mapped to integers of the same order. Top-k's T is found 8 bits at a time, by counting in shared
+memory; top-p's 4 bits at a time, each pass weighing sixteen thresholds. At top-p's threshold, of equal logits only so
+many are kept, in vocabulary order, as a stable sort would keep.
+
+A weight is a whole number of units, the largest logit's 2^45 for a vocabulary of 128k: a token gets the CPU's share to
+within one unit, and one that is less than 1e-14 times as likely as the best is never drawn.
+
+Sources: Philox, Salmon et al. 2011; top-k by radix selection, Alabi et al. 2012; candidates that a coarse count of all
+leaves, then an exact search among them, as in Qrita (Park et al. 2026) and Dr. Top-k (Gaihre et al. 2021).
 """
 
 from dataclasses import dataclass
@@ -23,8 +28,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.configs import KernelConfig
+from kernels.configs import DEFAULTS, KernelConfig
 from kernels.launch import check_interpretable
+from kernels.sample_slices import (
+    BINS,
+    FIRST_BIN,
+    SLACK,
+    SamplingScratch,
+    gather_kernel,
+    gather_step,
+    one_of,
+    ordered,
+    slices_of,
+    tops_kernel,
+    units,
+    weigh_kernel,
+    weight_of,
+)
+
+CHOOSE = DEFAULTS["choose"]
+"""One id a thread: with more, sixteen thresholds of each do not fit registers."""
 
 
 @triton.jit
@@ -51,31 +74,48 @@ def philox_uniform(seed, sample_index, position):
 
 
 @triton.jit
-def _ordered(x):
-    """Map float32 to int64 in [0, 2^32) of the same order; both zeros are one number."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+def _kth(logits, ids, listed, top_k, TILE: tl.constexpr):
+    """Return the `ordered` key of the k-th of the listed logits."""
+    digits = tl.arange(0, 256)
+    found = tl.zeros([], dtype=tl.int64)
+    wanted = top_k.to(tl.int32)
+    for level in range(4):
+        shift = 24 - 8 * level
+        counts = tl.zeros([256], dtype=tl.int32)
+        for start in range(0, listed, TILE):
+            at = start + tl.arange(0, TILE)
+            inside = at < listed
+            token = tl.load(ids + at, mask=inside, other=0)
+            key = ordered(tl.load(logits + token, mask=inside, other=0.0).to(tl.float32))
+            among = inside & ((key >> (shift + 8)) == found)
+            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=among)
+        # Those of this digit and greater ones.
+        from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        digit = tl.max(tl.where(from_here >= wanted, digits, 0), 0)
+        wanted -= tl.sum(tl.where(digits > digit, counts, 0), 0)
+        found = found * 256 + digit
+    return found
 
 
 @triton.jit
-def _threshold(logits, weights, goal, VOCAB: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr):
-    """Find the greatest T such that tokens with `_ordered(logit) >= T` are at least `goal` many (COUNT), or weigh as
-    much; 0 if all together do not."""
+def _edge(logits, ids, listed, floor, top, temperature, goal, ONE: tl.constexpr, TILE: tl.constexpr):
+    """Return the greatest key T such that the listed logits with keys of at least T, and of at least `floor`, weigh
+    `goal` or more; 0 if all together do not."""
     digits = tl.arange(0, 16).to(tl.int64)
     found = tl.zeros([], dtype=tl.int64)
     for level in range(8):
         step = tl.full([], 1, dtype=tl.int64) << (28 - 4 * level)
         marks = found + digits * step
-        mass = tl.zeros([16], dtype=tl.float64)
-        for start in range(0, VOCAB, TILE):
+        mass = tl.zeros([16], dtype=tl.int64)
+        for start in range(0, listed, TILE):
             at = start + tl.arange(0, TILE)
-            inside = at < VOCAB
-            key = _ordered(tl.load(logits + at, mask=inside, other=0.0).to(tl.float32))
-            weight = inside.to(tl.float64)
-            if not COUNT:
-                weight = tl.load(weights + at, mask=inside, other=0.0)
-            mass += tl.sum(tl.where(key[:, None] >= marks[None, :], weight[:, None], 0.0), 0)
-        best = tl.max(tl.where(mass >= goal, digits, 0), 0)
+            inside = at < listed
+            token = tl.load(ids + at, mask=inside, other=0)
+            x = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
+            key = ordered(x)
+            weight = tl.where(inside & (key >= floor), units(weight_of(x, top, temperature), ONE), 0)
+            mass += tl.sum(tl.where(key[:, None] >= marks[None, :], weight[:, None], 0), 0)
+        best = tl.max(tl.where(mass.to(tl.float64) >= goal, digits, 0), 0)
         found += best * step
     return found
 
@@ -87,9 +127,13 @@ _PARAMETERS = (
 
 
 @triton.jit(do_not_specialize=_PARAMETERS)
-def sample_kernel(
+def choose_kernel(
     logits_ptr,
-    weights_ptr,
+    tops_ptr,
+    bests_ptr,
+    masses_ptr,
+    listed_ptr,
+    ids_ptr,
     tokens_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -99,92 +143,106 @@ def sample_kernel(
     sample_index_ptr,
     position_ptr,
     VOCAB: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+    ONE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0)
-    logits = logits_ptr + row.to(tl.int64) * VOCAB
-    weights = weights_ptr + row.to(tl.int64) * VOCAB
-    lanes = tl.arange(0, TILE)
-
-    top = tl.full([], float("-inf"), dtype=tl.float32)
-    best = tl.zeros([], dtype=tl.int32)
-    for start in range(0, VOCAB, TILE):
-        at = start + lanes
-        x = tl.load(logits + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32)
-        highest = tl.max(x, 0)
-        first = tl.min(tl.where((x == highest) & (at < VOCAB), at, VOCAB), 0)
-        best = tl.where(highest > top, first, best)
-        top = tl.maximum(top, highest)
+    parts = tl.arange(0, SLICES)
+    tops = tl.load(tops_ptr + row * SLICES + parts)
+    top = tl.max(tops, 0)
     temperature = tl.load(temperature_ptr + row)
     if temperature == 0.0:
-        tl.store(tokens_ptr + row, best.to(tl.int64))
+        bests = tl.load(bests_ptr + row * SLICES + parts)
+        best = tl.min(tl.where(tops == top, bests, VOCAB), 0)
+        tl.store(tokens_ptr + row, tl.where(best < VOCAB, best, 0).to(tl.int64))
         return
 
+    logits = logits_ptr + row.to(tl.int64) * VOCAB
+    ids = ids_ptr + row.to(tl.int64) * VOCAB
     top_k = tl.load(top_k_ptr + row)
-    floor = tl.zeros([], dtype=tl.int64)
-    if (top_k > 0) & (top_k < VOCAB):
-        floor = _threshold(logits, weights, top_k.to(tl.float64), VOCAB, TILE, True)
-    total = tl.zeros([], dtype=tl.float64)
-    for start in range(0, VOCAB, TILE):
-        at = start + lanes
-        inside = at < VOCAB
-        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
-        weight = tl.exp((x.to(tl.float64) - top.to(tl.float64)) / temperature)
-        weight = tl.where(_ordered(x) >= floor, weight, 0.0)
-        tl.store(weights + at, weight, mask=inside)
-        total += tl.sum(tl.where(inside, weight, 0.0), 0)
-    # The search reads what other threads of this program have just written.
-    tl.debug_barrier()
-
     top_p = tl.load(top_p_ptr + row)
-    edge = tl.zeros([], dtype=tl.int64)
-    allowed = tl.full([], VOCAB, dtype=tl.float64)
-    if top_p < 1.0:
-        edge = _threshold(logits, weights, top_p * total, VOCAB, TILE, False)
-        above = tl.zeros([], dtype=tl.float64)
-        equal = tl.zeros([], dtype=tl.float64)
-        for start in range(0, VOCAB, TILE):
-            at = start + lanes
-            inside = at < VOCAB
-            key = _ordered(tl.load(logits + at, mask=inside, other=0.0).to(tl.float32))
-            weight = tl.load(weights + at, mask=inside, other=0.0)
-            above += tl.sum(tl.where(key > edge, weight, 0.0), 0)
-            equal = tl.maximum(equal, tl.max(tl.where(key == edge, weight, 0.0), 0))
-        # Of equal tokens, number i (from 0) is kept while above + i * equal < top_p * total.
-        allowed = tl.where(
-            equal > 0.0, (top_p * total - above) / tl.where(equal > 0.0, equal, 1.0), 0.0
-        )
-
-    # Twice the same walk over what is kept: first its weight, then the token at which the goal is passed.
     least = tl.load(min_p_ptr + row)
-    goal = tl.full([], -1.0, dtype=tl.float64)
+    uniform = philox_uniform(
+        tl.load(seed_ptr + row), tl.load(sample_index_ptr + row), tl.load(position_ptr + row)
+    )
+    by_k = (top_k > 0) & (top_k < VOCAB)
     chosen = tl.full([], VOCAB, dtype=tl.int32)
     last = tl.zeros([], dtype=tl.int32)
-    for walk in range(2):
-        running = tl.zeros([], dtype=tl.float64)
-        ties = tl.zeros([], dtype=tl.int32)
-        for start in range(0, VOCAB, TILE):
-            at = start + lanes
-            inside = at < VOCAB
-            key = _ordered(tl.load(logits + at, mask=inside, other=0.0).to(tl.float32))
-            weight = tl.load(weights + at, mask=inside, other=0.0)
-            tied = (inside & (key == edge)).to(tl.int32)
-            earlier = ties + tl.cumsum(tied, 0) - tied
-            kept = (key > edge) | ((tied > 0) & (earlier.to(tl.float64) < allowed))
-            weight = tl.where(kept & (weight >= least), weight, 0.0)
-            passed = running + tl.cumsum(weight, 0)
-            hit = (weight > 0.0) & (passed > goal) & (walk == 1)
-            chosen = tl.minimum(chosen, tl.min(tl.where(hit, at, VOCAB), 0))
-            last = tl.maximum(last, tl.max(tl.where(weight > 0.0, at, 0), 0))
-            running += tl.sum(weight, 0)
-            ties += tl.sum(tied, 0)
-        if walk == 0:
-            uniform = philox_uniform(
-                tl.load(seed_ptr + row),
-                tl.load(sample_index_ptr + row),
-                tl.load(position_ptr + row),
-            )
-            goal = uniform * running
+    if by_k | (top_p < 1.0):
+        listed = tl.load(listed_ptr + row)
+        floor = tl.zeros([], dtype=tl.int64)
+        if by_k:
+            floor = _kth(logits, ids, listed, top_k, TILE)
+        edge = floor
+        allowed = tl.full([], VOCAB, dtype=tl.float64)
+        if top_p < 1.0:
+            total = tl.sum(tl.load(masses_ptr + row * SLICES + parts), 0)
+            if by_k:
+                total = tl.zeros([], dtype=tl.int64)
+                for start in range(0, listed, TILE):
+                    at = start + tl.arange(0, TILE)
+                    inside = at < listed
+                    token = tl.load(ids + at, mask=inside, other=0)
+                    x = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
+                    weight = units(weight_of(x, top, temperature), ONE)
+                    total += tl.sum(tl.where(inside & (ordered(x) >= floor), weight, 0), 0)
+            goal = top_p * total.to(tl.float64)
+            edge = _edge(logits, ids, listed, floor, top, temperature, goal, ONE, TILE)
+            above = tl.zeros([], dtype=tl.int64)
+            equal = tl.zeros([], dtype=tl.int64)
+            for start in range(0, listed, TILE):
+                at = start + tl.arange(0, TILE)
+                inside = at < listed
+                token = tl.load(ids + at, mask=inside, other=0)
+                x = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
+                weight = tl.where(inside, units(weight_of(x, top, temperature), ONE), 0)
+                above += tl.sum(tl.where(ordered(x) > edge, weight, 0), 0)
+                equal = tl.maximum(equal, tl.max(tl.where(ordered(x) == edge, weight, 0), 0))
+            # Of equal tokens, number i (from 0) is kept while above + i * equal < top_p * total.
+            each = tl.where(equal > 0, equal, 1).to(tl.float64)
+            allowed = tl.where(equal > 0, (goal - above.to(tl.float64)) / each, 0.0)
+        # Twice the same walk over what is kept: first its weight, then the token at which the number is passed.
+        goal_units = tl.full([], -1, dtype=tl.int64)
+        for walk in range(2):
+            running = tl.zeros([], dtype=tl.int64)
+            ties = tl.zeros([], dtype=tl.int32)
+            for start in range(0, listed, TILE):
+                at = start + tl.arange(0, TILE)
+                inside = at < listed
+                token = tl.load(ids + at, mask=inside, other=0)
+                x = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
+                key = ordered(x)
+                weight = weight_of(x, top, temperature)
+                tied = (inside & (key == edge)).to(tl.int32)
+                earlier = ties + tl.cumsum(tied, 0) - tied
+                kept = (inside & (key > edge)) | ((tied > 0) & (earlier.to(tl.float64) < allowed))
+                mass = tl.where(kept & (weight >= least), units(weight, ONE), 0)
+                passed = running + tl.cumsum(mass, 0)
+                hit = (mass > 0) & (passed > goal_units) & (walk == 1)
+                chosen = tl.minimum(chosen, tl.min(tl.where(hit, token, VOCAB), 0))
+                last = tl.maximum(last, tl.max(tl.where(mass > 0, token, 0), 0))
+                running += tl.sum(mass, 0)
+                ties += tl.sum(tied, 0)
+            goal_units = (uniform * running.to(tl.float64)).to(tl.int64)
+    else:
+        masses = tl.load(masses_ptr + row * SLICES + parts)
+        until = tl.cumsum(masses, 0)
+        goal_units = (uniform * tl.sum(masses, 0).to(tl.float64)).to(tl.int64)
+        # Rounding at the far end: the last slice that weighs anything.
+        part = tl.min(tl.where(until > goal_units, parts, SLICES), 0)
+        part = tl.minimum(part, tl.max(tl.where(masses > 0, parts, 0), 0))
+        running = tl.sum(tl.where(parts < part, masses, 0), 0)
+        for start in range(part * SLICE, part * SLICE + SLICE, TILE):
+            at = start + tl.arange(0, TILE)
+            x = tl.load(logits + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32)
+            weight = weight_of(x, top, temperature)
+            mass = tl.where((at < VOCAB) & (weight >= least), units(weight, ONE), 0)
+            passed = running + tl.cumsum(mass, 0)
+            chosen = tl.minimum(chosen, tl.min(tl.where((mass > 0) & (passed > goal_units), at, VOCAB), 0))
+            last = tl.maximum(last, tl.max(tl.where(mass > 0, at, 0), 0))
+            running += tl.sum(mass, 0)
     tl.store(tokens_ptr + row, tl.where(chosen < VOCAB, chosen, last).to(tl.int64))
 
 
@@ -194,7 +252,7 @@ class SamplingRows:
     top_p 1 and min_p 0 switch filters off."""
 
     temperature: Tensor  # float64
-    top_k: Tensor  # int32
+    top_k: Tensor  # int64
     top_p: Tensor  # float64
     min_p: Tensor  # float64
     seed: Tensor  # int64, the bits of the 64-bit seed
@@ -203,15 +261,9 @@ class SamplingRows:
 
     def check(self, rows: int) -> None:
         """Check lengths and types. Raises ValueError where a tensor has another."""
-        floats, longs = (
-            (self.temperature, self.top_p, self.min_p),
-            (self.seed, self.sample_index, self.position),
-        )
-        pairs = [
-            *((t, torch.float64) for t in floats),
-            *((t, torch.int64) for t in longs),
-            (self.top_k, torch.int32),
-        ]
+        floats = self.temperature, self.top_p, self.min_p
+        longs = self.top_k, self.seed, self.sample_index, self.position
+        pairs = [*((t, torch.float64) for t in floats), *((t, torch.int64) for t in longs)]
         if any(tensor.shape != (rows,) or tensor.dtype != dtype for tensor, dtype in pairs):
             raise ValueError(
                 f"sampling parameters are not one of each type for each of {rows} rows"
@@ -219,39 +271,66 @@ class SamplingRows:
 
 
 def sample(
-    logits: Tensor, params: SamplingRows, config: KernelConfig, *, weights: Tensor | None = None
+    logits: Tensor,
+    params: SamplingRows,
+    config: KernelConfig,
+    *,
+    scratch: SamplingScratch | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Draw tokens, int64 `[rows]`, from `logits` `[rows, vocab]`, contiguous, penalties already applied.
 
-    `weights`: scratch float64 like logits, for launches that are captured in a graph. Raises ValueError where shapes
-    do not fit.
+    `config.rows`: how many programs share a row at most, a power of two. `scratch` and `out`: for launches that
+    are captured in a graph; `scratch` may be of more rows. Raises ValueError where shapes do not fit.
     """
     rows, vocab = logits.shape
     params.check(rows)
     if not logits.is_contiguous():
         raise ValueError("logits are not contiguous")
-    if weights is None:
-        weights = torch.empty(rows, vocab, dtype=torch.float64, device=logits.device)
-    if weights.shape != logits.shape or weights.dtype != torch.float64:
-        raise ValueError(
-            f"scratch {tuple(weights.shape)} {weights.dtype} for {tuple(logits.shape)}"
-        )
+    slices = slices_of(vocab, config)
+    scratch = scratch or SamplingScratch.empty(rows, vocab, config, logits.device)
+    if len(scratch.ids) < rows or scratch.ids.shape[1] != vocab or scratch.tops.shape[1] != slices:
+        raise ValueError(f"scratch of {tuple(scratch.ids.shape)} for {tuple(logits.shape)}")
     check_interpretable(logits)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    sample_kernel[(rows,)](
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
+    slice_tokens = triton.cdiv(triton.cdiv(vocab, slices), config.tile) * config.tile
+    sizes = {"VOCAB": vocab, "SLICES": slices, "SLICE": slice_tokens, "TILE": config.tile}
+    bins = {"BINS": BINS, "FIRST_BIN": FIRST_BIN}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    filters = params.temperature, params.top_k, params.top_p
+    grid, one = (rows, slices), one_of(vocab)
+    found = scratch.tops, scratch.masses, scratch.counts
+    tops_kernel[grid](logits, scratch.tops, scratch.bests, **sizes, **options)
+    weigh_kernel[grid](logits, *found, *filters, params.min_p, **sizes, **bins, ONE=one, **options)
+    gather_kernel[grid](
         logits,
-        weights,
+        *found,
+        scratch.listed,
+        scratch.ids,
+        *filters,
+        **sizes,
+        **bins,
+        SLACK=SLACK,
+        ONE=one,
+        STEP=gather_step(config),
+        **options,
+    )
+    choose_kernel[(rows,)](
+        logits,
+        scratch.tops,
+        scratch.bests,
+        scratch.masses,
+        scratch.listed,
+        scratch.ids,
         tokens,
-        params.temperature,
-        params.top_k,
-        params.top_p,
+        *filters,
         params.min_p,
         params.seed,
         params.sample_index,
         params.position,
-        VOCAB=vocab,
-        TILE=config.tile,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **{**sizes, "TILE": min(CHOOSE.tile, config.tile)},
+        ONE=one,
+        num_warps=CHOOSE.warps,
+        num_stages=CHOOSE.stages,
     )
     return tokens

@@ -1,7 +1,9 @@
 """Decode steps of the whole engine (scheduler, runner, model, kernels), recorded and not, for several batch sizes.
 
 A model of an 8B's shape with random weights, greedy. The prompts are prefilled here, in chunks, as a decode worker does
-that has no prefill worker left; then the same requests go on, some steps with recorded graphs and some without.
+that has no prefill worker left; then the same requests go on, some steps with recorded graphs and some without. Each is
+planned and queued while the one before it runs, as a worker on a GPU does. Last, a step with a small chunk of a prompt,
+recorded and not: how long the CPU takes to launch it.
 """
 
 import statistics
@@ -18,13 +20,14 @@ from decode_worker.scheduler.events import Command, Event, FromRouter, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.backends.gpu.attention import TritonAttention
 from engine.backends.gpu.graphs import CudaRecorder, DecodeGraphs, Recorder
+from engine.backends.gpu.mixed_graphs import MixedGraphs
 from engine.backends.gpu.pool import DeviceKV
+from engine.backends.workspace import blank_row
 from engine.kv.manager import KVCacheManager
 from engine.loop import Engine
 from engine.messages import Ended, PeerAddress, Place, Refused
-from engine.runner import Launched, ModelRunner, Runner
-from engine.step import StepPlan
-from engine.storage.paged import KVTensors
+from engine.runner import ModelRunner
+from engine.step import Row, StepPlan
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
 from transfer.handoff.receiver import KVReceiver
 from worker.config import DecodeConfig
@@ -35,6 +38,8 @@ PROMPT, ANSWER = 1408, 512
 CHUNK = 2048
 STEPS, WARM, PROFILED = 32, 4, 8
 BATCHES = (1, 8, 32, 64)
+MIXED = 128
+"""Tokens of a step with a chunk."""
 HERE = PeerAddress("", "")
 """Stands in place of a prefill worker: the prompt is computed by the engine itself."""
 LINK = 1
@@ -60,6 +65,8 @@ def engine(card: Card, recorder: Opener | None) -> Iterator[Line]:
         bench.fill(batch)
         for how in bench.ways:
             yield bench.line(how, read * 1e12)
+    for how in bench.ways:
+        yield bench.chunk_line(how)
 
 
 class EngineBench:
@@ -79,14 +86,20 @@ class EngineBench:
             shape, layout, card.device, max_batch=most, programs=size.programs_per_sm * card.sms
         )
         self._attention.fit(kv)
-        self.ways: dict[str, Runner] = {"not recorded": ModelRunner(model, kv, self._attention)}
-        self._graphs: DecodeGraphs | None = None
+        tokens = max(2, size.tokens(MIXED))
+        self._chunk = blank_row(tokens, tokens, BLOCK)
+        self._chunked = {"not recorded": ModelRunner(model, kv, self._attention)}
+        self._graphs: _SwitchedGraphs | None = None
         if recorder is not None:
-            self._graphs = DecodeGraphs(model, kv, self._attention, recorder(card.device), batches)
+            recording = recorder(card.device)
+            self._graphs = _SwitchedGraphs(model, kv, self._attention, recording, batches)
+            self._attention.keep_chunks(self._chunk.end, 1)
+            mixed = MixedGraphs(model, kv, self._attention, recording, [self._chunk.end], 0, 1)
             with torch.inference_mode():
                 self._graphs.prepare()
-            self.ways["recorded"] = ModelRunner(model, kv, self._attention, self._graphs)
-        self._runner = _Switch(kv, self.ways["not recorded"])
+                mixed.prepare()
+            self._chunked["recorded"] = ModelRunner(model, kv, self._attention, mixed=mixed)
+        self.ways = list(self._chunked)
         self._scheduler = DecodeScheduler(
             config=DecodeConfig(max_batch=most, local_chunk_tokens=CHUNK, preemption="off"),
             kv=KVCacheManager(blocks, BLOCK, "random"),
@@ -100,7 +113,11 @@ class EngineBench:
             block_bytes=layout.block_bytes,
         )
         self._engine: Engine[Event, Command] = Engine(
-            self._scheduler, self._runner, time.monotonic, _see
+            self._scheduler,
+            ModelRunner(model, kv, self._attention, self._graphs),
+            time.monotonic,
+            _see,
+            ahead=True,
         )
         self._placed = 0
 
@@ -115,7 +132,8 @@ class EngineBench:
     def line(self, how: str, bytes_per_s: float) -> Line:
         """Measure a step of the present batch, in one of `ways`."""
         few = self._card.sizes.unit > 1
-        self._runner.now = self.ways[how]
+        if self._graphs is not None:
+            self._graphs.on = how == "recorded"
         for _ in range(1 if few else WARM):
             self._step()
         planning, replayed = replace(self._attention.planning), self._replayed()
@@ -146,8 +164,24 @@ class EngineBench:
             "replayed": replays,
         }
 
+    def chunk_line(self, how: str) -> Line:
+        """Measure a step with one small chunk. It overwrites KV of a request: nothing else comes behind it."""
+        runner, launching, taken = self._chunked[how], list[float](), list[float]()
+        for _ in range(2 if self._card.sizes.unit > 1 else WARM + STEPS):
+            began_s = time.perf_counter()
+            launched = runner.launch(StepPlan((self._chunk,)))
+            launching.append(time.perf_counter() - began_s)
+            launched.wait()
+            taken.append(time.perf_counter() - began_s)
+        return {
+            "what": f"a chunk of {self._chunk.end} tokens, {how}",
+            "launch_ms": statistics.median(launching) * 1e3,
+            "ms": statistics.median(taken) * 1e3,
+        }
+
     def _step(self) -> StepPlan:
-        ran = self._engine.step()
+        # The first turn only launches, and so does one behind which everybody had to wait.
+        ran = self._engine.step() or self._engine.step()
         if ran is None:
             raise RuntimeError(f"there is nothing left to compute: {self._scheduler!r}")
         return ran.plan
@@ -174,15 +208,13 @@ def _idle(wall_s: float, busy_s: float) -> Line:
     return {"idle_ms": (wall_s - busy_s) * 1e3, "idle": 1.0 - busy_s / wall_s}
 
 
-class _Switch:
-    """A runner that passes steps to one of several over the same memory. Fulfils `Runner`."""
+class _SwitchedGraphs(DecodeGraphs):
+    """Recordings that take steps only while `on`: a row goes on with the step before, whichever way that was run."""
 
-    def __init__(self, kv: KVTensors, now: Runner) -> None:
-        self.kv = kv
-        self.now = now
+    on = False
 
-    def launch(self, plan: StepPlan) -> Launched:
-        return self.now.launch(plan)
+    def takes(self, rows: Sequence[Row]) -> bool:
+        return self.on and super().takes(rows)
 
 
 def _see(commands: Sequence[Command]) -> None:

@@ -8,6 +8,7 @@ import torch
 from benchmarks.gpu.card import Card, Line
 from kernels.configs import ConfigKey, config_for
 from kernels.sample import SamplingRows, sample
+from kernels.sample_slices import SamplingScratch
 
 VOCAB = 128_256
 SPREAD = 4.0
@@ -26,12 +27,12 @@ def sampling(card: Card) -> Iterator[Line]:
     """Measure every way. `bytes` are those of the logits, which have to be read once."""
     rows, vocab = 2 * card.sizes.batch, card.sizes.tokens(VOCAB)
     logits = torch.randn(rows, vocab, dtype=torch.float32, device=card.device).mul_(SPREAD)
-    weights = torch.empty(rows, vocab, dtype=torch.float64, device=card.device)
     config = config_for(ConfigKey("sample", 0, 0, 0, "float32", card.arch))
+    scratch = SamplingScratch.empty(rows, vocab, config, card.device)
     for what, (temperature, top_k, top_p) in WAYS.items():
         params = _params(card, rows, temperature, top_k, top_p)
         taken = card.timer.seconds(
-            lambda params=params: sample(logits, params, config, weights=weights)  # type: ignore[misc]
+            lambda params=params: sample(logits, params, config, scratch=scratch)  # type: ignore[misc]
         )
         line: Line = {"id": "E2", "what": what, "rows": rows, "vocab": vocab}
         yield {**line, "us": taken * 1e6, "bytes": logits.nbytes}
@@ -43,7 +44,7 @@ def _params(card: Card, rows: int, temperature: float, top_k: int, top_p: float)
 
     return SamplingRows(
         temperature=filled(temperature, torch.float64),
-        top_k=filled(top_k, torch.int32),
+        top_k=filled(top_k, torch.int64),
         top_p=filled(top_p, torch.float64),
         min_p=filled(0.0, torch.float64),
         seed=torch.arange(rows, dtype=torch.int64, device=card.device),

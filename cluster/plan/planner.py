@@ -215,7 +215,7 @@ def request(sizes: TokenSizes, tokens: int, step_tokens: int = 1) -> PlannedRequ
     """Plan a request, of which up to `step_tokens` are computed before what slides out of a window is let go."""
     blocks = -(-tokens // sizes.block_size)
     tail = blocks * sizes.block_size - tokens
-    windows = sum(min(blocks, group.tail_blocks(sizes.block_size, step_tokens)) for group in sizes.windows)
+    windows = sum(min(blocks, group.most_blocks(sizes.block_size, step_tokens - 1)) for group in sizes.windows)
     kept = kept_tokens(sizes, tokens)
     tail_bytes = tail * sizes.rank_block_bytes // sizes.block_size
     return PlannedRequest(

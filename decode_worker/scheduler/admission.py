@@ -86,7 +86,9 @@ class Admission:
         if record.beams is None:
             return total
         shared = (record.prompt_tokens - 1) // self.kv.block_size
-        return shared + record.beams.width * (total - shared)
+        # One that forks holds, of each layer group with a window, the block that it copies.
+        copied = (record.beams.width - 1) * len(self.kv.groups[1:])
+        return shared + record.beams.width * (total - shared) + copied
 
     def room_tokens(self, record: RequestRecord, tokens: int) -> int:
         """Return for how many tokens a request that has `tokens` is given room."""

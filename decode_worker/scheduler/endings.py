@@ -13,7 +13,7 @@ import msgspec
 
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
-from decode_worker.scheduler.events import Command, Freed, Result, Tell, Unservable
+from decode_worker.scheduler.events import Command, Freed, Result, Tell, Unloaded, Unservable
 from decode_worker.scheduler.leaving.departures import Departure, Departures
 from decode_worker.scheduler.leaving.orphans import Orphans, orphan
 from decode_worker.scheduler.preemption import Preemption
@@ -46,6 +46,8 @@ class Endings:
             match result:
                 case Freed(request):
                     commands += self._free(request, now)
+                case Unloaded(request):
+                    commands += self._begin(request, now)
                 case Unservable(request, fault):
                     late = fault.code == "DEADLINE_EXCEEDED"
                     reason = FinishReason.DEADLINE if late else FinishReason.ERROR
@@ -142,20 +144,22 @@ class Endings:
             self.prefills.share(request)
             self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
         self.kv.release(request.lease)
-        forks = self.prefills.forks
-        heir = forks.heir(request)
-        if heir is None:
-            return []
-        self.kv.release(heir.lease)
-        lease = self.admission.acquire(heir.record, heir.tokens)
+        heir = self.prefills.forks.heir(request)
+        return [] if heir is None else self._begin(heir, now)
+
+    def _begin(self, request: Request, now: float) -> list[Command]:
+        """Have all that is not cached of a request filled in, in another lease than it has; it is preempted, with those
+        that wait for its prompt, where there is no room for it now."""
+        self.kv.release(request.lease)
+        lease = self.admission.acquire(request.record, request.tokens)
         if lease is None:
-            self.preemption.preempt([heir, *forks.waiting(heir)], now)
+            self.preemption.preempt([request, *self.prefills.forks.waiting(request)], now)
             return []
-        heir.lease, heir.have_blocks = lease, lease.cached_tokens // self.kv.block_size
-        if heir.preempted is None:
-            cached_tokens = min(lease.cached_tokens, heir.record.prompt_tokens)
-            heir.origin.decode_cached_tokens = cached_tokens
-        return self.settle(self.prefills.begin(heir, now), now)
+        request.lease, request.have_blocks = lease, lease.cached_tokens // self.kv.block_size
+        if request.preempted is None:
+            cached_tokens = min(lease.cached_tokens, request.record.prompt_tokens)
+            request.origin.decode_cached_tokens = cached_tokens
+        return self.settle(self.prefills.begin(request, now), now)
 
     def tick(self, now: float) -> list[Command]:
         """End requests whose time is over."""

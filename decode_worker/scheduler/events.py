@@ -69,6 +69,12 @@ class Freed(msgspec.Struct, frozen=True):
     request: Request
 
 
+class Unloaded(msgspec.Struct, frozen=True):
+    """Outcome: a lower tier has not brought what the request was to go on behind; it begins anew, without."""
+
+    request: Request
+
+
 class Unservable(msgspec.Struct, frozen=True):
     """Outcome: neither a prefill worker nor this one can serve the request; it is to end."""
 
@@ -79,4 +85,4 @@ class Unservable(msgspec.Struct, frozen=True):
 FromSource = PeerUp | PeerDown | FromPeer | Received
 Event = FromRouter | RouterLost | FromSource | ReaderEvent | Posted | Sent | Leave | TierEvent
 Command = TransferCommand | Tell | ConnectPeer
-Result = Command | Freed | Unservable
+Result = Command | Freed | Unloaded | Unservable

@@ -10,22 +10,33 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decode_worker.scheduler.batch import Batch
-from decode_worker.scheduler.events import Freed, FromSource, Result, Tell
+from decode_worker.scheduler.events import Freed, FromSource, Result, Tell, Unloaded
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS, HandoffResult, Handoffs, KVReceived, Unserved
 from decode_worker.scheduler.request import NO_PREFILL, NOBODY, Request, RequestState
 from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Loaded
+from engine.kv.tiers.resuming import resuming
+from engine.kv.tiers.tiers import Tiers
 from engine.messages import NeedPrefill, PeerAddress
 from worker.config import DecodeConfig
 
 BY_HANDOFF = frozenset({RequestState.CONNECTING, RequestState.HANDOFF, RequestState.FENCING})
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """So many blocks are loaded for a request, which then has the first `have_blocks` of its sequence."""
+
+    request: Request
+    blocks: int
+    have_blocks: int
+
+
 @dataclass(eq=False, repr=False)
 class Prefills:
-    """Mutable state: `_loads` (request and blocks by the number of its load), and what `handoffs` and `forks` own; who
+    """Mutable state: `_loads` (by number), and what `handoffs` and `forks` own; who
     is ready, or is computed here, joins the batch. Owner: the scheduler."""
 
     name: str
@@ -36,7 +47,7 @@ class Prefills:
     forks: Forks
     batch: Batch
     swapping: Swapping
-    _loads: dict[int, tuple[Request, int]] = field(default_factory=dict)
+    _loads: dict[int, _Load] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of requests whose KV is being fetched."""
@@ -49,7 +60,8 @@ class Prefills:
 
     def is_landing(self, now: float) -> bool:
         """Return True if KV of some request that is to have a row is about to be here."""
-        coming = [*self.handoffs.filling(), *(r for r, _ in self._loads.values() if r.state is RequestState.LOADING)]
+        loading = (one.request for one in self._loads.values() if one.request.state is RequestState.LOADING)
+        coming = [*self.handoffs.filling(), *loading]
         return any(self.batch.hold.is_about_to_land(now - r.prefill.since) for r in coming)
 
     # begun
@@ -83,6 +95,8 @@ class Prefills:
         tiers, lease, size = self.kv.tiers, request.lease, self.kv.block_size
         if tiers is None:
             return False
+        if self.kv.groups:
+            return self._load_all(request, tiers, here=here)
         limit, nodes = request.match_limit, lease.path
         parent = nodes[-1].identity if nodes else self.kv.cache.root_identity(lease.namespace)
         found = tiers.find(parent, request.tokens, len(nodes) * size, limit, size)
@@ -93,7 +107,29 @@ class Prefills:
         assert request.have_blocks == len(nodes)
         targets = lease.blocks[len(nodes) : len(nodes) + len(found)]
         number = tiers.load(tiers.pin(found), found, targets)
-        self._loads[number] = request, len(found)
+        self._loads[number] = _Load(request, len(found), len(nodes) + len(found))
+        request.move(RequestState.LOADING)
+        return True
+
+    def _load_all(self, request: Request, tiers: Tiers, *, here: bool) -> bool:
+        """Do the same where layers are kept in groups: all that going on from somewhere takes, or nothing."""
+        kv, lease, limit = self.kv, request.lease, request.match_limit
+        found = resuming(kv.cache, tiers, kv.groups, lease.namespace, request.tokens, limit)
+        if found is None:
+            return False
+        speed = self.swapping.costs.tokens_per_s(here)
+        if request.stash is None and not tiers.is_worthwhile(
+            found.identities, found.saved_blocks, kv.block_size, speed
+        ):
+            return False
+        places = tiers.pin(found.identities)  # what is evicted to make room must not push them out
+        other = kv.exchange(lease, request.tokens, limit, found.match)
+        request.lease = other
+        if other.cached_tokens != found.blocks * kv.block_size:
+            tiers.unpin(places, found.identities)
+            return False
+        number = tiers.load(places, found.identities, found.targets(other))
+        self._loads[number] = _Load(request, len(found.wanted), found.blocks)
         request.move(RequestState.LOADING)
         return True
 
@@ -102,11 +138,11 @@ class Prefills:
         if request.prefill.worker.name and not request.arrived:
             self.handoffs.note("fallback", request)
         known = len(request.tokens) - 1 if request.arrived else request.have_blocks * self.kv.block_size
-        if self.kv.groups and not request.arrived:
-            # What has landed behind the match has none of the windows that computing on would see.
-            known = min(known, request.lease.cached_tokens)
         # What has landed is computed again where its log probabilities were to come with the first token.
         known = min(known, request.match_limit)
+        if self.kv.groups and (not request.arrived or known < len(request.tokens) - 1):
+            # What has landed behind the match has none of the windows that computing on would see.
+            known = min(known, request.lease.cached_tokens)
         if request.output_tokens == 0:
             request.origin.prefill_cached_tokens = known
             self.batch.hit_tokens += min(known, request.origin.decode_cached_tokens)
@@ -131,6 +167,7 @@ class Prefills:
         if request.record.beams is not None:
             self.batch.beams.begin(request)
         self.kv.commit(request.lease, request.tokens[: request.known])
+        self.kv.slide(request.lease, request.known)  # until now the windows before what has landed were kept
         if not request.prefill.is_local:
             self.batch.hold.landed(now - request.prefill.since)
         request.close_prefill(now)
@@ -155,11 +192,17 @@ class Prefills:
 
     def loaded(self, event: Loaded, now: float) -> list[Result]:
         """Have the rest filled in when a load has ended. To be called after `Tiers.handle`."""
-        request, wanted_blocks = self._loads.pop(event.number)
+        load = self._loads.pop(event.number)
+        request, size, is_whole = load.request, self.kv.block_size, event.blocks == load.blocks
         if request.state is RequestState.ENDING:
             return [Freed(request)]
-        size, is_whole = self.kv.block_size, event.blocks == wanted_blocks
-        request.have_blocks += event.blocks
+        if self.kv.groups and not is_whole:
+            # A part of it is of no use, and what its lease shares goes beyond what can be computed on from.
+            if request.preempted is not None:
+                self.swapping.loaded(event.blocks, event.host_s + event.disk_s, is_whole)
+                request.preempted.way = "pool" if request.prefill.worker.name else "here"
+            return [Unloaded(request)]
+        request.have_blocks = load.have_blocks - (load.blocks - event.blocks)
         have_tokens = request.have_blocks * size
         if request.preempted is None:
             request.origin.decode_cached_tokens = min(have_tokens, request.record.prompt_tokens)
@@ -235,9 +278,9 @@ class Prefills:
         loading = {r for r in requests if r.state is RequestState.LOADING}
         self.handoffs.check()
         self.forks.check(forking)
-        loaded = [request for request, _ in self._loads.values()]
+        loaded = [one.request for one in self._loads.values()]
         assert len(loaded) == len(set(loaded))
         assert loading == {r for r in loaded if r.state is not RequestState.ENDING}
-        for request, blocks in self._loads.values():
-            assert not request.lease.released
-            assert len(request.lease.blocks) >= request.have_blocks + blocks
+        for one in self._loads.values():
+            assert not one.request.lease.released
+            assert len(one.request.lease.blocks) >= one.have_blocks

@@ -59,7 +59,7 @@ MOVES: dict[RequestState, frozenset[RequestState]] = {
     _S.HANDOFF: frozenset({_S.READY, _S.FENCING, _S.ASKING, _S.LOCAL, _S.ENDING}),
     _S.FENCING: _FETCH | {_S.ASKING, _S.ENDING},
     _S.ASKING: _FETCH | {_S.ENDING},
-    _S.LOADING: _FETCH | {_S.ENDING},
+    _S.LOADING: _FETCH | {_S.PREEMPTED, _S.ENDING},
     _S.LOCAL: frozenset({_S.READY, _S.PREEMPTED, _S.ENDING}),
     _S.READY: frozenset({_S.RUNNING, _S.PREEMPTED, _S.ENDING}),
     _S.RUNNING: frozenset({_S.PREEMPTED, _S.DEPARTED, _S.ENDING}),

@@ -83,7 +83,7 @@ class Swapping:
     def out(self, request: Request, preempted: Preempted) -> None:
         """Copy what a request that gives its blocks away has computed, and committed, if it is to be swapped."""
         tokens = request.known
-        if tokens < self._kv.block_size:
+        if tokens < self._kv.block_size or (self.stashes and not self.stashes.is_possible(request.lease, tokens)):
             return
         choice = self._choose(request, tokens)
         self.choices[choice] += 1

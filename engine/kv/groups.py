@@ -32,6 +32,18 @@ class LayerGroup(msgspec.Struct, frozen=True):
         compute the last of them again."""
         return self.first_needed(max(0, tokens - 1), block_size)
 
+    def first_kept(self, tokens: int, block_size: int) -> int:
+        """Return the first block that a sequence of so many tokens keeps: it may be gone on with elsewhere, or from its
+        last whole block on, which is as far as lower tiers keep it."""
+        whole = tokens // block_size * block_size
+        return min(self.first_migrated(tokens, block_size), self.first_needed(whole, block_size))
+
+    def most_blocks(self, block_size: int, ahead_tokens: int) -> int:
+        """Return the most blocks that a sequence holds which keeps those (`first_kept`), and is computed up to
+        `ahead_tokens` beyond."""
+        window = -(-(self.window - 1) // block_size) + -(-(block_size - 1 + ahead_tokens) // block_size)
+        return max(self.tail_blocks(block_size, ahead_tokens + 1), window)
+
     def tail_blocks(self, block_size: int, tokens: int = 1) -> int:
         """Return the most blocks that computing `tokens` tokens from any position on takes: the window before them and
         their own."""

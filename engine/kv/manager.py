@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
+from engine.identity import in_group
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.groups import GONE, LayerGroup
 from engine.kv.lease import Lease as Lease
@@ -41,9 +42,7 @@ class KVCacheManager:
         ahead_tokens: int = 0,
     ) -> None:
         """`groups` are the layers' (`KVLayout.groups`). Where there are several, `ahead_tokens` says how many tokens
-        of a sequence the steps under way compute at most. Raises ValueError for several groups with tiers."""
-        if groups and tiers is not None:
-            raise ValueError("lower tiers take no blocks of several layer groups")
+        of a sequence the steps under way compute at most."""
         self.tiers = tiers
         self.groups = tuple(groups)
         self.pool = BlockPool(blocks)
@@ -66,6 +65,8 @@ class KVCacheManager:
         """All that hold blocks and that somebody still has: one that was dropped has leaked its blocks."""
         self._identities: set[bytes] = set()
         """The names of all cached blocks, where there are tiers."""
+        self._below: set[bytes] = set()
+        """The names of what this life has put into lower tiers of layer groups with a window: routers know none."""
         self._above: dict[bytes, bytes] = {}
         """The identity before each block that went to a lower tier, the latest last; empty for a first block."""
         self._owners: dict[BlockId, bytes] = {}
@@ -110,22 +111,24 @@ class KVCacheManager:
         grow_tokens: int = 0,
         migrating: bool = False,
         spare: int = 0,
+        behind: Match | None = None,
     ) -> Lease | None:
         """Return a lease that holds blocks for `room_tokens` tokens now and the promise of blocks up to `grow_tokens`.
 
         At most `match_limit` leading tokens are taken from the cache. `migrating`: only whole blocks are reused, and
-        new blocks are RESERVED until `landed`. None when there is no room that leaves `spare` blocks to others; then
+        new blocks are RESERVED until `landed`. `behind`: go on there, where a lower tier is about to bring what is
+        missing (`engine.kv.tiers.resuming`). None when there is no room that leaves `spare` blocks to others; then
         nothing has changed.
         """
-        match = self.cache.match(namespace, tokens, match_limit, whole=migrating)
+        match = behind or self.cache.match(namespace, tokens, match_limit, whole=migrating)
         promised = max(0, self.blocks_for(grow_tokens) - self.blocks_for(room_tokens))
         partial, room = match.partial, self._room_beside(match, room_tokens, promised, migrating) - spare
         if partial is not None and room < self._idle_in(partial):
             # The copy's source is the very block that is needed.
             partial, match = None, self.cache.match(namespace, tokens, match_limit, whole=True)
             room = self._room_beside(match, room_tokens, promised, migrating) - spare
-        if room < 0 and migrating and self.windows is not None and self.available == self.pool.total:
-            # Nobody will give anything back, and it fits without the windows that a match keeps beside those to come.
+        if room < 0 and migrating and behind is None and self.windows is not None:
+            # To keep the window behind a match takes room of its own, which a pool need not have for anybody.
             match = Match([])
             room = self._room_beside(match, room_tokens, promised, migrating) - spare
         if room < 0:
@@ -139,7 +142,8 @@ class KVCacheManager:
         new = self.blocks_for(room_tokens) - len(shared)
         own = self._allocate(namespace, new, BlockState.RESERVED if migrating else BlockState.ACTIVE)
         self._promised += promised
-        lease = Lease(shared + own, len(shared) * self.block_size, [], promised, namespace, match.nodes)
+        cached_tokens = (len(shared) + match.loaded) * self.block_size
+        lease = Lease(shared + own, cached_tokens, [], promised, namespace, match.nodes)
         self._leases[lease] = None
         if partial is not None:
             lease.copies.append((partial.block, own[0]))
@@ -147,10 +151,31 @@ class KVCacheManager:
         if self.windows is not None and tables is not None:
             self.windows.open(lease, tables, self._window_charges(match, room_tokens, promised, migrating))
             if migrating:
-                self.windows.reserve(lease, len(shared), room_tokens)
+                self.windows.load(lease, match)
+                self.windows.reserve(lease, len(shared) + match.loaded, room_tokens)
             elif partial is not None:
                 lease.copies += self.windows.copy(lease, partial, len(shared))
         return lease
+
+    def exchange(self, lease: Lease, tokens: Sequence[int], match_limit: int, behind: Match) -> Lease:
+        """Let go of a lease of `tokens` into which nothing has been copied yet. Return one as large that goes on
+        `behind` what a lower tier is about to bring (`acquire`), or, where there is no room for that, one like the old.
+        """
+        grow_tokens = self.room_tokens(lease)
+        self.release(lease)
+        for match in (behind, None):
+            other = self.acquire(
+                lease.namespace,
+                tokens,
+                match_limit=match_limit,
+                room_tokens=len(tokens),
+                grow_tokens=grow_tokens,
+                migrating=True,
+                behind=match,
+            )
+            if other is not None:
+                return other
+        raise AssertionError("what was let go can be had again")
 
     def _room_beside(self, match: Match, room_tokens: int, promised: int, migrating: bool) -> int:
         """Return how many blocks are left to others where such a lease is given."""
@@ -232,7 +257,7 @@ class KVCacheManager:
         if self.windows is not None:
             self.windows.lengthen(lease)
             if migrating:
-                self.windows.reserve(lease, len(lease.path), tokens)
+                self.windows.reserve(lease, lease.cached_tokens // self.block_size, tokens)
 
     def reach(self, lease: Lease, start: int, end: int) -> None:
         """Have the window groups' blocks, too, that computing the tokens from `start` to `end` writes. The lease has
@@ -295,6 +320,14 @@ class KVCacheManager:
                 self.pool.landed(block)
         if self.windows is not None:
             self.windows.landed(lease)
+
+    def commit_loaded(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """A lower tier has brought all that a lease was to go on behind: `tokens` are all that is here."""
+        self.landed(lease)
+        if self.windows is not None:
+            for at, node in enumerate(lease.path):
+                self.windows.index(lease, at, node)
+        self.commit(lease, tokens)
 
     def commit(self, lease: Lease, tokens: Sequence[int], *, tail: bool = False) -> None:
         """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far; one whose
@@ -418,10 +451,11 @@ class KVCacheManager:
         taken, self._evicted = self._evicted, []
         if self.tiers is not None:
             gone = [*taken, *self.tiers.take_forgotten()]
-            taken = [i for i in gone if i not in self._identities and i not in self.tiers]
-            for ident in gone:
-                if ident not in self.tiers:
-                    self._above.pop(ident, None)
+            lost = [ident for ident in gone if ident not in self.tiers]
+            taken = [ident for ident in lost if ident not in self._identities and ident not in self._below]
+            for ident in lost:
+                self._above.pop(ident, None)
+                self._below.discard(ident)
         return taken
 
     def take_cached(self) -> list[tuple[bytes, list[bytes]]]:
@@ -506,16 +540,30 @@ class KVCacheManager:
 
     def _evict(self, namespace: bytes) -> None:
         block = self.cache.shares.pop(namespace)
-        node = self.cache.forget(block)
-        if node.block != block:
-            self._free(block)
+        if (found := self.cache.node(block)) is not None and found.block != block:
+            assert found.windows is not None
+            group = found.windows.index(block)
+            self.cache.forget(block)
+            self._leave(found, group, block)
             return
+        node = self.cache.forget(block)
+        if not self._demote(node):
+            self._evicted.append(node.identity)
+        # Behind it, so that they stay longer below: without them it is worth little.
         for group, window in enumerate(node.windows or ()):
             if window != GONE:
                 self.cache.unbind(node, group)
-                self._free(window)
-        if not self._demote(node):
-            self._evicted.append(node.identity)
+                self._leave(node, group, window)
+        self._free(block)
+
+    def _leave(self, node: Node, group: int, block: BlockId) -> None:
+        """Let a block of a layer group with a window leave the device, for a lower tier where it is worth one."""
+        assert self.windows is not None
+        is_whole = len(node.key) == self.block_size * TOKEN_BYTES
+        if self.windows.is_worth(block) and is_whole and self.tiers is not None:
+            name = in_group(node.identity, group + 1)
+            if self.tiers.demote(name, block, node.namespace):
+                self._below.add(name)
         self._free(block)
 
     def _demote(self, node: Node) -> bool:

@@ -69,11 +69,13 @@ class Node:
 
 
 class Match(NamedTuple):
-    """The longest cached prefix: whole blocks along `nodes`, then `partial_tokens` of `partial`'s first tokens."""
+    """The longest cached prefix: whole blocks along `nodes`, then `partial_tokens` of `partial`'s first tokens.
+    `loaded`: whole blocks behind them that a lower tier brings, with what window groups lack of those before."""
 
     nodes: list[Node]
     partial: Node | None = None
     partial_tokens: int = 0
+    loaded: int = 0
 
 
 class RadixCache:
@@ -106,7 +108,7 @@ class RadixCache:
     def match(self, namespace: bytes, tokens: Sequence[int], limit: int, *, whole: bool = False) -> Match:
         """The longest cached prefix of `tokens[:limit]`, from whose end can be computed on; `whole`: of whole blocks.
         Changes nothing."""
-        found = self._longest(namespace, tokens, limit)
+        found = self.longest(namespace, tokens, limit)
         if self._windows:
             return self._in_windows(found, whole)
         return Match(found.nodes) if whole else found
@@ -138,7 +140,8 @@ class RadixCache:
         windows = zip(self._windows, runs, strict=True)
         return all(run >= blocks - group.first_needed(tokens, self.block_size) for group, run in windows)
 
-    def _longest(self, namespace: bytes, tokens: Sequence[int], limit: int) -> Match:
+    def longest(self, namespace: bytes, tokens: Sequence[int], limit: int) -> Match:
+        """Do the same for the first layer group alone, whatever the others have."""
         nodes: list[Node] = []
         node = self._roots.get(namespace)
         if node is None:

@@ -18,16 +18,13 @@ from engine.kv.lease import Lease
 from engine.kv.radix_cache import Match, Node, RadixCache
 from engine.types import BlockId
 
-MORE = 4
-"""Tokens that handoffs may have named before one succeeds."""
-
 Allocate = Callable[[bytes, int, BlockState], list[BlockId]]
 Give = Callable[[BlockId], None]
 
 
 class WindowTables:
-    """Mutable state: `promised`, `doubled`, `_holders`, and of every lease its `windows`, `held`, `charges` and
-    `starts`. Owner: the manager."""
+    """Mutable state: `promised`, `doubled`, `_holders`, `_worth` (blocks at whose end somebody has gone on, or may),
+    and of every lease its `windows`, `held`, `charges` and `starts`. Owner: the manager."""
 
     def __init__(
         self,
@@ -47,8 +44,8 @@ class WindowTables:
         self.doubled = 0
         self._holders: Counter[BlockId] = Counter()
         self._size = block_size
-        # The last token may be computed again, so one more is kept (`LayerGroup.first_migrated`).
-        self._most = [group.tail_blocks(block_size, ahead_tokens + 1) for group in groups]
+        self._most = [group.most_blocks(block_size, ahead_tokens) for group in groups]
+        self._worth: set[BlockId] = set()
         self._pool = pool
         self._cache = cache
         self._allocate = allocate
@@ -72,30 +69,34 @@ class WindowTables:
         return [charge + 1 for charge in self.charges(blocks)]
 
     def migrating(self, charges: Sequence[int], match: Match, tokens: int, promised: int) -> list[int]:
-        """Return what a lease is charged while its blocks are to come: it keeps the windows of what it has found, too,
-        and a token that a lost handoff has named may want one more of each, up to a whole tail."""
-        nodes, more = len(match.nodes), min(promised, MORE)
-        firsts, tails = self._firsts(match), (group.tail_blocks(self._size, 0) for group in self.groups)
-        each = zip(charges, firsts, self.wanted(nodes, tokens), tails, strict=True)
-        return [max(charge, nodes - first + min(len(wanted) + more, tail)) for charge, first, wanted, tail in each]
+        """Return what a lease is charged while its blocks are to come: it keeps the windows of what it has found, too.
+        Behind a match of nothing that is never more than `charges` says."""
+        nodes = len(match.nodes) + match.loaded
+        left = -(-tokens // self._size) + promised - nodes
+        # Lost handoffs may name tokens: where the last one's tail begins in its block is not known yet.
+        tails = [min(left, group.tail_blocks(self._size, 0)) for group in self.groups]
+        both = zip(charges, self._firsts(match), tails, strict=True)
+        return [max(charge, nodes - first + tail) for charge, first, tail in both]
 
     # what a match has
 
     def _firsts(self, match: Match) -> list[int]:
         """Return which node is the first that each group needs to compute on behind a match."""
-        nodes, partial_tokens = len(match.nodes), match.partial_tokens
-        tokens = nodes * self._size + partial_tokens
+        nodes = len(match.nodes) + match.loaded
+        tokens = nodes * self._size + match.partial_tokens
         return [min(nodes, group.first_needed(tokens, self._size)) for group in self.groups]
 
     def hold(self, match: Match) -> tuple[list[BlockId], ...]:
         """Hold the blocks that computing on behind a match takes, the partly matching ones for a copy; return the
-        tables that they make."""
+        tables that they make. What a lower tier is to bring is GONE in them."""
         tables = []
         for group, first in enumerate(self._firsts(match)):
             blocks = [_windows(node)[group] for node in match.nodes[first:]]
             for block in blocks:
-                self.retain(block)
-            tables.append([GONE] * first + blocks)
+                if block != GONE:
+                    self._worth.add(block)
+                    self.retain(block)
+            tables.append([GONE] * min(first, len(match.nodes)) + blocks)
         if match.partial is not None:
             for block in _windows(match.partial):
                 self.retain(block)
@@ -109,11 +110,24 @@ class WindowTables:
             copies.append((source, lease.windows[group][at]))
         return copies
 
+    def load(self, lease: Lease, match: Match) -> None:
+        """Reserve what a lower tier is to bring of a lease that `hold` has begun."""
+        last = len(match.nodes) + match.loaded
+        for group, first in enumerate(self._firsts(match)):
+            self.take(lease, group, range(first, last), BlockState.RESERVED)
+
     def retain(self, block: BlockId) -> None:
         self._pool.retain(block)
         self._cache.occupy(block)
         self._holders[block] += 1
         self.doubled += self._holders[block] > 1
+
+    def is_worth(self, block: BlockId) -> bool:
+        """Return True for a block, which leaves the device now, if what comes behind it is gone on with."""
+        if block not in self._worth:
+            return False
+        self._worth.remove(block)
+        return True
 
     def give_back(self, block: BlockId) -> None:
         """One that was retained, or taken, is let go."""
@@ -177,7 +191,7 @@ class WindowTables:
     def slide(self, lease: Lease, tokens: int) -> None:
         """Let go what is not needed any more where `tokens` tokens are computed."""
         for number, group in enumerate(self.groups):
-            first = min(group.first_migrated(tokens, self._size), len(lease.blocks))
+            first = min(group.first_kept(tokens, self._size), len(lease.blocks))
             if first > lease.starts[number]:
                 self._drop(lease, number, range(lease.starts[number], first))
                 lease.starts[number] = first
@@ -194,6 +208,7 @@ class WindowTables:
             table, first = lease.windows[number], group.first_needed(tokens, self._size)
             shared = [_windows(node)[number] for node in nodes[first:]]
             for block in shared:
+                self._worth.add(block)
                 self.retain(block)
             self._changed(lease, number, len(shared))
             self._drop(lease, number, range(len(nodes)))
@@ -204,7 +219,7 @@ class WindowTables:
         """Share what computing on from `tokens` takes; return the copies of the boundary block that are to be made."""
         whole, rest = divmod(tokens, self._size)
         copies = []
-        self.charge(child, [charge - 1 for charge in child.charges])
+        self.charge(child, [max(0, charge - 1) for charge in child.charges])
         for number, group in enumerate(self.groups):
             first = group.first_needed(tokens, self._size)
             shared = parent.windows[number][first:whole]
@@ -260,6 +275,7 @@ class WindowTables:
     def close(self, lease: Lease) -> None:
         """Let all go, tail first; behind what is let go of group 0, since without its tail that is worth little."""
         for group, table in enumerate(lease.windows):
+            self._worth.update(block for block in table if block != GONE and self._cache.holds(block))
             self._drop(lease, group, range(len(table)))
 
     def index(self, lease: Lease, at: int, node: Node) -> None:
@@ -273,6 +289,7 @@ class WindowTables:
                 continue
             if known != GONE:
                 self._cache.unbind(node, group)
+                self._worth.discard(known)
                 self._free(known)
             self._cache.bind(node, group, ours)
 
@@ -309,6 +326,7 @@ class WindowTables:
                     if at < len(lease.path):
                         assert lease.path[at].windows is not None
         assert promised == self.promised, (promised, self.promised)
+        assert all(map(self._cache.holds, self._worth)), "what is gone is worth nothing"
         assert holders == self._holders, holders - self._holders
         assert self.doubled == sum(holders.values()) - len(holders)
 

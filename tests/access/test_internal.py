@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def test_a_certificate_that_peers_would_refuse_is_refused_at_start(tmp_path: Pat
             internal_certificates(internal(pair, ca))
 
 
+def test_a_chain_that_only_openssl_reads_is_refused_at_start(tmp_path: Path) -> None:
+    """Guards against a cluster that starts, and whose processes never dial: each dial failed, where nobody looked."""
+    authority = make_authority(tmp_path)
+    pair = make_certificate(tmp_path, authority, INTERNAL_NAME, file="used", san=SAN)
+    chain = Path(pair.cert)
+    subprocess.run(["openssl", "x509", "-in", chain, "-trustout", "-out", chain], check=True)
+    assert "BEGIN TRUSTED CERTIFICATE" in chain.read_text()
+    with pytest.raises(AccessError, match=r"access.internal_cert_file: .*BEGIN CERTIFICATE"):
+        internal_certificates(internal(pair, authority))
+
+
 def test_renewed_files_count_and_bad_ones_replace_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     authority = make_authority(tmp_path)
     pair = make_certificate(tmp_path, authority, INTERNAL_NAME, file="used", san=SAN)
@@ -51,7 +63,8 @@ def test_renewed_files_count_and_bad_ones_replace_nothing(tmp_path: Path, caplog
     renewed = make_certificate(tmp_path, authority, INTERNAL_NAME, file="renewed", san=SAN)
     with caplog.at_level(logging.ERROR, "access.tls"):
         _put(expired, pair)
-        assert found.pem() is first
+        assert [found.pem() is first for _ in range(3)] == [True] * 3
+    assert len(caplog.records) == 1, "what is wrong with the same files is said once, not at every handshake"
     assert "certificate has expired; the certificates before it stay in force" in caplog.text
     _put(renewed, pair)
     assert found.pem().chain == Path(renewed.cert).read_bytes()

@@ -31,11 +31,13 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 def test_the_engine_runs_recorded_and_not() -> None:
     """Guards the lines of recorded steps, which only a GPU has, and that both are of the same requests."""
     lines = list(engine.engine(dry_card(), lambda device: FakeRecorder()))
+    whats = [f"batch {n}" for n in (1, 4)] + ["a chunk of 2 tokens"]
     assert [line["what"] for line in lines] == [
-        f"batch {n}, {how}" for n in (1, 4) for how in ("not recorded", "recorded")
+        f"{what}, {how}" for what in whats for how in ("not recorded", "recorded")
     ]
-    assert [line["replayed"] > 0 for line in lines] == [False, True, False, True]
-    assert all(float(line["tokens_per_s"]) > 0 < float(line["bound_ms"]) for line in lines)
+    assert [line["replayed"] > 0 for line in lines[:4]] == [False, True, False, True]
+    assert all(float(line["tokens_per_s"]) > 0 < float(line["bound_ms"]) for line in lines[:4])
+    assert all(0 < float(line["launch_ms"]) <= float(line["ms"]) for line in lines[4:])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from engine.backends.gpu.sampling import draw_tokens
+from engine.backends.gpu.sampling import Drawing, draw_tokens
 from engine.sampling import sample
 from engine.step import Row
 from engine.types import RequestId, RequestRecord, SamplingParams
@@ -14,7 +14,7 @@ from kernels.configs import KernelConfig
 
 VOCAB = 101
 WORDS = 4
-CONFIG = KernelConfig(tile=64, warps=4, stages=1)
+CONFIG = KernelConfig(tile=64, warps=4, stages=1, rows=2)
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.5, top_p=0.95)
 PENALIZED = SamplingParams(temperature=0.9, repetition_penalty=1.8, presence_penalty=1.0, frequency_penalty=0.5)
@@ -36,7 +36,8 @@ def both(logits: torch.Tensor, rows: list[Row]) -> list[int]:
     """Return what is drawn, on which both agree; logits are left as they were."""
     before = logits.clone()
     drawn = sample(logits, rows)
-    assert draw_tokens(logits, rows, CONFIG, CONFIG).tolist() == drawn
+    drawing = Drawing.of(len(rows), VOCAB, logits.device, CONFIG, CONFIG)
+    assert draw_tokens(logits, rows, drawing).tolist() == drawn
     assert torch.equal(logits, before)
     return drawn  # type: ignore[return-value]
 

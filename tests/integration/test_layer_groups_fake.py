@@ -9,6 +9,7 @@ import pytest
 
 from decode_worker.scheduler.events import FromRouter
 from engine.beam import BeamSearch
+from engine.config import TierConfig
 from engine.kv.groups import LayerGroup, migrated
 from engine.kv.layout import KVLayout
 from engine.messages import Cancel
@@ -16,6 +17,7 @@ from engine.plan import banned_tokens, end_tokens
 from engine.types import BeamParams, FinishReason, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import LINK, Colocated
 from fakes.model import fake_candidates, fake_next
+from tests.integration.crowd import tiering
 from tests.integration.fake_device import STOP_ID, VOCAB, fake_device
 from transfer.host.loopback import FaultKind, ScriptedFault
 from worker.config import DecodeConfig, PrefillConfig
@@ -36,11 +38,19 @@ def _cluster(
     prefill_blocks: int = 96,
     chunk: int = 8,
     layout: KVLayout = LAYOUT,
+    host_blocks: dict[str, int] | None = None,
     **decode: object,
 ) -> Colocated:
+    """`host_blocks`: of the lower tiers, by role."""
+    devices = {"prefill": fake_device(layout, prefill_blocks, ahead), "decode": fake_device(layout, blocks, ahead)}
+    openings = {
+        role: tiering(TierConfig(host_bytes=count * LAYOUT.block_bytes), devices[role], role)
+        for role, count in (host_blocks or {}).items()
+    }
     return Colocated(
-        fake_device(layout, prefill_blocks, ahead),
-        fake_device(layout, blocks, ahead),
+        *devices.values(),
+        tiering=openings.get("prefill"),
+        decode_tiering=openings.get("decode"),
         prefill_config=PrefillConfig(chunk_tokens=chunk),
         decode_config=DecodeConfig(**decode),  # type: ignore[arg-type]
         check=True,
@@ -312,4 +322,36 @@ def test_a_search_computes_the_last_token_again(ahead: bool, length: int) -> Non
         sequences = [record.tokens + live.ids for live in search.live]
         search.advance([fake_candidates(s, LAYOUT, VOCAB, search.candidates, banned) for s in sequences])
     assert answer.ended is not None and answer.ended.beams == search.answers
+    _whole(cluster)
+
+
+def test_what_was_pushed_down_comes_back_with_its_tails(ahead: bool) -> None:
+    """Guards prefixes whose blocks are below the pool while their windows' tails are not, or are another's."""
+    rng = random.Random(31)
+    stems = [[rng.randrange(256) for _ in range(48)] for _ in range(6)]
+    below = {"prefill": 160, "decode": 160}
+    cluster = _cluster(ahead, blocks=40, prefill_blocks=40, host_blocks=below, local_chunk_tokens=8)
+    for turn in range(3):
+        for number, stem in enumerate(stems):
+            record = _record(f"r{turn}.{number}", [*stem, *(turn,) * (turn + 1)], max_tokens=6)
+            (answer,) = cluster.run([record])
+            assert answer.tokens == _want(record)
+    loaded = []
+    for kv in (cluster.prefill.kv, cluster.decode.kv):
+        assert kv.tiers is not None and kv.tiers.counts.saved_blocks
+        loaded.append(sum(kv.tiers.counts.loaded_blocks.values()))
+    assert max(loaded) >= 12, loaded
+    _whole(cluster)
+
+
+def test_the_preempted_are_swapped(ahead: bool) -> None:
+    """Guards what a swap keeps of the windows: the whole blocks' end, not the newest token's."""
+    rng = random.Random(32)
+    records = [_record(f"r{n}", [rng.randrange(256) for _ in range(9 + 3 * n)], max_tokens=60) for n in range(4)]
+    swaps = {"growth_tokens": 4, "local_chunk_tokens": 8, "preemption": "swap"}
+    cluster = _cluster(ahead, blocks=58, host_blocks={"decode": 120}, **swaps)
+    for answer in cluster.run(records):
+        assert answer.tokens == _want(answer.record), answer.record.request
+    swapping = cluster.decode.swapping
+    assert swapping.choices["swap"] >= 1 and swapping.ways["swap"] >= 1, (swapping.choices, swapping.ways)
     _whole(cluster)

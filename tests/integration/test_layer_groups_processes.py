@@ -46,7 +46,7 @@ class GroupedCluster:
 
     def __init__(self, model_dir: Path, transport: str, groups: str) -> None:
         engine = EngineConfig(block_size=SIZE, pool_bytes=2 << 20, layer_groups=groups)  # type: ignore[arg-type]
-        transfer, tiers = TransferConfig(transport=transport), TierConfig(host_bytes=0)
+        transfer, tiers = TransferConfig(transport=transport), TierConfig(host_bytes=1 << 20)
         config = ClusterConfig(
             launcher="process",
             prefill_workers=1,

@@ -17,16 +17,13 @@ ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).parent / "equivalent.toml"
 
 STORIES = "tests/sim/test_transcripts.py"
-COLOCATED, GROUPS, SWAP, TIERS = (
-    f"tests/integration/test_{name}_fake.py" for name in ("colocated", "layer_groups", "swap", "tiers")
+COLOCATED, GROUPS, LOGPROBS, SWAP, TIERS = (
+    f"tests/integration/test_{name}_fake.py" for name in ("colocated", "layer_groups", "logprobs", "swap", "tiers")
 )
 WHOLE = (
     *(f"tests/integration/test_{name}_fake.py" for name in ("beams", "constraints", "preemption", "samples")),
     "tests/integration/test_swap_ends.py",
-    COLOCATED,
-    GROUPS,
-    SWAP,
-    TIERS,
+    *(COLOCATED, GROUPS, LOGPROBS, SWAP, TIERS),
 )
 PACKAGES: dict[str, tuple[str, ...]] = {
     "engine/kv": ("tests/engine/kv", STORIES, GROUPS, SWAP, TIERS),

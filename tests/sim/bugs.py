@@ -21,7 +21,9 @@ from decode_worker.scheduler.request import RequestState
 from decode_worker.scheduler.samples.beams import Beams
 from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.scheduler import DecodeScheduler
+from engine.kv.groups import LayerGroup
 from engine.kv.manager import KVCacheManager
+from engine.kv.tiers import resuming
 from engine.kv.tiers.stashes import Stashes
 from engine.messages import Landed, Refused
 from engine.step import DrawnRun, Row, accepted, run_of
@@ -303,6 +305,26 @@ def planned_behind_drafts() -> list[Patch]:
     return [(Batch, "goes_on", hasty)]
 
 
+def window_slides_too_far() -> list[Patch]:
+    """A layer group's window lets a block go that the next token still sees, as chunks of prompts did elsewhere."""
+    first_kept = LayerGroup.first_kept
+
+    def later(self: LayerGroup, tokens: int, block_size: int) -> int:
+        return min(first_kept(self, tokens, block_size) + 1, tokens // block_size)
+
+    return [(LayerGroup, "first_kept", later)]
+
+
+def tail_not_loaded() -> list[Patch]:
+    """A prefix comes back from a lower tier without the windows' tails: what the first group has counts alone."""
+
+    def nothing(*_: Any) -> list[tuple[int, int]]:
+        return []
+
+    return [(resuming, "_lacking", nothing)]
+
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -325,6 +347,8 @@ BUGS: dict[str, Plant] = {
         rejected_draft_cached,
         rejected_draft_told,
         planned_behind_drafts,
+        window_slides_too_far,
+        tail_not_loaded,
         *SLIPS,
     )
 }

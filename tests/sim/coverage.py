@@ -31,6 +31,8 @@ STATES = (
     "digest mismatch",
     "hypothesis forked",
     "killed while copying",
+    "layer groups: loaded",
+    "layer groups: swapped",
     "killed while searching",
     "only a part is migrated",
     "parent gone before fork",

@@ -42,6 +42,8 @@ class Plan:
     workers: dict[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 2})
     blocks: dict[str, int] = field(default_factory=lambda: {"prefill": 14, "decode": 14})
     block_size: dict[str, int] = field(default_factory=lambda: {"prefill": 4, "decode": 4})
+    windows: tuple[int, ...] = ()
+    """The windows of the layer groups but the first, in tokens; empty: all layers are in one group."""
     context_tokens: int = 256
     transport: str = "shm"
     slow_copies: float = 0.0

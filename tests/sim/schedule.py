@@ -7,6 +7,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from engine.kv.groups import LayerGroup
+from engine.kv.manager import KVCacheManager
 from engine.types import (
     BeamParams,
     Constraint,
@@ -56,6 +58,8 @@ SEARCHES = 0.2
 """Share of the requests that are beam searches where they fit."""
 CONSTRAINED = 0.3
 """Share of the requests that are held to a constraint."""
+WINDOWS: tuple[tuple[int, ...], ...] = (*[()] * 8, (3,), (6,), (9, 5), (20, 2))
+"""The layer groups with a window that a schedule may have."""
 MIN_OVERLAP = 4
 RECOVERS = True
 """Whether lost workers and broken streams must be recovered from, exactly and without a trace."""
@@ -75,6 +79,9 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     # Of their own, so that everything else is as it was before there was swapping.
     swaps = Random(f"swap {seed}")
     mode, below = swaps.choice(("recompute", "swap", "swap", "auto")), swaps.choice((0, 4, 12, 24))
+    windows = Random(f"windows {seed}").choice(WINDOWS)
+    if windows:
+        sizes["prefill"] = size  # with layer groups, workers cut blocks alike
     most = {role: -(-longest // tokens) for role, tokens in sizes.items()}
     plan = Plan(
         seed=rng.getrandbits(32),
@@ -105,13 +112,31 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         ahead=Random(f"ahead {seed}").choice((True, False)),
         drafts=Random(f"drafts {seed}").choice((True, False)),
         goings=goings,
+        windows=windows,
         escalate_s=rng.choice((0.5, 5.0)),
         stall_s=rng.choice((0.3, 1.0)),
         announced=rng.random() < 0.6,
     )
+    _keep_groups(plan, longest)
     _search(plan, Random(f"searches {seed}"))
     _constrain(plan, Random(f"constraints {seed}"))
     return plan
+
+
+def _keep_groups(plan: Plan, longest: int) -> None:
+    """Make room for the blocks of layer groups with windows, where the plan has any."""
+    if not plan.windows:
+        return
+    for role, config in (("prefill", plan.prefill), ("decode", plan.decode)):
+        plan.blocks[role] += _held(plan, config.step_limits.chunk_tokens, longest)
+
+
+def _held(plan: Plan, chunk_tokens: int, tokens: int) -> int:
+    """Return the most blocks that a sequence of so many tokens holds of the groups with windows."""
+    size = plan.block_size["decode"]
+    groups = tuple(LayerGroup((at,), window) for at, window in enumerate((0, *plan.windows)))
+    kv = KVCacheManager(1, size, "", None, groups, (chunk_tokens + 1) * (2 if plan.ahead else 1))
+    return kv.pool_blocks_for(tokens) - kv.blocks_for(tokens)
 
 
 def _constrain(plan: Plan, rng: Random) -> None:
@@ -132,8 +157,12 @@ def _search(plan: Plan, rng: Random) -> None:
     for ask in plan.asks:
         record = ask.record
         shared = (record.prompt_tokens - 1) // size
-        rest = -(-(record.prompt_tokens + record.max_tokens) // size) - shared
-        width = min(rng.randint(2, 4), plan.decode.max_batch, (blocks - shared) // rest)
+        tokens = record.prompt_tokens + record.max_tokens
+        rest = -(-tokens // size) - shared
+        if plan.windows:
+            rest += _held(plan, plan.decode.step_limits.chunk_tokens, tokens)
+        copied = len(plan.windows)
+        width = min(rng.randint(2, 4), plan.decode.max_batch, (blocks - shared + copied) // (rest + copied))
         if rng.random() < SEARCHES and width >= 2 and not record.group:
             beams = BeamParams(
                 width=width,

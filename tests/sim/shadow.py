@@ -1,12 +1,14 @@
 """Shadow memory: instead of keys and values, every row knows which token after which past it stands for.
 
 A row is a 61-bit number chained over namespace, adapter and all tokens up to its position, as a real KV row depends on
-its whole prefix. A reader recomputes the chain, so a wrong, stale, foreign or blank row is noticed as it is
-read, and the next token is a function of the last row. Blocks that are handed out anew are wiped.
+its whole prefix, and another in each layer group. A reader recomputes the chain, so a wrong, stale, foreign or blank
+row is noticed as it is read, and the next token is a function of the last row. Of a group with a window the rows in it
+are read, and no others. Blocks that are handed out anew are wiped.
 """
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache, reduce
 from itertools import pairwise
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from msgspec.structs import replace
 from engine.beam import BeamSearch
 from engine.drafts import NewDrafter
 from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.groups import GONE, LayerGroup
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
@@ -49,6 +52,11 @@ _PASTS = [(token, (token + 1) * 0x9E3779B97F4A7C1) for token in range(VOCAB)]
 
 def mix(past: int, token: int) -> int:
     return ((past ^ token + 1) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & _MASK
+
+
+def in_group(row: int, group: int) -> int:
+    """Return what a layer group has in the place of the first group's row."""
+    return row ^ group * 0x1B3D5F79A7C9E13 & _MASK
 
 
 def root(record: RequestRecord) -> int:
@@ -167,11 +175,15 @@ class ShadowKV:
 
     device = "cpu"
 
-    def __init__(self, process: Process, blocks: int, block_size: int) -> None:
+    def __init__(self, process: Process, blocks: int, block_size: int, windows: Sequence[int] = ()) -> None:
+        """`windows`: of the layer groups but the first, where there are several."""
         self.process = process
         self.blocks = blocks
         self.block_size = block_size
-        self.layout = KVLayout(kv_heads=2, layers=1, block_size=block_size, head_dim=1, dtype="bfloat16")
+        groups = tuple(LayerGroup((at,), window) for at, window in enumerate((0, *windows))) if windows else ()
+        self.layout = KVLayout(
+            kv_heads=2, layers=1, block_size=block_size, head_dim=1, dtype="bfloat16", groups=groups
+        )
         self.block_bytes = self.layout.block_bytes
         self.rows = [[0] * block_size for _ in range(blocks)]
         self.generations = [0] * blocks
@@ -232,7 +244,10 @@ class ShadowRunner:
     def launch(self, plan: StepPlan) -> "LateStep":
         """Take the step, to be computed when it is waited for, as late as a device may."""
         if self.plans_ahead:
-            rows = [replace(row, tokens=row.tokens[:], blocks=row.blocks[:]) for row in plan.rows]
+            rows = [
+                replace(row, tokens=row.tokens[:], blocks=row.blocks[:], windows=tuple([one[:] for one in row.windows]))
+                for row in plan.rows
+            ]
             plan = StepPlan(tuple(rows), plan.copies, plan.number)
         launched = LateStep(self, plan, self._latest)
         self._latest = LatestDraws(plan.rows, launched)
@@ -280,6 +295,8 @@ class ShadowRunner:
                     pasts.append(past)
             if at == end:
                 break
+        for number, table in enumerate(row.windows, 1):
+            self._window(row, number, table)
         if not row.draw:
             return []
         if row.candidates:
@@ -295,6 +312,30 @@ class ShadowRunner:
         self.drafted += row.drafts
         self.drawn_drafts += len(said)
         return [result_of(said, drawn)]
+
+    def _window(self, row: Row, number: int, table: Sequence[BlockId]) -> None:
+        """Read what a group's layers see of a row's tokens, and write what is computed of them."""
+        kv, size, past = self.kv, self.kv.block_size, root(row.record)
+        first = max(0, row.start - kv.layout.groups[number].window + 1)
+        for index in range(row.start // size, (row.end - 1) // size + 1):
+            if table[index] == GONE:
+                raise Violation(f"{kv.process}: {row.request} has no block {index} of group {number} to write to")
+            self._writable(table[index], row.request)
+        for at, token in enumerate(row.tokens[: row.end]):
+            past = mix(past, token)
+            if at < first:
+                continue
+            block = table[at // size]
+            if block == GONE:
+                raise Violation(f"{kv.process}: {row.request} sees position {at} in group {number}, which is gone")
+            told, held = in_group(past, number), kv.rows[block]
+            if at >= row.start:
+                held[at % size] = told
+            elif held[at % size] != told:
+                raise Violation(
+                    f"{kv.process}: {row.request} reads a {'wrong' if held[at % size] else 'blank'} row"
+                    f" at position {at} of group {number}, block {block}"
+                )
 
     def _draw(self, past: int, row: Row) -> DrawnToken | DrawnRun:
         if row.record.constraint is not None:
@@ -351,13 +392,15 @@ def device(
     context_tokens: int,
     ahead: bool,
     drafter: NewDrafter | None = None,
+    windows: Sequence[int] = (),
 ) -> SimpleNamespace:
     """What `engine.device.open_device` returns, over shadow memory."""
-    kv = ShadowKV(process, blocks, block_size)
+    kv = ShadowKV(process, blocks, block_size, windows)
     kv.runner.plans_ahead = ahead
 
     def manager(tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:
-        kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT, tiers)
+        ahead_tokens = (step_tokens + 1) * (2 if ahead else 1)
+        kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT, tiers, kv.layout.groups, ahead_tokens)
         kv.pool = kv.manager.pool
         return kv.manager
 

@@ -210,7 +210,8 @@ _nothing: Callable[..., Any] = "".format
 def _open_device(config: object, limits: object, *rest: object) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
     blocks, size = plan.blocks[process.role], plan.block_size[process.role]
-    opened = shadow.device(process, blocks, size, plan.context_tokens, plan.ahead, Scripted if plan.drafts else None)
+    drafter = Scripted if plan.drafts else None
+    opened = shadow.device(process, blocks, size, plan.context_tokens, plan.ahead, drafter, plan.windows)
     _world.memories[process.pid] = opened.kv
     return opened
 

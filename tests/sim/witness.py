@@ -91,7 +91,11 @@ class Witness:
         for name, part in (("sender", "sender"), ("receiver", "receiver")):
             for why, count in getattr(getattr(scheduler, part, None), "dropped", {}).items():
                 notes[f"{name} dropped {why}"] += count
+        if scheduler.kv.groups and scheduler.kv.tiers is not None:
+            notes["layer groups: loaded"] += sum(scheduler.kv.tiers.counts.loaded_blocks.values())
         if process.role == "decode":
+            if scheduler.kv.groups and scheduler.swapping.stashes is not None:
+                notes["layer groups: swapped"] += scheduler.swapping.stashes.stored_blocks
             notes["orphan expired"] += scheduler.endings.orphans.expired
             notes["sample forked"] += scheduler.prefills.forks.forked
             notes["hypothesis forked"] += scheduler.batch.beams.forked

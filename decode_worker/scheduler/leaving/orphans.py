@@ -107,8 +107,10 @@ class Orphans:
         self._routers[link] = router
         self._names.pop(router, None)
         self._names[router] = name
-        while len(self._names) > MAX_NAMES:
-            del self._names[next(iter(self._names))]
+        attached = set(self._routers.values())
+        gone = [known for known in self._names if known not in attached] if len(self._names) > MAX_NAMES else []
+        for known in gone[: len(self._names) - MAX_NAMES]:
+            del self._names[known]
 
     def left(self, link: int) -> int:
         """Forget a stream that has ended. Return the newest that remains of a router of that name; NOBODY if none does,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention import LayerInput, Mixture
-from engine.backends.gpu.sampling import draw_tokens
+from engine.backends.gpu.chunk_buffers import ChunkBuffers
+from engine.backends.gpu.sampling import Drawing, draw_tokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch, upload
 from engine.kv.layout import KVLayout
 from engine.logprobs import QueuedDraws, step_logprobs
@@ -35,6 +36,7 @@ from kernels.prefill_hopper import ROWS, prefill_hopper, runs_on, unfit
 from kernels.residency import UNKNOWN
 from kernels.rms_norm import rms_norm
 from kernels.rope_kv_write import rope_kv_write
+from kernels.sample import SamplingRows
 from kernels.shared_prefixes import shared_prefixes
 from kernels.silu_mul import silu_mul
 
@@ -43,6 +45,9 @@ log = logging.getLogger(__name__)
 INTERPRETED_PROGRAMS = 4
 
 _Rows = tuple[list[int], list[SharedPrefix]]
+
+CHUNKS = "chunks"
+"""The kind of a mixed step without decoding rows."""
 
 PLAIN, SHARED = "decode", "decode_shared"
 """The two kinds of decode launch, by the names of their configurations: the second has tiles for rows of many
@@ -126,8 +131,8 @@ class TritonAttention:
             name: config_for(ConfigKey(name, layout.head_dim, group, layout.block_size, dtype, arch))
             for name in (PLAIN, SHARED, "prefill", "rope_kv_write")
         } | {name: config_for(ConfigKey(name, 0, 0, 0, shape.dtype, arch)) for name in ("rms_norm", "silu_mul")}
-        for name in ("sample", "mask_logits"):
-            self._configs[name] = config_for(ConfigKey(name, 0, 0, 0, "float32", arch))
+        drawn_by = (config_for(ConfigKey(name, 0, 0, 0, "float32", arch)) for name in ("sample", "mask_logits"))
+        self._drawing = Drawing.of(max_batch, shape.vocab, self.device, *drawn_by)
         self._experts = expert_configs(shape.dtype, arch)
         self._rows_per_tile = rows_per_tile(self._configs["prefill"], group)
         self._on_hopper = prefill_kernel == "hopper"
@@ -143,6 +148,7 @@ class TritonAttention:
         # Mutable: buffers by kind, window and size, the step under way, its decoding rows, and the plans for their
         # successors by window.
         self._launches: dict[tuple[str, int, int], _DecodeLaunch] = {}
+        self._chunks: ChunkBuffers | None = None
         self._step: _Step | None = None
         self._latest: _Rows | None = None
         self._ahead: tuple[_Rows, dict[int, DecodePlan]] | None = None
@@ -214,6 +220,32 @@ class TritonAttention:
         lie: what is recorded in a graph."""
         self._step = _Step(self._of_step(kind, rows), rows, None, None, slots)
 
+    def keep_chunks(self, tokens: int, prompts: int) -> None:
+        """Make the memory in which recorded mixed steps of up to so many tokens and prompts find their chunks."""
+        self._chunks = ChunkBuffers(tokens, prompts, self._rows_per_tile, self._table_blocks, self.device)
+
+    def mixed_kinds(self, rows: int) -> Sequence[str]:
+        return (CHUNKS, *self.kinds(rows)) if rows else (CHUNKS,)
+
+    def load_mixed(self, batch: ForwardBatch) -> str:
+        assert self._chunks is not None, "there is no memory for the chunks of recorded steps"
+        counts, lengths = batch.query_counts, batch.context_lens
+        decoding = next(at for at, count in enumerate(counts) if count > 1)
+        tables = [table.tolist() for table in batch.block_tables]
+        planned = plan_prefill(counts[decoding:], lengths[decoding:], self._rows_per_tile)
+        self._chunks.load([(s, row + decoding, n, at) for s, row, n, at in planned], tables[decoding:])
+        if decoding:
+            return self.load(lengths[:decoding], tables[:decoding])
+        self._latest = None
+        return CHUNKS
+
+    def fix_mixed(self, kind: str, tokens: int, slots: Tensor) -> None:
+        chunks = self._chunks
+        assert chunks is not None, "there is no memory for the chunks of recorded steps"
+        decoding = min(tokens, self.max_batch)
+        launches = {} if kind == CHUNKS else self._of_step(kind, decoding)
+        self._step = _Step(launches, decoding, chunks.tiles[: chunks.tiles_of(tokens)], chunks.tables, slots)
+
     def attend(self, given: LayerInput) -> Tensor:
         layer, qkv, rotation, batch, kv, norms, options, _ = given
         step = self._step
@@ -271,7 +303,15 @@ class TritonAttention:
             return sample(logits.cpu(), draws)
         if not draws:
             return torch.empty(0, dtype=torch.int64, device=self.device)
-        tokens = draw_tokens(logits, draws, self._configs["sample"], self._configs["mask_logits"])
+        return self.drawn(draw_tokens(logits, draws, self._drawing), logits, draws)
+
+    def draw(self, logits: Tensor, params: SamplingRows, out: Tensor) -> Tensor:
+        """Draw a token for each row of `logits`, as it is, into `out`: within a recording."""
+        return self._drawing.draw(logits, params, out)
+
+    def drawn(self, tokens: Tensor, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws:
+        """Say what is drawn: `tokens`, with the log probabilities that are asked for. The next step's list is made
+        meanwhile."""
         logprobs = step_logprobs(logits, draws, tokens)
         self._plan_ahead()
         return tokens if logprobs is None else QueuedDraws(tokens, logprobs)

@@ -1,10 +1,13 @@
 """Decode steps that are recorded once per batch size and then replayed: one launch instead of hundreds.
 
 A recording holds addresses and sizes, never values: whatever varies from step to step is brought into the same memory
-before each replay. Tokens, positions, slots, and which tokens the step before draws, lie in one tensor here, work list
-and block tables in the attention's buffers; logits of every size are left in one tensor, which no recording owns. A
+before each replay. Tokens, positions, slots, which tokens the step before draws, and the parameters of drawing lie in
+one tensor here, work list and block tables in the attention's buffers; logits and drawn tokens of every size are left
+in one tensor each, which no recording owns. Each row is drawn from its logits as they are, within the recording; a step
+in which some row's are to be adjusted first (penalties, biases, bans, masks) is drawn again behind it. A
 step of n rows runs in the smallest recorded size that holds it; the rows beyond have no context, write no KV, and their
-logits are not looked at. Mixed steps, and larger ones than were recorded, run as they are. Every size and kind is
+logits are not looked at. Mixed steps are recorded apart (`engine.backends.gpu.mixed_graphs`), and larger steps than
+were recorded run as they are. Every size and kind is
 recorded before the first step.
 
 What is recorded is left to a `Recorder`: CUDA graphs on a device, a fake one in tests.
@@ -18,10 +21,14 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention import AttentionBackend
+from engine.backends.gpu.sampling import PARAMETERS, parameters, sampling_rows
 from engine.batch import Followed, ForwardBatch, take, upload
+from engine.logprobs import QueuedDraws
 from engine.model.llama import Llama
-from engine.step import Row
+from engine.sampling import is_adjusted
+from engine.step import Drawn, Row
 from engine.storage.paged import KVTensors
+from kernels.sample import SamplingRows
 
 
 class GraphAttention(AttentionBackend, Protocol):
@@ -35,6 +42,10 @@ class GraphAttention(AttentionBackend, Protocol):
     def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str: ...
 
     def fix(self, kind: str, rows: int, slots: Tensor) -> None: ...
+
+    def draw(self, logits: Tensor, params: SamplingRows, out: Tensor) -> Tensor: ...
+
+    def drawn(self, tokens: Tensor, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws: ...
 
 
 class Recording(NamedTuple):
@@ -102,14 +113,15 @@ class DecodeGraphs:
         self._recordings: dict[tuple[str, int], Recording] = {}
         # Rows of an even number of 64-bit words begin at multiples of 16 bytes, as what is computed unrecorded does:
         # kernels are not compiled again for them.
-        shape = (4, self._sizes[-1] + self._sizes[-1] % 2)
+        shape = (4 + PARAMETERS, self._sizes[-1] + self._sizes[-1] % 2)
         on_device = model.device.type == "cuda"
         # Two, in turns: the copy of the step before may still be reading the other one.
         self._hosts = [torch.zeros(shape, dtype=torch.int64, pin_memory=on_device) for _ in range(2)]
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=model.device)
-        self._inputs[2:] = -1
+        self._inputs[2:4] = -1
         # One for all recordings: each would keep as many rows as it has, together several times the largest.
         self._logits = torch.empty(self._sizes[-1], model.config.vocab, device=model.device)
+        self._tokens = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)
         self._every_row = torch.arange(self._sizes[-1], device=model.device)
 
     def prepare(self) -> None:
@@ -129,12 +141,13 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= len(rows))
         host = self._hosts[0]
         self._hosts.reverse()
-        host[:2, :size] = 0
-        host[2:, :size] = -1
+        host[:, :size] = 0
+        host[2:4, :size] = -1
         tokens = [0 if row.follows else row.tokens[row.start] for row in rows]
         slots = [row.blocks[row.start // block_size] * block_size + row.start % block_size for row in rows]
         places = [-1] * len(rows) if followed is None else followed.places
-        host[:, : len(rows)] = torch.tensor([tokens, [row.start for row in rows], slots, places])
+        host[:4, : len(rows)] = torch.tensor([tokens, [row.start for row in rows], slots, places])
+        host[4:, : len(rows)] = parameters(rows)
         self._inputs.copy_(host, non_blocking=True)
         if followed is not None:
             self._inputs[0, :size] = take(self._inputs[0, :size], followed.tokens, self._inputs[3, :size])
@@ -154,19 +167,38 @@ class DecodeGraphs:
         self.replays[step.kind, step.size] += 1
         return recording.result if step.wanted is None else recording.result[step.wanted]
 
+    def sample(self, step: "LoadedStep", logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]:
+        """Return what `AttentionBackend.sample` would of the step replayed last, of whose logits these are: drawn
+        already, unless a row is not drawn from them as they are. Valid until the next step is replayed."""
+        tokens = self._tokens[: len(draws)] if step.wanted is None else self._tokens[step.wanted]
+        return drawn_of(self._attention, tokens, logits, draws)
+
     def _record(self, kind: str, size: int) -> None:
         tokens, positions, slots = self._inputs[:3, :size]
         # All of it stays here: a recording keeps addresses alive no more than values.
         rows = self._every_row[:size]
         batch = ForwardBatch(tokens, positions, rows, slots, [], [], [], size, size)
-        logits = self._logits[:size]
+        logits, drawn = self._logits[:size], self._tokens[:size]
+        params = sampling_rows(self._inputs[4:, :size])
 
         def work() -> Tensor:
-            return self._model.forward(batch, self._kv, self._attention, logits)
+            made = self._model.forward(batch, self._kv, self._attention, logits)
+            self._attention.draw(made, params, drawn)
+            return made
 
         # Outside of what is recorded: it may allocate buffers, which a replay would clear.
         self._attention.fix(kind, size, slots)
         self._recordings[kind, size] = self._recorder.record(work)
+
+
+def drawn_of(
+    attention: GraphAttention, tokens: Tensor, logits: Tensor, draws: list[Row]
+) -> Tensor | QueuedDraws | Sequence[Drawn]:
+    """Return what `AttentionBackend.sample` would, where `tokens` were drawn from `logits` as they are: these, unless
+    some row is not drawn so."""
+    if not draws or any(want.candidates or is_adjusted(want) for want in draws):
+        return attention.sample(logits, draws)
+    return attention.drawn(tokens, logits, draws)
 
 
 def recorded_sizes(most: int) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from engine.backends.gpu.attention import PrefillKernel, TritonAttention
 from engine.backends.gpu.graphs import DecodeGraphs, Recorder, recorded_sizes
 from engine.backends.gpu.memory import GpuMemory, auto_pool_bytes, measure_peak
+from engine.backends.gpu.mixed_graphs import MixedGraphs, mixed_sizes
 from engine.backends.gpu.pool import DeviceKV
 from engine.backends.gpu.warmup import Reach, warm_up
 from engine.config import EngineConfig, StepLimits
@@ -33,12 +34,15 @@ class TritonOpener:
         limits: StepLimits,
         recorder: Callable[[], Recorder],
         prefill_kernel: PrefillKernel = "portable",
+        mixed_tokens: int = 0,
     ) -> None:
+        """`mixed_tokens`: the largest mixed step that is recorded; 0: none is."""
         self._model = model
         self._prefill_kernel: PrefillKernel = prefill_kernel
         self._layout = layout
         self._limits = limits
         self._recorder = recorder
+        self._mixed_tokens = mixed_tokens
 
     def open(self, blocks: int) -> Opened:
         """Compile and record whatever steps within the limits may launch, over a new pool of so many blocks."""
@@ -52,12 +56,18 @@ class TritonOpener:
             prefill_kernel=self._prefill_kernel,
         )
         attention.fit(kv)
-        graphs = None
-        if limits.batch:
-            graphs = DecodeGraphs(model, kv, attention, self._recorder(), recorded_sizes(limits.batch))
-            with torch.inference_mode():
+        graphs = mixed = None
+        recorder = self._recorder()
+        with torch.inference_mode():
+            if limits.batch:
+                graphs = DecodeGraphs(model, kv, attention, recorder, recorded_sizes(limits.batch))
                 graphs.prepare()
-        runner = ModelRunner(model, kv, attention, graphs)
+            if self._mixed_tokens and self._prefill_kernel == "portable":
+                sizes = mixed_sizes(min(self._mixed_tokens, limits.chunk_tokens + limits.batch))
+                attention.keep_chunks(sizes[-1], limits.prompts)
+                mixed = MixedGraphs(model, kv, attention, recorder, sizes, limits.batch, limits.prompts)
+                mixed.prepare()
+        runner = ModelRunner(model, kv, attention, graphs, mixed=mixed)
         warm_up(runner, Reach(limits, model.config.context_tokens, layout.block_size, blocks, attention.share_tokens))
         took_s = time.monotonic() - began_s
         log.info("warmed up over %d blocks in %.1f s, %d kernels compiled", blocks, took_s, counted.total - before)

@@ -1,29 +1,102 @@
-"""Sampling on a GPU: one launch for all rows of a step, with the CPU's random numbers."""
+"""Sampling on a GPU: some launches for all rows of a step, however many ask for what, with the CPU's random numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.gpu.token_counts import CountedTokens
 from engine.batch import upload
-from engine.sampling import adjusted, is_adjusted
+from engine.sampling import has_penalties, is_adjusted
 from engine.step import Row
 from kernels.configs import KernelConfig
 from kernels.mask_logits import mask_logits
 from kernels.sample import SamplingRows, sample
+from kernels.sample_slices import SamplingScratch
+
+PARAMETERS = 7
+"""Rows of `parameters`."""
+_MOST_TOP_K = 2**31 - 1
+
+_Pairs = Sequence[tuple[int, Row]]
+"""Draws, each with its row of the logits."""
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Row], config: KernelConfig, masking: KernelConfig) -> Tensor:
-    """int64 `[draws]` on the logits' device, without waiting for it. `logits` float32 `[>= draws, vocab]`.
-    `config` and `masking`: of the kernels that draw, and that apply masks."""
+class Drawing(NamedTuple):
+    """What drawing has from step to step: the configurations of the kernels that draw and that apply masks, what they
+    write in between, for up to so many rows, and which tokens penalized requests have."""
+
+    config: KernelConfig
+    masking: KernelConfig
+    scratch: SamplingScratch
+    counted: CountedTokens
+
+    @staticmethod
+    def of(
+        rows: int, vocab: int, device: torch.device, config: KernelConfig, masking: KernelConfig
+    ) -> "Drawing":
+        return Drawing(config, masking, SamplingScratch.empty(rows, vocab, config, device), CountedTokens())
+
+    def draw(self, logits: Tensor, params: SamplingRows, out: Tensor | None = None) -> Tensor:
+        """Draw int64 `[rows]`, into `out` if given, from float32 `[rows, vocab]`, adjusted. Can be recorded for as many
+        rows as there is scratch for."""
+        scratch = self.scratch if len(logits) <= len(self.scratch.ids) else None
+        return sample(logits, params, self.config, scratch=scratch, out=out)
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Row], drawing: Drawing) -> Tensor:
+    """int64 `[draws]` on the logits' device, without waiting for it. `logits` float32 `[>= draws, vocab]`."""
     plain = logits = logits[: len(draws)]
     if any(map(is_adjusted, draws)):
-        logits = torch.stack([adjusted(row, want) for row, want in zip(logits, draws, strict=True)])
+        logits = adjusted_rows(logits, draws, drawing.counted)
     if any(want.allowed for want in draws):
-        _constrain(logits, plain, draws, masking)
+        _constrain(logits, plain, draws, drawing.masking)
     if all(want.record.sampling.temperature == 0.0 for want in draws):
         return logits.argmax(-1)
-    return sample(logits.contiguous(), _rows(draws, logits.device), config)
+    return drawing.draw(logits.contiguous(), sampling_rows(upload(parameters(draws), logits.device)))
+
+
+def adjusted_rows(logits: Tensor, draws: Sequence[Row], counted: CountedTokens) -> Tensor:
+    """Return a copy of `logits` `[draws, vocab]`, each row as `engine.sampling.adjusted` makes it. What is launched
+    does not depend on how many rows ask for it, and their device is not waited for."""
+    changed = logits.clone(memory_format=torch.contiguous_format)
+    flat, vocab, device = changed.view(-1), logits.shape[1], logits.device
+
+    def places(some: _Pairs, ids: Callable[[Row], Sequence[int]]) -> Tensor:
+        numbers = [at * vocab + token for at, want in some for token in ids(want)]
+        return upload(torch.tensor(numbers, dtype=torch.int64), device)
+
+    def asking(asks: Callable[[Row], object]) -> list[tuple[int, Row]]:
+        return [(at, want) for at, want in enumerate(draws) if asks(want)]
+
+    if some := asking(lambda want: want.record.allowed_token_ids):
+        kept = places(some, lambda want: want.record.allowed_token_ids)
+        values = flat[kept]
+        rows = upload(torch.tensor([at for at, _ in some]), device)
+        changed.index_fill_(0, rows, float("-inf"))
+        flat.index_copy_(0, kept, values)
+    if some := asking(lambda want: want.record.logit_bias):
+        biased = places(some, lambda want: [token for token, _ in want.record.logit_bias])
+        amounts = [amount for _, want in some for _, amount in want.record.logit_bias]
+        flat.index_add_(0, biased, upload(torch.tensor(amounts, dtype=logits.dtype), device))
+    if some := asking(has_penalties):
+        _penalize(flat, counted, some, vocab)
+    if some := asking(lambda want: want.banned):
+        flat.index_fill_(0, places(some, lambda want: want.banned), float("-inf"))
+    return changed
+
+
+def _penalize(flat: Tensor, counted: CountedTokens, draws: _Pairs, vocab: int) -> None:
+    """Penalize in place; what the device needs of it goes there in one piece."""
+    found = counted.penalties(draws, vocab)
+    packed = np.stack([found.places, np.stack([found.repetition, found.less], 1).view(np.int64)[:, 0]])
+    there = upload(torch.from_numpy(packed), flat.device)
+    places, (repetition, less) = there[0], there[1].view(torch.float32).view(-1, 2).unbind(1)
+    values = flat[places]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    flat.index_copy_(0, places, values - less)
 
 
 def _constrain(logits: Tensor, plain: Tensor, draws: Sequence[Row], config: KernelConfig) -> None:
@@ -37,21 +110,27 @@ def _constrain(logits: Tensor, plain: Tensor, draws: Sequence[Row], config: Kern
     mask_logits(logits, plain.contiguous(), upload(masks, logits.device), there, config)
 
 
-def _rows(draws: Sequence[Row], device: torch.device) -> SamplingRows:
+def parameters(draws: Sequence[Row]) -> Tensor:
+    """Return what `sampling_rows` reads, int64 `[PARAMETERS, draws]`, on the CPU: one piece, so that one copy brings it
+    over. Floats are there by their bits."""
     params = [want.record.sampling for want in draws]
-    seeds, indexes, positions = zip(*(want.draw_key for want in draws), strict=True)
+    seeds, indexes, positions = zip(*[want.draw_key for want in draws], strict=True)
+    counts = [min(p.top_k, _MOST_TOP_K) for p in params], [_signed(seed) for seed in seeds], indexes, positions
     filters = [p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]
-    counts = [p.top_k for p in params], [_signed(seed) for seed in seeds], indexes, positions
-    floats = upload(torch.tensor(filters, dtype=torch.float64), device)
-    longs = upload(torch.tensor(counts, dtype=torch.int64), device)
+    longs = torch.tensor(counts, dtype=torch.int64)
+    return torch.cat([longs, torch.tensor(filters, dtype=torch.float64).view(torch.int64)])
+
+
+def sampling_rows(there: Tensor) -> SamplingRows:
+    """Return the parameters that lie in int64 `[PARAMETERS, rows]`, without a copy."""
     return SamplingRows(
-        temperature=floats[0],
-        top_k=longs[0].clamp(max=2**31 - 1).int(),
-        top_p=floats[1],
-        min_p=floats[2],
-        seed=longs[1],
-        sample_index=longs[2],
-        position=longs[3],
+        top_k=there[0],
+        seed=there[1],
+        sample_index=there[2],
+        position=there[3],
+        temperature=there[4].view(torch.float64),
+        top_p=there[5].view(torch.float64),
+        min_p=there[6].view(torch.float64),
     )
 
 

@@ -39,10 +39,19 @@ class TierCost:
             if saved_s > best_saved_s:
                 best, best_saved_s = count, saved_s
         if best < len(on_disk):
-            refused = on_disk[best:]
-            self.disk_s *= 1 - FADING * any(refused)
-            self.host_s *= 1 - FADING * (not all(refused))
+            self._refuse(on_disk[best:])
         return best
+
+    def is_worthwhile(self, on_disk: Sequence[bool], compute_s: float) -> bool:
+        """Return True if loading all of these blocks takes less than `compute_s`."""
+        if sum(self.disk_s if is_on_disk else self.host_s for is_on_disk in on_disk) < compute_s:
+            return True
+        self._refuse(on_disk)
+        return False
+
+    def _refuse(self, on_disk: Sequence[bool]) -> None:
+        self.disk_s *= 1 - FADING * any(on_disk)
+        self.host_s *= 1 - FADING * (not all(on_disk))
 
 
 @dataclass(slots=True)

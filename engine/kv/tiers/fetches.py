@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.commands import Loaded, TierEvent
+from engine.kv.tiers.resuming import resuming
 from engine.kv.tiers.tiers import Tiers
 
 MAX_FETCHES = 2
@@ -45,6 +46,8 @@ class Fetches:
         """Return what a sequence should wait for before it is computed, begun if it was not: its next blocks, where a
         tier has them and gives them back sooner than they are computed. None: nothing, or there is no room now."""
         kv, tiers = self._kv, self._tiers
+        if kv.groups:
+            return self._all_or_nothing(namespace, tokens, limit, tokens_per_s)
         match = kv.cache.match(namespace, tokens, limit)
         nodes = match.nodes
         parent = nodes[-1].identity if nodes else kv.cache.root_identity(namespace)
@@ -69,14 +72,44 @@ class Fetches:
         self._under_way[number] = fetch
         return fetch
 
+    def _all_or_nothing(
+        self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float
+    ) -> Fetch | None:
+        """Do the same where layers are kept in groups."""
+        kv, tiers = self._kv, self._tiers
+        found = resuming(kv.cache, tiers, kv.groups, namespace, tokens, limit)
+        if found is None:
+            return None
+        for fetch in self._under_way.values():
+            if not fetch.identities.isdisjoint(found.identities):
+                return fetch
+        if not tiers.is_worthwhile(found.identities, found.saved_blocks, kv.block_size, tokens_per_s):
+            return None
+        if len(self) == MAX_FETCHES:
+            return None
+        tokens = tokens[: found.blocks * kv.block_size]
+        places = tiers.pin(found.identities)
+        lease = kv.acquire(
+            namespace, tokens, match_limit=0, room_tokens=len(tokens), migrating=True, behind=found.match
+        )
+        if lease is None:
+            tiers.unpin(places, found.identities)
+            return None
+        number = tiers.load(places, found.identities, found.targets(lease))
+        fetch = Fetch(lease, tokens, len(tokens), frozenset(found.identities))
+        self._under_way[number] = fetch
+        return fetch
+
     def handle(self, event: TierEvent) -> None:
         """A load or a spill has ended."""
         self._tiers.handle(event)
         if isinstance(event, Loaded):
             fetch = self._under_way.pop(event.number)
             whole = fetch.cached_tokens + event.blocks * self._kv.block_size
-            self._kv.landed(fetch.lease)
-            self._kv.commit(fetch.lease, fetch.tokens[:whole])
+            if not self._kv.groups:
+                self._kv.commit_loaded(fetch.lease, fetch.tokens[:whole])
+            elif event.blocks == len(fetch.identities):
+                self._kv.commit_loaded(fetch.lease, fetch.tokens)
             self._kv.release(fetch.lease)
             fetch.is_over = True
 

@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.identity import in_group
+from engine.kv.groups import GONE
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.commands import Stored
 from engine.kv.tiers.tiers import Tiers
+from engine.types import BlockId
 
 
 @dataclass(slots=True, eq=False)
@@ -46,28 +49,44 @@ class Stashes:
     @property
     def freeing(self) -> int:
         """Device blocks that nobody but stashes holds: evictable as soon as copies have ended."""
-        held = Counter(block for stash in self.kept if stash.stores for block in stash.lease.blocks)
+        held = Counter(block for stash in self.kept if stash.stores for block in _blocks(stash.lease))
         return sum(self._kv.pool.refs(block) == count for block, count in held.items())
 
     def missing(self, lease: Lease, tokens: int) -> int:
         """Return how many of the whole blocks of the lease's first `tokens` tokens would have to be copied."""
-        path = lease.path[: tokens // self._kv.block_size]
-        return sum(node.identity not in self._tiers.host for node in path)
+        return sum(name not in self._tiers.host for name, _ in self._whole(lease, tokens))
+
+    def is_possible(self, lease: Lease, tokens: int) -> bool:
+        """Return True where going on behind the whole blocks of so many tokens takes nothing that is not here: the
+        windows of what has just landed, or forked, begin behind it now and then."""
+        return self._kv.can_fork(lease, tokens - tokens % self._kv.block_size)
+
+    def _whole(self, lease: Lease, tokens: int) -> list[tuple[bytes, BlockId]]:
+        """Return the whole blocks that going on from their end takes, with their names: of layer groups with a window
+        those that it sees."""
+        kv = self._kv
+        path = lease.path[: tokens // kv.block_size]
+        named = [(node.identity, node.block) for node in path]
+        for number, group in enumerate(kv.groups[1:], 1):
+            first = group.first_needed(len(path) * kv.block_size, kv.block_size)
+            blocks = lease.tables[number][first : len(path)]
+            named += [(in_group(node.identity, number), b) for node, b in zip(path[first:], blocks, strict=True)]
+        return named
 
     def put(self, lease: Lease, tokens: int) -> Stash | None:
         """Keep the whole blocks of the lease's first `tokens` tokens, which are committed. None: there are none, or
         host memory has no room for them."""
         size = self._kv.block_size
-        path = lease.path[: tokens // size]
-        identities = tuple(node.identity for node in path)
-        if not path:
+        whole = min(len(lease.path), tokens // size) * size
+        if not whole or not self.is_possible(lease, whole):
             return None
-        stores = self._tiers.keep(identities, [node.block for node in path], lease.namespace)
+        identities, blocks = zip(*self._whole(lease, whole), strict=True)
+        stores = self._tiers.keep(identities, blocks, lease.namespace)
         if stores is None:
             return None
         held = self._kv.promise(lease.namespace, 0)
         assert held is not None
-        self._kv.fork(lease, held, len(path) * size)
+        self._kv.fork(lease, held, whole)
         stash = Stash(held, identities, stores)
         self.kept.add(stash)
         if not stores:
@@ -104,6 +123,11 @@ class Stashes:
             assert stash.lease.released == (not stash.stores), "a lease ends with its copies"
             assert all(ident in self._tiers.host for ident in stash.identities)
             if stash.stores:
-                held = [(node.block, node.identity) for node in stash.lease.path]
-                assert held == list(zip(stash.lease.blocks, stash.identities, strict=True))
-                assert all(self._kv.pool.refs(block) for block in stash.lease.blocks)
+                assert [node.block for node in stash.lease.path] == stash.lease.blocks
+                held = self._whole(stash.lease, len(stash.lease.path) * self._kv.block_size)
+                assert [name for name, _ in held] == list(stash.identities)
+                assert all(self._kv.pool.refs(block) for _, block in held)
+
+
+def _blocks(lease: Lease) -> list[BlockId]:
+    return [block for table in lease.tables for block in table if block != GONE]

@@ -157,10 +157,22 @@ class Tiers:
         found: list[bytes] = []
         for at in range(start, limit - block_size + 1, block_size):
             parent = identity.extend(parent, tokens[at : at + block_size])
-            if parent not in self or parent in self._storing:
+            if not self.can_load(parent):
                 break
             found.append(parent)
         return found
+
+    def can_load(self, ident: bytes) -> bool:
+        """Return True for a block that is in a tier, and written."""
+        return ident in self and ident not in self._storing
+
+    def is_worthwhile(self, identities: Sequence[bytes], blocks: int, block_size: int, tokens_per_s: float) -> bool:
+        """Return True if all of these are loaded sooner than `blocks` blocks are computed. False counts as a load that
+        was refused."""
+        on_disk = [ident not in self.host for ident in identities]
+        is_worthwhile = self.cost.is_worthwhile(on_disk, blocks * block_size / tokens_per_s)
+        self.counts.refused += not is_worthwhile
+        return is_worthwhile
 
     def worthwhile(self, identities: Sequence[bytes], block_size: int, tokens_per_s: float) -> int:
         """Return how many of the first of these blocks are loaded sooner than computed at `tokens_per_s`. Fewer than

@@ -34,15 +34,13 @@ def open_tiers(
     folder in `disk_dir`.
 
     A folder that cannot be had leaves the disk tier out, with a warning. Raises ValueError for a disk tier without a
-    folder, or without a host tier of at least four blocks, and for a model whose layers are kept in groups.
+    folder, or without a host tier of at least four blocks.
     """
     slots = config.host_bytes // device.layout.block_bytes
     if config.disk_bytes and not config.disk_dir:
         raise ValueError("tiers.disk_dir: a disk tier needs a folder")
     if slots == 0 and not config.disk_bytes:
         return None
-    if device.layout.groups:
-        raise ValueError("tiers: layers that are kept in groups have no lower tiers yet (engine.layer_groups: off)")
     tiers = Tiers(slots, device.layout.block_bytes, config.disk_bytes)
     folder = None
     if config.disk_bytes:

@@ -98,6 +98,17 @@ def test_what_any_worker_would_answer_ends_the_request(
     assert bench.of(Stop), "whatever becomes of it, that worker is told that nobody reads"
 
 
+@pytest.mark.parametrize(("code", "was_full"), [("RESOURCE_EXHAUSTED", True), ("UNAVAILABLE", False)])
+def test_a_worker_with_a_full_line_is_not_blamed(code: str, was_full: bool) -> None:
+    """Guards a healthy worker against being ejected for its load, and the router against a sick one that is taken for
+    a busy one."""
+    bench = Fetching()
+    bench.place("a", PROMPT, POOL)
+    bench.tell(FromPeer(P, PrefillFailed(bench.asked().handoff, Fault(code, "why"))))
+    (asked,) = bench.of(NeedPrefill)
+    assert isinstance(asked, NeedPrefill) and (asked.failed, asked.was_full) == (POOL.name, was_full)
+
+
 def test_late_words_of_a_handoff_change_nothing_and_are_counted() -> None:
     bench = Fetching()
     bench.place("a", PROMPT, POOL)

@@ -6,9 +6,9 @@ import pytest
 
 from decode_worker.scheduler.events import FromPeer, PeerDown
 from decode_worker.scheduler.request import RequestState
-from engine.messages import BlockOffer, Cancel, Ended, Handoff, Offer, Stop, Tokens, UsePrefill
+from engine.messages import BlockOffer, Cancel, Ended, Handoff, Offer, PeerAddress, Stop, Tokens, UsePrefill
 from engine.types import BlockId, FinishReason, RequestId
-from tests.decode_worker.scheduler.bench import POOL, Fetching, P
+from tests.decode_worker.scheduler.bench import HERE, POOL, Fetching, P
 from transfer.handoff.commands import Received
 
 PROMPT = list(range(10))
@@ -37,11 +37,25 @@ def test_without_its_worker_a_request_goes_on_with_another_or_here(other: bool) 
     bench.place("a", PROMPT, POOL)
     bench.tell(PeerDown(POOL, P, "gone"))
     assert bench.request("a").state is RequestState.ASKING
-    bench.router(UsePrefill(A, 1, POOL if other else None))
+    another = PeerAddress("prefill-1", "p:2")
+    bench.router(UsePrefill(A, 1, another if other else None))
     assert bench.request("a").state is (RequestState.CONNECTING if other else RequestState.LOCAL)
+    assert bench.request("a").prefill.worker == (another if other else HERE)
     late = bench.request("a").state
     bench.router(UsePrefill(A, 1, None))
     assert bench.request("a").state is late, "an answer is taken once"
+
+
+def test_what_is_cached_of_a_prompt_that_is_computed_here_counts_as_a_hit() -> None:
+    """Guards the share of hits that operators see of a pool without prefill workers."""
+    bench = Fetching()
+    batch = bench.scheduler.batch
+    bench.place("a", PROMPT, max_tokens=1)
+    bench.step()
+    assert (batch.hit_tokens, batch.prefilled_tokens) == (0, 10)
+    bench.place("b", [*PROMPT[:8], 98, 99], max_tokens=1)
+    bench.step()
+    assert (batch.hit_tokens, batch.prefilled_tokens) == (8, 12)
 
 
 def test_what_has_landed_is_not_computed_again_here() -> None:

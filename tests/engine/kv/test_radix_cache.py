@@ -4,7 +4,7 @@ test_figure.py."""
 
 import pytest
 
-from engine.kv.radix_cache import Node, RadixCache
+from engine.kv.radix_cache import Match, Node, RadixCache
 from engine.types import BlockId
 
 NAME = b"tenant"
@@ -28,10 +28,10 @@ def test_a_match_is_exact_to_the_token_and_ends_at_the_limit() -> None:
     """Guards the last token of a prompt, which must always be computed, and a match in another's namespace."""
     cache = RadixCache(4, "m")
     nodes = _insert(cache, [1, 2, 3, 4, 5, 6, 7, 8], 0)
-    assert cache.match(NAME, [1, 2, 3, 4, 5, 6, 7, 8], 8) == (nodes, None, 0)
-    assert cache.match(NAME, [1, 2, 3, 4, 5, 6, 7, 8], 7) == (nodes[:1], nodes[1], 3)
-    assert cache.match(NAME, [1, 2, 3, 4, 5, 9, 7, 8], 8) == (nodes[:1], nodes[1], 1)
-    assert cache.match(b"other", [1, 2, 3, 4], 4) == ([], None, 0)
+    assert cache.match(NAME, [1, 2, 3, 4, 5, 6, 7, 8], 8) == Match(nodes)
+    assert cache.match(NAME, [1, 2, 3, 4, 5, 6, 7, 8], 7) == Match(nodes[:1], nodes[1], 3)
+    assert cache.match(NAME, [1, 2, 3, 4, 5, 9, 7, 8], 8) == Match(nodes[:1], nodes[1], 1)
+    assert cache.match(b"other", [1, 2, 3, 4], 4) == Match([])
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,9 @@ class WindowMachine(RuleBasedStateMachine):
         self.kv = KVCacheManager(BLOCKS, SIZE, "m", groups=groups, ahead_tokens=CHUNK)
         self.memory: list[list[Slot | None]] = [[None] * SIZE for _ in range(BLOCKS)]
 
+    def _is_idle(self) -> bool:
+        return not self.live
+
     def _advance(self) -> None:
         """Blocks that were handed out anew hold nothing."""
         for block in self.kv.take_handed_out():
@@ -114,7 +117,7 @@ class WindowMachine(RuleBasedStateMachine):
         )
         if lease is None:
             assert (repr(self.kv), self.kv.available) == before
-            assert self.live, "an idle worker refuses what fits its pool"
+            assert not self._is_idle(), "an idle worker refuses what fits its pool"
             return
         self._advance()
         request = Request(name, list(tokens), lease, migrating, lease.cached_tokens, grow, lease.cached_tokens)

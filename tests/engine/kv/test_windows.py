@@ -214,8 +214,9 @@ def test_what_can_be_forked_is_what_has_not_slid_away() -> None:
     assert kv.can_fork(lease, 37) and kv.can_fork(lease, 38) and not kv.can_fork(lease, 35)
 
 
-def test_a_migration_reserves_the_tail_of_each_window_and_is_charged_for_what_may_be_named() -> None:
-    """Guards blocks that are reserved and never come, and a token of a lost handoff that finds no room."""
+def test_a_migration_reserves_the_tail_of_each_window_and_is_charged_no_more_than_a_pool_must_have() -> None:
+    """Guards blocks that are reserved and never come, and a request that an idle worker refuses for ever because more
+    is charged for it than it may hold."""
     kv, tokens = _manager(), list(range(26))
     lease = _lease(kv, tokens, grow=24, migrating=True)
     assert _held(lease) == [[5, 6], [4, 5, 6]]
@@ -387,3 +388,22 @@ def test_check_sees_each_account_that_is_wrong(wrong: Callable[[WindowTables, Le
     wrong(_tables(kv), lease)
     with pytest.raises(AssertionError):
         kv.check()
+
+
+@pytest.mark.parametrize("known", range(4, 29, 4))
+def test_an_idle_pool_takes_what_fits_it_whatever_is_cached(known: int) -> None:
+    """Guards a request that is refused for ever: to keep the window behind a match took room that no pool must have."""
+    tokens = list(range(30))
+    most = _manager(ahead=1).pool_blocks_for(len(tokens) + 6)
+    kv = KVCacheManager(most, SIZE, "m", groups=GROUPS, ahead_tokens=1)
+    first = _lease(kv, tokens[:known])
+    for end in range(1, known + 1):
+        kv.reach(first, end - 1, end)
+        kv.commit(first, tokens[:end])
+        kv.slide(first, end)
+    kv.release(first)
+    lease = _lease(kv, tokens, grow=6, migrating=True)
+    kv.extend(lease, 36, migrating=True)
+    kv.landed(lease)
+    kv.slide(lease, 36)
+    kv.check()

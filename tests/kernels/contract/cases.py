@@ -21,10 +21,10 @@ from tests.kernels.contract.other_cases import (
     mask_case,
     norm_case,
     rope_case,
-    sample_case,
     silu_case,
     widen_case,
 )
+from tests.kernels.contract.sampling_cases import choose_case, gather_case, tops_case, weigh_case
 from tests.kernels.contract.variant_cases import variant_cases
 
 BUILDERS = {
@@ -37,7 +37,8 @@ BUILDERS = {
     "silu_mul": silu_case,
     "copy_blocks": copy_case,
     "convert_blocks": convert_case,
-    "sample": sample_case,
+    "sample": tops_case,
+    "choose": choose_case,
     "mask_logits": mask_case,
     "coded_linear": coded_case,
     "route_experts": route_case,
@@ -47,8 +48,12 @@ BUILDERS = {
     "combine_experts": combine_case,
 }
 
-BESIDE = {"convert_blocks": (widen_case,), "plan_experts": (place_case,)}
-"""The way back of a kernel that goes both ways, and a kernel that another is never launched without."""
+BESIDE = {
+    "convert_blocks": (widen_case,),
+    "plan_experts": (place_case,),
+    "sample": (weigh_case, gather_case),
+}
+"""The way back of a kernel that goes both ways, and kernels that another is never launched without."""
 
 
 def cases(arch: int) -> list[Watched]:
@@ -57,8 +62,8 @@ def cases(arch: int) -> list[Watched]:
 
 
 def entry_cases(arch: int) -> list[Case]:
-    """One case for each entry of the configuration table for this compute capability; two for conversions, and for
-    the plan of experts."""
+    """One case for each entry of the configuration table for this compute capability; two for conversions and for
+    the plan of experts, three for a draw's slices."""
     return [
         build(key, config)
         for key, config in configs.TABLE.items()

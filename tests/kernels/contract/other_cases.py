@@ -1,4 +1,4 @@
-"""The row, block and sampling kernels as cases of the contract."""
+"""The row and block kernels as cases of the contract."""
 
 from dataclasses import replace
 
@@ -12,7 +12,6 @@ from kernels import (
     mask_logits,
     rms_norm,
     rope_kv_write,
-    sample,
     silu_mul,
 )
 from kernels.block_shape import BlockShape
@@ -196,22 +195,6 @@ def widen_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         constants[f"SOURCE{part}"] = there.constants[f"TARGET{part}"]
         constants[f"TARGET{part}"] = there.constants[f"SOURCE{part}"]
     return replace(there, name=f"{there.name} back", types=types, constants=constants)
-
-
-def sample_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
-    return Case(
-        name=case_name(key),
-        kernel=sample.sample_kernel,
-        types={
-            "logits_ptr": "*fp32",
-            **dict.fromkeys(("weights_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"), "*fp64"),
-            **dict.fromkeys(("tokens_ptr", "seed_ptr", "sample_index_ptr", "position_ptr"), "*i64"),
-            "top_k_ptr": "*i32",
-        },
-        constants={"VOCAB": 128256, "TILE": config.tile},
-        warps=config.warps,
-        stages=config.stages,
-    )
 
 
 def mask_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:

@@ -386,6 +386,33 @@ def test_a_stream_that_was_no_router_leaves_nothing_to_anybody() -> None:
     assert bench.lose(99) == []
 
 
+def test_the_name_of_a_router_that_is_attached_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a worker beside a router that restarts again and again: it forgot the name of one that had lived longer
+    than all of these, and ended when it looked for it."""
+    monkeypatch.setattr(orphans, "MAX_NAMES", 3)
+    bench = Bench()
+    bench.hear(1, RouterHello(A, "long-lived"))
+    bench.place(1, R, SECRET)
+    for life in range(6):
+        bench.hear(2, RouterHello(Incarnation(100 + life), "restarts"))
+        assert bench.lose(2) == []
+    bench.hear(3, RouterHello(B, "another"))
+    assert bench.scheduler._requests[R].link == 1
+    assert [type(record) for _, record in bench.lose(1)] == [], "nobody of its name is there"
+    assert [record.record.request for _, record in bench.hear(4, RouterHello(C, "long-lived"))
+            if isinstance(record, Orphan)] == [R]  # fmt: skip
+
+
+def test_of_the_names_of_routers_that_are_gone_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory, and one that came again: its requests would be told to routers of every name."""
+    monkeypatch.setattr(orphans, "MAX_NAMES", 2)
+    bench = Bench()
+    for link, router in enumerate((A, B, A, C), 1):
+        bench.hear(link, RouterHello(router, "router"))
+        bench.lose(link)
+    assert list(bench.scheduler.endings.orphans._names) == [A, C]
+
+
 def test_what_belongs_to_other_streams_stays() -> None:
     """Guards requests of a router that lives, when another one is lost."""
     bench = Bench()

@@ -10,6 +10,7 @@ from engine.backends.gpu.attention import TritonAttention
 from engine.backends.gpu.graphs import CudaRecorder, DecodeGraphs, Recorder, Recording, recorded_sizes
 from engine.runner import ModelRunner
 from engine.step import StepPlan
+from engine.types import SamplingParams
 from tests.engine.backends.gpu.recording import FakeRecorder
 from tests.engine.backends.gpu.test_step import (
     DRAWN,
@@ -64,6 +65,34 @@ def test_replayed_steps_give_the_tokens_of_steps_that_are_not(folder: Path) -> N
 
 
 row_greedy = row(0, [1], 0, [0]).record.sampling
+
+
+@torch.inference_mode()
+def test_tokens_are_drawn_within_the_recording(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a draw that is launched behind each step, and parameters that are frozen into the recording: seeds, places
+    and filters change from step to step, a greedy row stands beside a drawn one, one row draws nothing; a row with a
+    penalty, and with it its whole step, is drawn behind the recording."""
+    cpu, (gpu, graphs) = Side(folder, "torch"), recorded(folder, [3])
+    texts = {1: prompt(1, 15), 2: prompt(2, 30), 3: prompt(3, 16)}
+    tables = {1: FIRST, 2: SECOND, 3: THIRD}
+    for side in (cpu, gpu):
+        side.run(*(row(n, text, 0, tables[n], draw=False) for n, text in texts.items()))
+    behind, plain = list[int](), gpu.attention.sample
+    monkeypatch.setattr(gpu.attention, "sample", lambda *given: behind.append(len(given[1])) or plain(*given))
+    hot = SamplingParams(temperature=1.5)
+    narrow = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01)
+    penalized = SamplingParams(temperature=0.9, frequency_penalty=1.5)
+    steps: list[dict[int, SamplingParams]] = [
+        {1: hot, 2: narrow}, {3: narrow, 1: row_greedy, 2: hot}, {2: hot}, {1: narrow, 2: penalized},
+        {2: narrow, 1: hot},
+    ]  # fmt: skip
+    for number, step in enumerate(steps):
+        rows = []
+        for n, params in step.items():
+            texts[n] = [*texts[n], 3 + n + number]
+            rows.append(row(n, texts[n], len(texts[n]) - 1, tables[n], params, draw=(number, n) != (1, 1)))
+        assert gpu.run(*rows) == cpu.run(*rows), step
+    assert graphs.replays == {("decode", 3): 5} and behind == [2]
 
 
 @torch.inference_mode()

@@ -158,7 +158,7 @@ def test_serving_compiles_nothing(side: tuple[Path, str], monkeypatch: pytest.Mo
         assert started.recorder.recorded == recordings == (5 if limits.batch else 0)
         assert {name for name, _ in served} >= {
             "decode_kernel", "merge_kernel", "prefill_kernel", "rope_kv_write_kernel", "rms_norm_kernel",
-            "silu_mul_kernel", "sample_kernel", "copy_blocks_kernel",
+            "silu_mul_kernel", "copy_blocks_kernel", "tops_kernel", "weigh_kernel", "gather_kernel", "choose_kernel",
         }  # fmt: skip
         for step in started.warmed:
             rest = [keys for name, keys in started.warmed.items() if name != step]

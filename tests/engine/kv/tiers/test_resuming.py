@@ -1,0 +1,151 @@
+"""What layer groups with windows put into lower tiers, and what is taken from there; random requests are in
+test_grouped_machine.py."""
+
+from engine import identity
+from engine.identity import in_group
+from engine.kv.groups import LayerGroup
+from engine.kv.manager import KVCacheManager
+from engine.kv.tiers.commands import Loaded, TierLoad
+from engine.kv.tiers.fetches import Fetches
+from engine.kv.tiers.resuming import resuming
+from engine.kv.tiers.tiers import Tiers
+
+SIZE, CHUNK, BLOCKS = 4, 8, 40
+FAST = 1e-6
+"""Tokens per second of a worker that had better load whatever there is."""
+GROUPS = (LayerGroup((0,)), LayerGroup((1,), 6), LayerGroup((2,), 3))
+PROMPT = list(range(41))
+NAMES = identity.chain(identity.root(b"", "m"), PROMPT, SIZE)
+
+
+class Rig:
+    def __init__(self, host_blocks: int = 40) -> None:
+        self.tiers = Tiers(host_blocks, 4096)
+        self.kv = KVCacheManager(BLOCKS, SIZE, "m", self.tiers, GROUPS, CHUNK)
+        self.fetches = Fetches(self.kv, self.tiers)
+
+    def serve(self, tokens: list[int]) -> int:
+        """Compute a prompt in chunks, and return how many of its tokens were cached."""
+        lease = self.kv.acquire(b"", tokens, match_limit=len(tokens) - 1, room_tokens=len(tokens))
+        assert lease is not None
+        self.kv.copied(lease)
+        for end in (*range(lease.cached_tokens + CHUNK, len(tokens), CHUNK), len(tokens)):
+            self.kv.reach(lease, max(lease.cached_tokens, end - CHUNK), end)
+            self.kv.commit(lease, tokens[:end])
+            self.kv.slide(lease, end)
+        self.kv.commit(lease, tokens, tail=True)
+        self.kv.release(lease)
+        self.kv.check()
+        return lease.cached_tokens
+
+    def push_down(self, blocks: int = BLOCKS) -> None:
+        """Evict so many blocks, or all."""
+        for _ in range(blocks):
+            if self.kv.cache.idle:
+                self.kv._evict(b"")
+        self.kv.check()
+        self.tiers.take_commands()
+
+    def load(self) -> TierLoad:
+        (load,) = self.tiers.take_commands()
+        assert isinstance(load, TierLoad)
+        return load
+
+
+def test_of_windows_only_tails_go_down() -> None:
+    """Guards host memory against blocks that slid away: nobody goes on behind them, and they would take most of it."""
+    rig = Rig()
+    rig.serve(PROMPT)
+    rig.push_down()
+    assert all(name in rig.tiers for name in NAMES)
+    for number, group in enumerate(GROUPS[1:], 1):
+        first = group.first_kept(len(PROMPT), SIZE)
+        held = [in_group(name, number) in rig.tiers for name in NAMES]
+        assert held == [at >= first for at in range(len(NAMES))]
+    assert rig.tiers.counts.saved_blocks == len(NAMES) + 2 + 1
+
+
+def test_a_prefix_comes_back_with_its_tails() -> None:
+    rig = Rig()
+    rig.serve(PROMPT)
+    rig.push_down()
+    fetch = rig.fetches.wanted(b"", PROMPT, 40, FAST)
+    assert fetch is not None and len(fetch.tokens) == 40
+    load = rig.load()
+    assert len(load.targets) == len(set(load.targets)) == 13
+    assert rig.kv.pool.counts()["reserved"] == 13
+    rig.fetches.handle(Loaded(load.number, 13, 0.1, 0.0))
+    rig.kv.check()
+    assert rig.kv.matched_tokens(b"", PROMPT, 40) == 40
+    assert rig.kv.pool.counts()["cached"] == 13
+    assert rig.fetches.wanted(b"", PROMPT, 40, FAST) is None, "there is nothing more"
+
+
+def test_what_the_device_has_is_not_loaded() -> None:
+    """Guards the blocks of a prefix that still lies on the device although its windows' tails are below: to load it all
+    would need room for what is there."""
+    rig = Rig()
+    rig.serve(PROMPT)
+    while rig.kv.cache.longest(b"", PROMPT, 40).nodes[7:]:
+        rig.push_down(1)
+    found = resuming(rig.kv.cache, rig.tiers, GROUPS, b"", PROMPT, 40)
+    assert found is not None and found.blocks == 10 and found.match.nodes
+    here = len(found.match.nodes)
+    assert [at for at, group in found.wanted if not group] == list(range(here, 10))
+    assert rig.kv.matched_tokens(b"", PROMPT, 40) < here * SIZE, "the windows' tails are not there"
+    before = rig.kv.pool.counts()
+    fetch = rig.fetches.wanted(b"", PROMPT, 40, FAST)
+    assert fetch is not None and rig.kv.pool.counts()["reserved"] == len(found.wanted)
+    assert rig.kv.pool.counts()["active"] == here and before["cached"] >= here
+    load = rig.load()
+    rig.fetches.handle(Loaded(load.number, len(load.targets), 0.1, 0.0))
+    rig.kv.check()
+    assert rig.kv.matched_tokens(b"", PROMPT, 40) == 40
+
+
+def test_without_one_tail_nothing_is_of_use() -> None:
+    """Guards going on behind a prefix of which one window has a gap."""
+    rig = Rig()
+    rig.serve(PROMPT)
+    rig.push_down()
+    missing = in_group(NAMES[-1], 2)
+    rig.tiers.host.pin(missing)
+    rig.tiers.host.spoil(missing)
+    rig.tiers.unkeep([missing])
+    assert missing not in rig.tiers
+    assert rig.fetches.wanted(b"", PROMPT, 40, FAST) is None
+
+
+def test_a_load_that_is_not_whole_leaves_nothing() -> None:
+    """Guards against a part of a load that is taken for a prefix: its windows' tails come last."""
+    rig = Rig()
+    rig.serve(PROMPT)
+    rig.push_down()
+    assert rig.fetches.wanted(b"", PROMPT, 40, FAST) is not None
+    load = rig.load()
+    rig.fetches.handle(Loaded(load.number, 12, 0.1, 0.0))
+    rig.kv.check()
+    counts = rig.kv.pool.counts()
+    assert counts["free"] == BLOCKS and rig.kv.matched_tokens(b"", PROMPT, 40) == 0
+    assert in_group(NAMES[-1], 2) not in rig.tiers or rig.tiers.counts.broken_blocks == 1
+
+
+def test_a_prefix_that_others_went_on_behind_is_kept() -> None:
+    """Guards a system prompt: its tail slides away in every request, and is worth a place below all the same."""
+    rig = Rig()
+    stem = list(range(100, 116))
+    rig.serve([*stem, 1, 2, 3])
+    assert rig.serve([*stem, *range(200, 222)]) == 16
+    rig.push_down()
+    fetch = rig.fetches.wanted(b"", [*stem, *range(300, 320)], 35, FAST)
+    assert fetch is not None and len(fetch.tokens) == 16
+
+
+def test_a_router_is_told_of_the_first_group_alone() -> None:
+    """Guards reports against names that no router knows, several for each block."""
+    rig = Rig(host_blocks=6)
+    rig.serve(PROMPT)
+    rig.push_down()
+    gone = rig.kv.take_evicted()
+    known = identity.blocks(identity.root(b"", "m"), PROMPT, SIZE)  # with the one that is partly filled
+    assert gone and set(gone) <= set(known)
