@@ -5,7 +5,7 @@ model in float64 on the values that the codes stand for, so that nothing but a s
 logits are from the reference's, at how many positions its best token is the same, by how much the reference prefers its
 own where it is not, and the perplexity of the text.
 
-    engine float32, integers    the native kernels, by `engine.arithmetic`
+    engine float32, integers, 16 bits    the native kernels, by `engine.arithmetic`
     transformers float32        the same values, PyTorch's kernels
     transformers bfloat16       weights and activations rounded to bfloat16
     llama.cpp                   with `--peer llama.cpp=VENV`: activations in 8 bits; its best tokens alone
@@ -41,6 +41,7 @@ from engine.storage.paged import PagedKV
 from engine.text.bundle import TextModel
 from engine.types import BlockId
 from kernels.native import Native, native
+from kernels.panels import IntegerBits
 
 BLOCK_TOKENS = 16
 PAGES = Path(__file__).resolve().parent.parent / "docs"
@@ -192,8 +193,9 @@ def main(argv: list[str]) -> int:
     windows = [window for window in windows if len(window) > 1]
     with ExitStack() as stack:
         sides: dict[str, Side] = {}
-        for name, integer in (("engine float32", False), ("engine integers", True)):
-            model = load_model(folder, panels=True, integer=integer)
+        ours: dict[str, IntegerBits] = {"engine float32": 0, "engine integers": 23, "engine 16 bits": 16}
+        for name, bits in ours.items():
+            model = load_model(folder, panels=True, integer=bits)
             sides[name] = stack.enter_context(closing(WindowReader(model, kernels, options.window)))
         sides["transformers float32"] = of_transformers(read())
         sides["transformers bfloat16"] = of_transformers(read().bfloat16())

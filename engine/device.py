@@ -124,7 +124,7 @@ def open_device(
             device=config.device,
             panels=native is not None,
             coded=kernels == "triton",
-            integer=config.in_integers,
+            integer=config.integer_bits,
             progress=progress,
             sum_slices=config.sum_slices,
         )
@@ -192,7 +192,7 @@ def open_part(config: EngineConfig, sums: RankSums) -> RankPart:
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     native = _native(config)
-    model = load_model(model_dir, panels=native is not None, integer=config.in_integers, ranks=sums)
+    model = load_model(model_dir, panels=native is not None, integer=config.integer_bits, ranks=sums)
     weights_bytes = model.weights_bytes + model.table_bytes
     stable = _is_stable(model, config, native)
     fingerprint = model.config.fingerprint
@@ -314,11 +314,12 @@ def _open_on_gpu(
 def _native(config: EngineConfig) -> Native | None:
     """The kernels, if they are to be used. Raises ValueError where they are demanded and not there."""
     if config.kernels != "native":
-        if config.arithmetic == "integer":
+        if config.arithmetic.startswith("integer"):
             raise ValueError(f"engine.arithmetic: the {config.kernels} kernels do not multiply in integers")
         return None
     found = find_native()
-    for name, demanded in (("attention", config.attention == "native"), ("arithmetic", config.arithmetic == "integer")):
+    demands = {"attention": config.attention == "native", "arithmetic": config.arithmetic.startswith("integer")}
+    for name, demanded in demands.items():
         if found is None and demanded:
             raise ValueError(f"engine.{name}: the native kernels were not built; `headrace doctor` says why")
     return found
@@ -327,7 +328,8 @@ def _native(config: EngineConfig) -> Native | None:
 def arithmetic_of(config: EngineConfig, native: Native | None, model: Llama, layout: KVLayout) -> str:
     """Native kernels round alike on every machine; PyTorch's do by its version and the processor. Sums round by the
     slices that they are made of."""
-    parts = [] if native is None else [f"native {native.sources}{' in integers' if model.in_integers else ''}"]
+    integers = f" in integers of {model.integer} bits" if model.integer else ""
+    parts = [] if native is None else [f"native {native.sources}{integers}"]
     if native is None or not attends_to(TORCH_DTYPES[layout.dtype], layout.head_dim):
         parts.append(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
     if (slices := max(config.tensor_parallel, config.sum_slices)) > 1:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.experts import ExpertWeights, RoutedRows, Routing
-from kernels.panels import Panels, PanelStack
+from kernels.panels import IntegerBits, Panels, PanelStack
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class Native:
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
         self.threads: Callable[[], int] = torch.get_num_threads
-        self.by_pairs = False
-        """Multiply integers without the processor's instruction for dot products: slower, and the same bits."""
+        self.by_words = False
+        """Multiply integers without the processor's instruction for products of bytes: slower, and the same bits."""
         library.headrace_sources.restype = ctypes.c_char_p
         self.sources: str = library.headrace_sources().decode()
         self._linear = _typed(
@@ -298,9 +298,10 @@ class Native:
             self.threads(),
         )
 
-    def _arithmetic(self, integer: bool) -> int:
+    def _arithmetic(self, integer: IntegerBits) -> int:
         """The number that the C++ sources have for it."""
-        return (2 if self.by_pairs else 1) if integer else 0
+        number = {0: 0, 16: 1, 23: 2}[integer]
+        return number + 2 if number and self.by_words else number
 
     def _for_rows(self, rows: int) -> int:
         return self.threads() if rows >= SHARED_ROWS else 1

@@ -22,6 +22,8 @@ from torch import Tensor
 
 PANEL = 64
 GROUP = 32
+QUAD = 4
+"""Columns of codes that are whole numbers, of which a row's lie together."""
 
 Kind = Literal["f32", "bf16", "q8", "q4", "a8", "h8", "x8", "f8"]
 
@@ -30,24 +32,27 @@ FACTORS: dict[str, tuple[int, int]] = {
 }
 """The number of parts into which 32 columns of each kind of codes are cut, and of factors that a row has in each."""
 
+IntegerBits = Literal[0, 16, 23]
+"""To how many bits rows are rounded that are multiplied by codes in integers; 0: products are of floats."""
+
 WHOLE: frozenset[str] = frozenset({"q4", "q8", "a8", "h8", "x8"})
 """The kinds whose codes are whole numbers."""
 
-VERSION = 2
+VERSION = 3
 """The version of the layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Panels:
     """A weight `[rows, columns]`; `raw` is uint8, contiguous, aligned to 64 bytes, and must not change. With `integer`,
-    for kinds in `WHOLE`, its codes are multiplied in integers, by rows that are rounded to 16 bits: other bits, sooner
-    (`kernels/cpu/integers.cpp`)."""
+    for kinds in `WHOLE`, its codes are multiplied in integers, by rows that are rounded to so many bits: another
+    rounding, sooner (`kernels/cpu/integers.cpp`)."""
 
     rows: int
     columns: int
     kind: Kind
     raw: Tensor
-    integer: bool = False
+    integer: IntegerBits = 0
 
     def __post_init__(self) -> None:
         size = panel_bytes(self.rows, self.columns, self.kind)
@@ -69,7 +74,7 @@ class PanelStack:
     columns: int
     kind: Kind
     raw: Tensor
-    integer: bool = False
+    integer: IntegerBits = 0
 
     def __post_init__(self) -> None:
         size = self.count * panel_bytes(self.rows, self.columns, self.kind)
@@ -87,9 +92,9 @@ class PanelStack:
         return Panels(self.rows, self.columns, self.kind, self.raw.view(self.count, -1)[number], self.integer)
 
 
-def in_integers(weight: Panels | PanelStack) -> Panels | PanelStack:
+def in_integers(weight: Panels | PanelStack, bits: IntegerBits) -> Panels | PanelStack:
     """Return the same panels, whose codes are multiplied in integers where they are whole numbers."""
-    return replace(weight, integer=True) if weight.kind in WHOLE else weight
+    return replace(weight, integer=bits) if weight.kind in WHOLE else weight
 
 
 def panel_bytes(rows: int, columns: int, kind: Kind) -> int:
@@ -150,9 +155,11 @@ def pack_codes(codes: Tensor, scales: Tensor, offsets: Tensor | None, kind: Kind
     affine = [item for item in (scales, offsets) if item is not None]
     if any(item.shape != (rows, columns // GROUP * parts) for item in affine):
         raise ValueError(f"{kind} panels of {rows} x {columns} have factors of other shapes")
-    by_column = _panels(codes).unflatten(2, (-1, GROUP)).permute(0, 2, 3, 1)  # [panels, groups, 32, 64]
+    together = QUAD if kind in WHOLE else 1
+    by_group = _panels(codes).unflatten(2, (-1, GROUP // together, together))
+    by_column = by_group.permute(0, 2, 3, 1, 4)  # [panels, groups, 8, 64, 4] or [panels, groups, 32, 64, 1]
     if kind == "q4":
-        by_column = by_column[..., : PANEL // 2] | by_column[..., PANEL // 2 :] << 4
+        by_column = by_column[..., : PANEL // 2, :] | by_column[..., PANEL // 2 :, :] << 4
     # [panels, groups, parts, factors, 64]
     by_part = [_panels(item).transpose(1, 2).unflatten(1, (-1, parts)) for item in affine]
     numbers = torch.stack(by_part, 3).contiguous().view(torch.uint8).flatten(2)
@@ -174,14 +181,16 @@ def unpack(panels: Panels) -> Tensor:
     affine = raw[..., :size].contiguous().view(torch.float32).view(count, groups, parts, factors, 1, PANEL).double()
     coded = raw[..., size:].contiguous()
     if panels.kind == "q4":
-        halves = coded.view(count, groups, GROUP, PANEL // 2)
-        coded = torch.cat([halves & 15, halves >> 4], -1)
+        halves = coded.view(count, groups, GROUP // QUAD, PANEL // 2, QUAD)
+        coded = torch.cat([halves & 15, halves >> 4], 3)
     elif panels.kind == "f8":
         coded = coded.view(torch.float8_e4m3fn).double()
     else:
         coded = coded.view(torch.int8)
+    together = QUAD if panels.kind in WHOLE else 1
+    coded = coded.reshape(count, groups, GROUP // together, PANEL, together).transpose(3, 4)
     # In 64 bits the product is exact, and the sum is rounded once more where it becomes 32 bits.
-    wide = affine[:, :, :, 0] * coded.view(count, groups, parts, -1, PANEL).double()
+    wide = affine[:, :, :, 0] * coded.reshape(count, groups, parts, -1, PANEL).double()
     if factors == 2:
         wide = wide + affine[:, :, :, 1]
     wide = wide.float().flatten(2, 3)

@@ -260,8 +260,6 @@ class Handoffs:
         request.arrived = True
         request.known = request.prefill.handoff_tokens
         self.kv.landed(request.lease)
-        # The windows of what it had found here were kept in case that it had to be computed from there on.
-        self.kv.slide(request.lease, request.known)
         return [Freed(request) if request.state is RequestState.ENDING else KVReceived(request)]
 
     def _retreat(self, request: Request, now: float, elsewhere: bool) -> list[HandoffResult]:

@@ -39,7 +39,7 @@ from kernels.coded_weight import CodedWeight
 from kernels.experts import ClampedGate, ExpertWeights, Routing
 from kernels.linear import Weight, linear
 from kernels.native import native
-from kernels.panels import Panels, PanelStack, in_integers
+from kernels.panels import IntegerBits, Panels, PanelStack, in_integers
 
 Weights = Mapping[str, Weight | PanelStack]
 """Weights by name; norms, biases and the embedding are plain."""
@@ -100,7 +100,8 @@ class _Layer:
 
 class Llama:
     """A loaded model, or a rank's part of one: `config` has the heads and widths of that part. `forward` changes
-    nothing but the KV rows that `attention` writes. `in_integers`: some of its products are taken in integers."""
+    nothing but the KV rows that `attention` writes. `integer`: the bits of the integers that some of its
+    products are taken in, or 0."""
 
     def __init__(
         self,
@@ -113,7 +114,9 @@ class Llama:
         many ranks would have, whose products this one adds up as they would."""
         self.config = config
         self._ranks = ranks
-        self.in_integers = any(isinstance(item, Panels | PanelStack) and item.integer for item in weights.values())
+        self.integer: IntegerBits = max(
+            (item.integer for item in weights.values() if isinstance(item, Panels | PanelStack)), default=0
+        )
         dtype = TORCH_DTYPES[config.dtype]
         self._embedding = _matrix(weights["embedding"])
         self._norm = _norm_weight(_plain(weights["norm"]).to(dtype), config)
@@ -284,7 +287,7 @@ def load_model(
     packed: bool = True,
     device: torch.device | str = "cpu",
     panels: bool = False,
-    integer: bool = False,
+    integer: IntegerBits = 0,
     coded: bool = False,
     progress: Progress | None = None,
     ranks: Reduction | None = None,
@@ -293,8 +296,8 @@ def load_model(
     """Load a prepared model's weights and build the model on them. On the CPU they are mapped: no copy, pages shared by
     all workers of the host. With `packed`, its matrices are those packed for this processor, made by the first process
     that needs them. `panels`: matrices in panels instead, for the native kernels, with `integer` to be multiplied in
-    integers; `coded`: as they are kept, for Triton's interpreter. Another `device` gets a copy of what is kept,
-    streamed from its files; `progress` hears of it.
+    integers of so many bits; `coded`: as they are kept, for Triton's interpreter. Another `device` gets a copy of what
+    is kept, streamed from its files; `progress` hears of it.
 
     `ranks`: load only what this rank has of the model, and let it add up sums with the others. `sum_slices`: load all
     of it, but compute sums in the slices in which so many ranks would.
@@ -330,13 +333,13 @@ def load_model(
     return Llama(config, {**mapped.others(), **fast, **wide_weights(model_dir, mapped, fast)}, slices=slices)
 
 
-def _panels(model_dir: Path, mapped: PreparedWeights, integer: bool) -> dict[str, Panels | PanelStack]:
+def _panels(model_dir: Path, mapped: PreparedWeights, integer: IntegerBits) -> dict[str, Panels | PanelStack]:
     found = panel_weights(model_dir, mapped)
-    return {name: in_integers(weight) for name, weight in found.items()} if integer else found
+    return {name: in_integers(weight, integer) for name, weight in found.items()} if integer else found
 
 
 def _part(
-    model_dir: Path, config: ModelConfig, share: Share, panels: bool, integer: bool
+    model_dir: Path, config: ModelConfig, share: Share, panels: bool, integer: IntegerBits
 ) -> tuple[ModelConfig, Weights]:
     """Return a rank's part of a model, and its sizes. Raises ValueError where the model cannot be divided so."""
     check_split(config, share.ranks)

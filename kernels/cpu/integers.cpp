@@ -1,12 +1,20 @@
-// x W^T where W is codes: x is rounded to 16-bit integers, 32 columns with one scale, and these are multiplied by the
-// codes in integers, whose sum over 32 columns (or 16, of H8 and X8) is scaled in 32-bit floats:
+// x W^T where W is codes: x is rounded to integers, 32 columns with one scale, and these are multiplied by the codes in
+// integers, whose sum over 32 columns (or 16, of H8 and X8) is scaled in 32-bit floats:
 //
-//   x = scale_x * n, |n| <= 32767, rounded to the nearest          half of 2^-15 of the largest of 32 at most is lost
+//   x = scale_x * n, rounded to the nearest
 //   sum of x w = scale_x * (scale_w * sum of n * code) + offset_w * (scale_x * sum of n)
 //
-// The largest sum is 32 * 32767 * 128 < 2^27, so nothing overflows; the sum of n alone is below 2^24, a float without
-// rounding. Integers have no order, and the groups of a row are added first to last. So the bits of a product depend on its
-// row of x and its row of W alone: not on the other rows, the number of threads, or the processor.
+// 16 bits, |n| <= 32639: half of 2^-15 of the largest of 32 is lost at most. 23 bits, |n| <= 4177000: half of 2^-22, which
+// is no more than what sums of 32-bit floats lose. An integer is cut into terms that a processor's instruction multiplies:
+//
+//   bytes, of 4 columns at a time     16 bits: n = 256 m + l          23 bits: n = 2^15 h + 256 m + l
+//   words, of 2 columns at a time     16 bits: n                      23 bits: n = 2^15 h + (256 m + l)
+//
+// -128 <= h, m, l < 128. Bytes are multiplied by bytes without a sign, so 8-bit codes have 128 added, and their sums begin
+// with that much less. The sums of terms are exact in 32 bits; that of n, of 4-bit codes, is too: 32 * 4177000 * 15 < 2^31.
+// Of 8-bit codes it is made of two floats. Integers have no order, and the groups of a row are added first to last. So the
+// bits of a product depend on its row of x and its row of W alone: not on the other rows, the number of threads, or the
+// processor.
 
 #include "integers.h"
 
@@ -19,99 +27,175 @@
 
 namespace headrace {
 
-constexpr int MOST = 32767;
+constexpr int HIGH_BITS = 15;
 constexpr int64_t SHARED_ROWS = 32;  // fewer are rounded before another thread could take a part
-constexpr int PAIRS = GROUP / 2;
-constexpr int SPAN = VECTORS / TILE_VECTORS;  // a tile has every SPAN-th vector of a panel
-static_assert((int64_t)GROUP * MOST * 128 < (int64_t)1 << 31, "sums of products with 8-bit codes fit 32 bits");
-static_assert(GROUP * MOST < 1 << 24, "sums of integers are floats without rounding");
 
-// 32 values -> integers, and their four factors. What is no number, or infinite, makes the scale none.
-static void round_group(const float *x, int16_t *codes, float *factors) {
+constexpr bool by_words(int arithmetic) { return arithmetic == BITS_16_BY_WORDS || arithmetic == BITS_23_BY_WORDS; }
+constexpr bool is_wide(int arithmetic) { return arithmetic == BITS_23 || arithmetic == BITS_23_BY_WORDS; }
+constexpr int terms_of(int arithmetic) { return (by_words(arithmetic) ? 1 : 2) + (is_wide(arithmetic) ? 1 : 0); }
+constexpr int most_of(int arithmetic) { return is_wide(arithmetic) ? 4177000 : 32639; }
+constexpr int bytes_of_terms(int arithmetic) { return terms_of(arithmetic) * GROUP * (by_words(arithmetic) ? 2 : 1); }
+
+static_assert((int64_t)GROUP * 4177000 * 15 < (int64_t)1 << 31, "sums of products with 4-bit codes fit 32 bits");
+static_assert((int64_t)GROUP * 32639 * 255 < (int64_t)1 << 31, "sums of a term and 8-bit codes fit 32 bits");
+static_assert((127 << HIGH_BITS) + (1 << (HIGH_BITS - 1)) > 4177000 + 1, "the highest term is a byte");
+
+// The rows that are multiplied at a time, and the vectors of a panel: what the registers hold.
+#if defined(__AVX512F__)
+constexpr int tile_rows(int arithmetic) { return is_wide(arithmetic) ? 4 : 6; }
+constexpr int AT_ONCE = 2;
+#else
+constexpr int tile_rows(int arithmetic) { return is_wide(arithmetic) ? 2 : 3; }
+constexpr int AT_ONCE = 1;
+#endif
+constexpr int SPAN = VECTORS / AT_ONCE;  // a tile has every SPAN-th vector of a panel
+
+inline int32_t low_part(int32_t n, int bits) {
+  const int32_t half = 1 << (bits - 1);
+  return ((n + half) & (2 * half - 1)) - half;
+}
+
+// 32 integers -> their terms, one term of all after the other; words in the order 0, 2, 1, 3 of each four.
+template <int ARITHMETIC>
+static void cut(const int32_t *n, uint8_t *terms) {
+  int8_t *bytes = (int8_t *)terms;
+  int16_t *words = (int16_t *)terms;
+  for (int i = 0; i < GROUP; ++i) {
+    const int32_t rest = is_wide(ARITHMETIC) ? low_part(n[i], HIGH_BITS) : n[i];
+    const int32_t high = (n[i] - rest) >> HIGH_BITS, low = low_part(rest, 8);
+    if (by_words(ARITHMETIC)) {
+      const int at = (i & ~3) + (i >> 1 & 1) + (i & 1) * 2;
+      if (is_wide(ARITHMETIC)) words[at] = (int16_t)high;
+      words[(is_wide(ARITHMETIC) ? GROUP : 0) + at] = (int16_t)rest;
+    } else {
+      if (is_wide(ARITHMETIC)) bytes[i] = (int8_t)high;
+      bytes[(is_wide(ARITHMETIC) ? GROUP : 0) + i] = (int8_t)((rest - low) >> 8);
+      bytes[(is_wide(ARITHMETIC) ? 2 * GROUP : GROUP) + i] = (int8_t)low;
+    }
+  }
+}
+
+// What is no number, or infinite, makes the scale none.
+template <int ARITHMETIC>
+static void round_group(const float *x, int parts, bool is_shifted, uint8_t *terms, Beside &beside) {
   uint32_t bits[GROUP], most = 0;
   std::memcpy(bits, x, sizeof bits);
   for (int i = 0; i < GROUP; ++i) most = std::max(most, bits[i] & 0x7fffffffu);
   float largest;
   std::memcpy(&largest, &most, sizeof largest);
   const bool is_finite = most < 0x7f800000u;
+  beside = {};
   if (!is_finite || largest < 0x1p-100f) {  // below, 1 / scale would overflow
-    std::memset(codes, 0, GROUP * sizeof *codes);
-    factors[0] = is_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
-    factors[1] = factors[2] = factors[3] = factors[0];
+    std::memset(terms, 0, bytes_of_terms(ARITHMETIC));
+    beside.scale = beside.sums[0] = beside.sums[1] = is_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
     return;
   }
-  const Floats inverse = every((float)MOST / largest);
-  for (int i = 0; i < GROUP; i += LANES) to_int16(codes + i, whole(mul(load(x + i), inverse)));
-  int32_t first = 0, last = 0;
-  for (int i = 0; i < GROUP / 2; ++i) first += codes[i];
-  for (int i = GROUP / 2; i < GROUP; ++i) last += codes[i];
-  const float scale = largest / (float)MOST;
-  factors[0] = scale;
-  factors[1] = scale * (float)(first + last);
-  factors[2] = scale * (float)first;
-  factors[3] = scale * (float)last;
-}
-
-WholeRows round_rows(const float *x, int64_t rows, int64_t columns, int threads) {
-  static thread_local std::vector<int16_t> codes;
-  static thread_local std::vector<float> factors;
-  codes.resize(std::max<size_t>(codes.size(), rows * columns));
-  factors.resize(std::max<size_t>(factors.size(), rows * columns / GROUP * 4));
-  int16_t *to = codes.data();
-  float *beside = factors.data();
-  each_row(rows, rows < SHARED_ROWS ? 1 : threads, [=](int64_t r) {
-    for (int64_t g = 0; g < columns / GROUP; ++g)
-      round_group(x + r * columns + g * GROUP, to + (g * rows + r) * GROUP, beside + (g * rows + r) * 4);
-  });
-  return {to, beside, rows};
-}
-
-inline Ints pair_at(const int16_t *codes) {
-  return every((int32_t)((uint32_t)(uint16_t)codes[0] | (uint32_t)(uint16_t)codes[1] << 16));
-}
-
-// Two columns of codes as pairs, of one tile's vectors.
-template <int KIND>
-static inline void widen_pair(const uint8_t *column, int tile, Ints (&w)[TILE_VECTORS]) {
-  const uint8_t *next = column + code_bytes(KIND);
-  if (KIND == Q4) {
-    for (int j = 0; j < TILE_VECTORS / 2; ++j) {
-      const int at = (tile + j * SPAN) * LANES;
-      pairs_of_int4(column + at, next + at, w[j], w[j + TILE_VECTORS / 2]);
-    }
-  } else {
-    for (int j = 0; j < TILE_VECTORS; ++j) {
-      const int at = (tile + j * SPAN) * LANES;
-      w[j] = pairs_of_int8((const int8_t *)column + at, (const int8_t *)next + at);
+  const float limit = (float)most_of(ARITHMETIC);
+  const Floats inverse = every(limit / largest);
+  int32_t n[GROUP];
+  for (int i = 0; i < GROUP; i += LANES) store(n + i, to_ints(mul(load(x + i), inverse)));
+  cut<ARITHMETIC>(n, terms);
+  beside.scale = largest / limit;
+  const int count = GROUP / parts;
+  for (int part = 0; part < parts; ++part) {
+    int32_t sum = 0;
+    for (int i = 0; i < count; ++i) sum += n[part * count + i];
+    beside.sums[part] = beside.scale * (float)sum;
+    for (int term = 0; is_shifted && term < terms_of(ARITHMETIC); ++term) {
+      int32_t of_term = 0;
+      for (int i = term * GROUP + part * count; i < term * GROUP + (part + 1) * count; ++i)
+        of_term += by_words(ARITHMETIC) ? ((const int16_t *)terms)[i] : ((const int8_t *)terms)[i];
+      beside.starts[part][term] = -128 * of_term;
     }
   }
+}
+
+template <int ARITHMETIC>
+static WholeRows rounded(const float *x, int64_t rows, int64_t columns, int kind, int threads) {
+  constexpr int SIZE = bytes_of_terms(ARITHMETIC);
+  static thread_local std::vector<uint8_t> terms;
+  static thread_local std::vector<Beside> besides;
+  terms.resize(std::max<size_t>(terms.size(), rows * columns / GROUP * SIZE));
+  besides.resize(std::max<size_t>(besides.size(), rows * columns / GROUP));
+  uint8_t *to = terms.data();
+  Beside *beside = besides.data();
+  each_row(rows, rows < SHARED_ROWS ? 1 : threads, [=](int64_t r) {
+    for (int64_t g = 0; g < columns / GROUP; ++g)
+      round_group<ARITHMETIC>(x + r * columns + g * GROUP, parts_of(kind), kind != Q4, to + (g * rows + r) * SIZE,
+                              beside[g * rows + r]);
+  });
+  return {to, beside, rows, SIZE};
+}
+
+WholeRows round_rows(const float *x, int64_t rows, int64_t columns, int kind, int arithmetic, int threads) {
+  switch (arithmetic) {
+    case BITS_16: return rounded<BITS_16>(x, rows, columns, kind, threads);
+    case BITS_23: return rounded<BITS_23>(x, rows, columns, kind, threads);
+    case BITS_16_BY_WORDS: return rounded<BITS_16_BY_WORDS>(x, rows, columns, kind, threads);
+    default: return rounded<BITS_23_BY_WORDS>(x, rows, columns, kind, threads);
+  }
+}
+
+// The codes of four columns as bytes without a sign, of one vector of a panel.
+template <int KIND>
+inline Ints quad_of(const uint8_t *quad, int vector) {
+  if (KIND != Q4) return differing(load_ints(quad + vector * LANES * 4), every((int32_t)0x80808080));
+  const Ints bytes = load_ints(quad + vector % 2 * LANES * 4), low = every(0x0f0f0f0f);
+  return vector < VECTORS / 2 ? both(bytes, low) : both(right<4>(bytes), low);
+}
+
+inline int32_t four_bytes(const uint8_t *p) {
+  int32_t found;
+  std::memcpy(&found, p, sizeof found);
+  return found;
+}
+
+// The sum of n * code of one vector, as a float.
+template <int KIND, int ARITHMETIC>
+inline Floats sum_of(const Ints *total) {
+  constexpr bool WIDE = is_wide(ARITHMETIC);
+  const Ints *rest = total + WIDE;
+  const Ints low = by_words(ARITHMETIC) ? rest[0] : add(left<8>(rest[0]), rest[by_words(ARITHMETIC) ? 0 : 1]);
+  if (!WIDE) return to_floats(low);
+  if (KIND == Q4) return to_floats(add(left<HIGH_BITS>(total[0]), low));
+  return fma(to_floats(total[0]), every((float)(1 << HIGH_BITS)), to_floats(low));
 }
 
 // One part of 32 columns: ROWS rows by the vectors of one tile.
-template <int ROWS, int KIND, bool DOTS, typename Widen>
-static inline void tile_of(const int16_t *x, const float *factors, const float *by, int part, int tile, float *sums,
-                           Widen widen) {
-  constexpr int COUNT = PAIRS / parts_of(KIND);
-  Ints total[ROWS][TILE_VECTORS];
+template <int ROWS, int KIND, int ARITHMETIC, int COUNT, typename Quad>
+static inline void tile_of(const uint8_t *x, const Beside *beside, const float *by, int part, int tile, float *sums,
+                           Quad quad) {
+  constexpr int TERMS = terms_of(ARITHMETIC), SIZE = bytes_of_terms(ARITHMETIC), QUADS = GROUP / 4 / parts_of(KIND);
+  Ints total[ROWS][COUNT][TERMS];
   for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < TILE_VECTORS; ++j) total[r][j] = no_ints();
-  for (int k = part * COUNT; k < (part + 1) * COUNT; ++k) {
-    Ints w[TILE_VECTORS];
-    widen(k, w);
-    for (int r = 0; r < ROWS; ++r) {
-      const Ints pair = pair_at(x + r * GROUP + 2 * k);
-      for (int j = 0; j < TILE_VECTORS; ++j) total[r][j] = add_products<DOTS>(total[r][j], w[j], pair);
-    }
+    for (int j = 0; j < COUNT; ++j)
+      for (int t = 0; t < TERMS; ++t) total[r][j][t] = every(KIND == Q4 ? 0 : beside[r].starts[part][t]);
+  for (int q = part * QUADS; q < (part + 1) * QUADS; ++q) {
+    Ints w[COUNT];
+    quad(q, w);
+    for (int r = 0; r < ROWS; ++r)
+      for (int t = 0; t < TERMS; ++t) {
+        const uint8_t *at = x + r * SIZE + (t * GROUP + 4 * q) * (by_words(ARITHMETIC) ? 2 : 1);
+        if (by_words(ARITHMETIC)) {
+          const Ints even = every(four_bytes(at)), odd = every(four_bytes(at + 4)), low = every(0x00ff00ff);
+          for (int j = 0; j < COUNT; ++j) {
+            total[r][j][t] = add_words(total[r][j][t], both(w[j], low), even);
+            total[r][j][t] = add_words(total[r][j][t], both(right<8>(w[j]), low), odd);
+          }
+        } else {
+          const Ints bytes = every(four_bytes(at));
+          for (int j = 0; j < COUNT; ++j) total[r][j][t] = add_bytes(total[r][j][t], w[j], bytes);
+        }
+      }
   }
   by += part * part_floats(KIND);
-  for (int j = 0; j < TILE_VECTORS; ++j) {
-    const int column = (tile + j * SPAN) * LANES;
+  for (int j = 0; j < COUNT; ++j) {
+    const int column = (tile + j * (VECTORS / COUNT)) * LANES;
     const Floats scale = load(by + column), offset = has_offsets(KIND) ? load(by + PANEL + column) : scale;
     for (int r = 0; r < ROWS; ++r) {
-      const float *of = factors + r * 4;
       float *at = sums + r * PANEL + column;
-      Floats sum = fma(mul(to_floats(total[r][j]), scale), every(of[0]), load(at));
-      if (has_offsets(KIND)) sum = fma(offset, every(of[parts_of(KIND) == 1 ? 1 : 2 + part]), sum);
+      Floats sum = fma(mul(sum_of<KIND, ARITHMETIC>(total[r][j]), scale), every(beside[r].scale), load(at));
+      if (has_offsets(KIND)) sum = fma(offset, every(beside[r].sums[part]), sum);
       store(at, sum);
     }
     // One vector after the other: mixed, they need more registers than there are.
@@ -119,94 +203,94 @@ static inline void tile_of(const int16_t *x, const float *factors, const float *
   }
 }
 
-// ROWS rows by 32 columns, from codes, or from pairs [16][64] made of them before.
-template <int ROWS, int KIND, bool DOTS>
-static void rows_of(const int16_t *x, const float *factors, const uint8_t *group, const int32_t *pairs, float *sums) {
+// ROWS rows by 32 columns, where the codes lie.
+template <int ROWS, int KIND, int ARITHMETIC>
+static void few_rows(const uint8_t *x, const Beside *beside, const uint8_t *group, float *sums) {
+  constexpr int COUNT = ROWS * terms_of(ARITHMETIC) <= 3 * AT_ONCE ? 2 * AT_ONCE : AT_ONCE;
   const float *by = (const float *)group;
   const uint8_t *codes = (const uint8_t *)(by + parts_of(KIND) * part_floats(KIND));
   for (int part = 0; part < parts_of(KIND); ++part)
-    for (int tile = 0; tile < SPAN; ++tile) {
-      if (pairs)
-        tile_of<ROWS, KIND, DOTS>(x, factors, by, part, tile, sums, [=](int k, Ints(&w)[TILE_VECTORS]) {
-          for (int j = 0; j < TILE_VECTORS; ++j) w[j] = load(pairs + k * PANEL + (tile + j * SPAN) * LANES);
-        });
-      else
-        tile_of<ROWS, KIND, DOTS>(x, factors, by, part, tile, sums, [=](int k, Ints(&w)[TILE_VECTORS]) {
-          for (int64_t at = k * group_bytes(KIND) / PAIRS; at < (k + 1) * group_bytes(KIND) / PAIRS; at += 64)
-            fetch(group + AHEAD + at);
-          widen_pair<KIND>(codes + 2 * k * code_bytes(KIND), tile, w);
-        });
-    }
+    for (int tile = 0; tile < VECTORS / COUNT; ++tile)
+      tile_of<ROWS, KIND, ARITHMETIC, COUNT>(x, beside, by, part, tile, sums, [=](int q, Ints(&w)[COUNT]) {
+        constexpr int64_t STEP = group_bytes(KIND) / (GROUP / 4);
+        for (int64_t at = q * STEP; tile == 0 && at < (q + 1) * STEP; at += 64) fetch(group + AHEAD + at);
+        for (int j = 0; j < COUNT; ++j) w[j] = quad_of<KIND>(codes + q * 4 * code_bytes(KIND), tile + j * (VECTORS / COUNT));
+      });
 }
 
-template <int KIND, bool DOTS>
-static void some_rows(int rows, const int16_t *x, const float *factors, const uint8_t *group, const int32_t *pairs,
+// The same from bytes [8][64][4] that were made of them before.
+template <int ROWS, int KIND, int ARITHMETIC>
+static void more_rows(const uint8_t *x, const Beside *beside, const uint8_t *group, const uint8_t *quads, float *sums) {
+  for (int part = 0; part < parts_of(KIND); ++part)
+    for (int tile = 0; tile < SPAN; ++tile)
+      tile_of<ROWS, KIND, ARITHMETIC, AT_ONCE>(
+          x, beside, (const float *)group, part, tile, sums, [=](int q, Ints(&w)[AT_ONCE]) {
+            for (int j = 0; j < AT_ONCE; ++j) w[j] = load_ints(quads + q * PANEL * 4 + (tile + j * SPAN) * LANES * 4);
+          });
+}
+
+template <int ROWS, int KIND, int ARITHMETIC>
+static void some_rows(int rows, const uint8_t *x, const Beside *beside, const uint8_t *group, const uint8_t *quads,
                       float *sums) {
-  switch (rows) {
-    case 1: return rows_of<1, KIND, DOTS>(x, factors, group, pairs, sums);
-    case 2: return rows_of<2, KIND, DOTS>(x, factors, group, pairs, sums);
-    case 3: return rows_of<3, KIND, DOTS>(x, factors, group, pairs, sums);
-#if defined(__AVX512F__)
-    case 4: return rows_of<4, KIND, DOTS>(x, factors, group, pairs, sums);
-    case 5: return rows_of<5, KIND, DOTS>(x, factors, group, pairs, sums);
-    default: return rows_of<6, KIND, DOTS>(x, factors, group, pairs, sums);
-#endif
-  }
+  if (ROWS > 1 && rows < ROWS)
+    return some_rows<(ROWS > 1 ? ROWS - 1 : 1), KIND, ARITHMETIC>(rows, x, beside, group, quads, sums);
+  if (quads)
+    more_rows<ROWS, KIND, ARITHMETIC>(x, beside, group, quads, sums);
+  else
+    few_rows<ROWS, KIND, ARITHMETIC>(x, beside, group, sums);
 }
 
-// 32 columns of codes as pairs [16][64].
 template <int KIND>
-static void widen_group(const uint8_t *group, int32_t *pairs) {
+static void widen_group(const uint8_t *group, uint8_t *quads) {
   const uint8_t *codes = group + parts_of(KIND) * part_floats(KIND) * sizeof(float);
-  for (int k = 0; k < PAIRS; ++k)
-    for (int tile = 0; tile < SPAN; ++tile) {
-      Ints w[TILE_VECTORS];
-      widen_pair<KIND>(codes + 2 * k * code_bytes(KIND), tile, w);
-      for (int j = 0; j < TILE_VECTORS; ++j) store(pairs + k * PANEL + (tile + j * SPAN) * LANES, w[j]);
-    }
+  for (int q = 0; q < GROUP / 4; ++q)
+    for (int j = 0; j < VECTORS; ++j)
+      store(quads + (q * VECTORS + j) * LANES * 4, quad_of<KIND>(codes + q * 4 * code_bytes(KIND), j));
   for (int64_t at = 0; at < group_bytes(KIND); at += 64) fetch(group + AHEAD + at);
 }
 
-template <int KIND, bool DOTS>
+template <int KIND, int ARITHMETIC>
 static void multiply_codes(const WholeRows &x, int64_t rows, int64_t groups, const uint8_t *panel, float *sums) {
-  alignas(64) int32_t buffer[PAIRS * PANEL];
+  constexpr int HEIGHT = tile_rows(ARITHMETIC);
+  alignas(64) uint8_t quads[GROUP * PANEL];
   for (int64_t g = 0; g < groups; ++g, panel += group_bytes(KIND)) {
-    const int16_t *codes = x.codes + g * x.rows * GROUP;
-    const float *factors = x.factors + g * x.rows * 4;
-    // Few rows: codes are multiplied where they are widened. More go in tiles of nearly the same height.
-    const bool is_few = rows <= TILE_ROWS;
-    if (!is_few) widen_group<KIND>(panel, buffer);
-    int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, some = 0;
+    const WholeRows here = x.from(g * x.rows);
+    // Few rows: codes are multiplied where they lie. More go in tiles of nearly the same height.
+    const bool is_few = rows <= HEIGHT;
+    if (!is_few) widen_group<KIND>(panel, quads);
+    int64_t tiles = (rows + HEIGHT - 1) / HEIGHT, some = 0;
     for (int64_t r = 0; r < rows; r += some, --tiles) {
       some = (rows - r + tiles - 1) / tiles;
-      some_rows<KIND, DOTS>((int)some, codes + r * GROUP, factors + r * 4, panel, is_few ? nullptr : buffer,
-                            sums + r * PANEL);
+      some_rows<HEIGHT, KIND, ARITHMETIC>((int)some, here.terms + r * x.term_bytes, here.beside + r, panel,
+                                          is_few ? nullptr : quads, sums + r * PANEL);
     }
   }
 }
 
 template <int KIND>
-static void multiply_codes(const WholeRows &x, int64_t rows, int64_t groups, const uint8_t *panel, bool dots,
+static void multiply_codes(const WholeRows &x, int64_t rows, int64_t groups, const uint8_t *panel, int arithmetic,
                            float *sums) {
-  if (dots)
-    multiply_codes<KIND, true>(x, rows, groups, panel, sums);
-  else
-    multiply_codes<KIND, false>(x, rows, groups, panel, sums);
-}
-
-void multiply_whole(int kind, const WholeRows &x, int64_t rows, int64_t columns, const uint8_t *panel, bool dots,
-                    float *sums) {
-  const int64_t groups = columns / GROUP;
-  switch (kind) {
-    case Q4: return multiply_codes<Q4>(x, rows, groups, panel, dots, sums);
-    case Q8: return multiply_codes<Q8>(x, rows, groups, panel, dots, sums);
-    case A8: return multiply_codes<A8>(x, rows, groups, panel, dots, sums);
-    case H8: return multiply_codes<H8>(x, rows, groups, panel, dots, sums);
-    default: return multiply_codes<X8>(x, rows, groups, panel, dots, sums);
+  switch (arithmetic) {
+    case BITS_16: return multiply_codes<KIND, BITS_16>(x, rows, groups, panel, sums);
+    case BITS_23: return multiply_codes<KIND, BITS_23>(x, rows, groups, panel, sums);
+    case BITS_16_BY_WORDS: return multiply_codes<KIND, BITS_16_BY_WORDS>(x, rows, groups, panel, sums);
+    default: return multiply_codes<KIND, BITS_23_BY_WORDS>(x, rows, groups, panel, sums);
   }
 }
 
-bool has_dots() {
+void multiply_whole(int kind, const WholeRows &x, int64_t rows, int64_t columns, const uint8_t *panel, int arithmetic,
+                    float *sums) {
+  const int64_t groups = columns / GROUP;
+  switch (kind) {
+    case Q4: return multiply_codes<Q4>(x, rows, groups, panel, arithmetic, sums);
+    case Q8: return multiply_codes<Q8>(x, rows, groups, panel, arithmetic, sums);
+    case A8: return multiply_codes<A8>(x, rows, groups, panel, arithmetic, sums);
+    case H8: return multiply_codes<H8>(x, rows, groups, panel, arithmetic, sums);
+    default: return multiply_codes<X8>(x, rows, groups, panel, arithmetic, sums);
+  }
+}
+
+static bool multiplies_bytes() {
 #if defined(__AVX512F__)
   static const bool found = __builtin_cpu_supports("avx512vnni");
 #elif defined(__AVX2__)
@@ -220,6 +304,11 @@ bool has_dots() {
   static const bool found = false;
 #endif
   return found;
+}
+
+int possible(int arithmetic) {
+  if (multiplies_bytes()) return arithmetic;
+  return arithmetic == BITS_16 ? BITS_16_BY_WORDS : arithmetic == BITS_23 ? BITS_23_BY_WORDS : arithmetic;
 }
 
 }  // namespace headrace

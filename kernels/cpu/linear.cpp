@@ -11,32 +11,65 @@
 
 #include "crew.h"
 #include "integers.h"
+#include "ints.h"
 #include "panel.h"
 
 namespace headrace {
 
 constexpr int FEW_ROWS = 4;
 
-// What a column of codes of one part is widened by.
+// The vectors of a panel that few rows are multiplied by at a time, each STRIDE-th: what the registers hold.
+#if defined(__AVX512F__)
+constexpr int AT_ONCE = VECTORS;
+#else
+constexpr int AT_ONCE = VECTORS / 2;
+#endif
+constexpr int STRIDE = VECTORS / AT_ONCE;
+
+// What a column of codes of one part is widened by, of the vectors from `first` on.
 template <int KIND>
 struct Factors {
-  Floats scale[VECTORS], offset[VECTORS];
+  Floats scale[AT_ONCE], offset[AT_ONCE];
+  int first;
 
-  inline explicit Factors(const float *at) {
-    for (int j = 0; j < VECTORS; ++j) {
-      scale[j] = load(at + j * LANES);
-      if (has_offsets(KIND)) offset[j] = load(at + PANEL + j * LANES);
+  inline Factors(const float *at, int first) : first(first) {
+    for (int j = 0; j < AT_ONCE; ++j) {
+      scale[j] = load(at + place(j));
+      if (has_offsets(KIND)) offset[j] = load(at + PANEL + place(j));
     }
   }
 
-  inline void widen(const uint8_t *column, Floats (&w)[VECTORS]) const {
+  inline int place(int j) const { return (first + j * STRIDE) * LANES; }
+
+  // A column of four, which lie together (or, of 8-bit floats, one after the other).
+  template <int COLUMN>
+  inline void widen(const uint8_t *quad, Floats (&w)[AT_ONCE]) const {
     if (KIND == Q4) {
-      for (int j = 0; j < VECTORS / 2; ++j) from_int4(column + j * LANES, w[j], w[j + VECTORS / 2]);
+      for (int j = 0; j < AT_ONCE / 2; ++j) {
+        const Ints bytes = load_ints(quad + place(j) * 4), low = every(15);
+        w[j] = to_floats(both(right<8 * COLUMN>(bytes), low));
+        w[j + AT_ONCE / 2] = to_floats(both(right<8 * COLUMN + 4>(bytes), low));
+      }
     } else {
-      for (int j = 0; j < VECTORS; ++j)
-        w[j] = KIND == F8 ? from_e4m3(column + j * LANES) : from_int8((const int8_t *)column + j * LANES);
+      for (int j = 0; j < AT_ONCE; ++j)
+        w[j] = KIND == F8 ? from_e4m3(quad + COLUMN * PANEL + place(j))
+                          : to_floats(signed_right<24>(left<24 - 8 * COLUMN>(load_ints(quad + place(j) * 4))));
     }
-    for (int j = 0; j < VECTORS; ++j) w[j] = has_offsets(KIND) ? fma(scale[j], w[j], offset[j]) : mul(scale[j], w[j]);
+    for (int j = 0; j < AT_ONCE; ++j) w[j] = has_offsets(KIND) ? fma(scale[j], w[j], offset[j]) : mul(scale[j], w[j]);
+  }
+
+  // use(k, column) for each column of a part, first to last.
+  template <typename Use>
+  inline void each_column(const uint8_t *codes, int part, Use use) const {
+    constexpr int COLUMNS = GROUP / parts_of(KIND);
+    Floats w[AT_ONCE];
+    for (int k = part * COLUMNS; k < (part + 1) * COLUMNS; k += 4) {
+      const uint8_t *quad = codes + k * code_bytes(KIND);
+      widen<0>(quad, w), use(k, w);
+      widen<1>(quad, w), use(k + 1, w);
+      widen<2>(quad, w), use(k + 2, w);
+      widen<3>(quad, w), use(k + 3, w);
+    }
   }
 };
 
@@ -45,16 +78,14 @@ template <int KIND>
 static void widen_codes(const uint8_t *from, float *to) {
   const float *factors = (const float *)from;
   const uint8_t *codes = (const uint8_t *)(factors + parts_of(KIND) * part_floats(KIND));
-  constexpr int COLUMNS = GROUP / parts_of(KIND);
-  for (int part = 0; part < parts_of(KIND); ++part) {
-    const Factors<KIND> by(factors + part * part_floats(KIND));
-    for (int k = part * COLUMNS; k < (part + 1) * COLUMNS; ++k) {
-      fetch(from + AHEAD + k * group_bytes(KIND) / GROUP);
-      Floats w[VECTORS];
-      by.widen(codes + k * code_bytes(KIND), w);
-      for (int j = 0; j < VECTORS; ++j) store(to + k * PANEL + j * LANES, w[j]);
+  for (int part = 0; part < parts_of(KIND); ++part)
+    for (int first = 0; first < STRIDE; ++first) {
+      const Factors<KIND> by(factors + part * part_floats(KIND), first);
+      by.each_column(codes, part, [&](int k, const Floats(&w)[AT_ONCE]) {
+        if (first == 0) fetch(from + AHEAD + k * group_bytes(KIND) / GROUP);
+        for (int j = 0; j < AT_ONCE; ++j) store(to + k * PANEL + by.place(j), w[j]);
+      });
     }
-  }
 }
 
 // `count` columns of a panel as floats [count][64]; a view where they are floats already. Of codes, `count` is 32.
@@ -126,23 +157,26 @@ template <int ROWS, int KIND>
 static void coded_rows(const float *x, int64_t stride, const uint8_t *from, float *sums) {
   const float *factors = (const float *)from;
   const uint8_t *codes = (const uint8_t *)(factors + parts_of(KIND) * part_floats(KIND));
-  constexpr int COLUMNS = GROUP / parts_of(KIND);
-  Floats total[ROWS][VECTORS];
-  for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < VECTORS; ++j) total[r][j] = every(0.0f);
-  for (int part = 0; part < parts_of(KIND); ++part) {
-    const Factors<KIND> by(factors + part * part_floats(KIND));
-    for (int k = part * COLUMNS; k < (part + 1) * COLUMNS; ++k) {
-      fetch(from + AHEAD + k * group_bytes(KIND) / GROUP);
-      Floats w[VECTORS];
-      by.widen(codes + k * code_bytes(KIND), w);
-      for (int r = 0; r < ROWS; ++r) {
-        const Floats value = every(x[r * stride + k]);
-        for (int j = 0; j < VECTORS; ++j) total[r][j] = fma(value, w[j], total[r][j]);
-      }
+  for (int first = 0; first < STRIDE; ++first) {
+    Floats total[ROWS][AT_ONCE];
+    for (int r = 0; r < ROWS; ++r)
+      for (int j = 0; j < AT_ONCE; ++j) total[r][j] = every(0.0f);
+    for (int part = 0; part < parts_of(KIND); ++part) {
+      const Factors<KIND> by(factors + part * part_floats(KIND), first);
+      by.each_column(codes, part, [&](int k, const Floats(&w)[AT_ONCE]) {
+        if (first == 0) fetch(from + AHEAD + k * group_bytes(KIND) / GROUP);
+        for (int r = 0; r < ROWS; ++r) {
+          const Floats value = every(x[r * stride + k]);
+          for (int j = 0; j < AT_ONCE; ++j) total[r][j] = fma(value, w[j], total[r][j]);
+        }
+      });
     }
+    for (int r = 0; r < ROWS; ++r)
+      for (int j = 0; j < AT_ONCE; ++j) {
+        float *at = sums + r * PANEL + (first + j * STRIDE) * LANES;
+        store(at, add(load(at), total[r][j]));
+      }
   }
-  add_to(sums, total);
 }
 
 template <int KIND>
@@ -175,9 +209,6 @@ static void all_rows(const float *x, int64_t stride, int64_t rows, const float *
   }
 }
 
-// What a caller asks for; the second without the processor's instruction for dot products, which gives the same bits.
-enum Arithmetic { FLOATS = 0, INTEGERS = 1, INTEGERS_BY_PAIRS = 2 };
-
 // What one thread does at a time: the product with one panel of W, `number` of those that W has.
 struct Matrix {
   int kind;
@@ -197,10 +228,10 @@ struct Matrix {
     finish(number, sums, rows, bias, out);
   }
 
-  void multiply_panel(int64_t number, const uint8_t *panels, const WholeRows &x, int64_t rows, bool dots,
+  void multiply_panel(int64_t number, const uint8_t *panels, const WholeRows &x, int64_t rows, int arithmetic,
                       const float *bias, float *out) const {
     float *sums = no_sums(rows);
-    multiply_whole(kind, x, rows, columns, panels + number * panel_bytes(), dots, sums);
+    multiply_whole(kind, x, rows, columns, panels + number * panel_bytes(), arithmetic, sums);
     finish(number, sums, rows, bias, out);
   }
 
@@ -241,10 +272,10 @@ HEADRACE_API void headrace_linear(const float *x, int64_t rows, int64_t columns,
   if (rows == 0) return;
   const Matrix matrix{kind, width, columns};
   if (matrix.in_whole(arithmetic)) {
-    const WholeRows whole = round_rows(x, rows, columns, threads);
-    const bool dots = arithmetic == INTEGERS && has_dots();
+    arithmetic = possible(arithmetic);
+    const WholeRows whole = round_rows(x, rows, columns, kind, arithmetic, threads);
     each(matrix.panels(), threads,
-         [&](int64_t i) { matrix.multiply_panel(i, panels, whole, rows, dots, bias, out); });
+         [&](int64_t i) { matrix.multiply_panel(i, panels, whole, rows, arithmetic, bias, out); });
     return;
   }
   each(matrix.panels(), threads, [&](int64_t i) { matrix.multiply_panel(i, panels, x, rows, bias, out); });
@@ -260,14 +291,15 @@ HEADRACE_API void headrace_linear_of_experts(const float *x, const int64_t *star
   std::vector<int64_t> busy;
   for (int64_t e = 0; e < experts; ++e)
     if (starts[e] < starts[e + 1]) busy.push_back(e);
-  const bool in_whole = matrix.in_whole(arithmetic), dots = arithmetic == INTEGERS && has_dots();
-  const WholeRows whole = in_whole ? round_rows(x, starts[experts], columns, threads) : WholeRows{};
+  const bool in_whole = matrix.in_whole(arithmetic);
+  arithmetic = possible(arithmetic);
+  const WholeRows whole = in_whole ? round_rows(x, starts[experts], columns, kind, arithmetic, threads) : WholeRows{};
   each((int64_t)busy.size() * count, threads, [&](int64_t i) {
     const int64_t e = busy[i / count], first = starts[e], rows = starts[e + 1] - first;
     const uint8_t *at = panels + e * count * matrix.panel_bytes();
     const float *more = bias ? bias + e * width : nullptr;
     if (in_whole)
-      matrix.multiply_panel(i % count, at, whole.from(first), rows, dots, more, out + first * width);
+      matrix.multiply_panel(i % count, at, whole.from(first), rows, arithmetic, more, out + first * width);
     else
       matrix.multiply_panel(i % count, at, x + first * columns, rows, more, out + first * width);
   });

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.beside import main
-from benchmarks.peers import PeerServer, free_port, other, running
+from benchmarks.peers import PeerServer, free_port, headrace, other, running
 from cluster.processes.spec import LaunchError
 
 SERVER = """
@@ -26,8 +26,14 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--presets", "A,Z"], ["--peer", "vllm=/nowhere"], ["--peer", f"other={sys.prefix}"]],
-    ids=["preset", "environment", "kind"],
+    [
+        ["--presets", "A,Z"],
+        ["--peer", "vllm=/nowhere"],
+        ["--peer", f"other={sys.prefix}"],
+        ["--also", "headrace=--workers 2"],
+        ["--also", "one pool"],
+    ],
+    ids=["preset", "environment", "kind", "name taken", "no flags"],
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -67,6 +73,19 @@ def test_others_get_both_cores_and_nothing_of_this_environment(tmp_path: Path) -
         peer = other(kind, tmp_path, 1234, 2, tmp_path / "model")
         assert peer.argv[0] == str(tmp_path / "bin/python") and "1234" in peer.argv
         assert peer.environment["PYTHONPATH"] == "" and peer.environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_vllm_computes_in_what_its_kind_says(tmp_path: Path) -> None:
+    """Guards two lines of one table that would be the same server."""
+    for kind, dtype in (("vllm", "float32"), ("vllm-bf16", "bfloat16")):
+        argv = other(kind, tmp_path, 1234, 2, tmp_path).argv
+        assert argv[argv.index("--dtype") + 1] == dtype
+
+
+def test_ours_with_other_settings_is_a_server_of_its_own() -> None:
+    """Guards a line of a table whose flags were never given to it."""
+    plain, pool = headrace(1234), headrace(1234, "one pool", ("--workers", "2"))
+    assert pool.name == "one pool" and pool.argv == (*plain.argv, "--workers", "2")
 
 
 def test_a_cluster_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,14 +107,14 @@ def test_codes_are_multiplied_in_integers_unless_told_otherwise(
         pytest.skip("the native kernels were not built here: they need a C++ compiler at installation")
     coded = prepare(write_model(tmp_path / "model.gguf", lambda _: Kind.Q4_K), tmp_path / "cache")
 
-    def opened(model: Path, arithmetic: Literal["auto", "integer", "float32"]) -> EngineDevice:
+    def opened(model: Path, arithmetic: Literal["auto", "integer", "integer16", "float32"]) -> EngineDevice:
         found = open_device(EngineConfig(model_dir=str(model), pool_bytes=1 << 22, arithmetic=arithmetic))
         found.kv.close()
         return found
 
-    asked: tuple[Literal["auto", "integer", "float32"], ...] = ("auto", "integer", "float32")
-    auto, integer, float32 = (opened(coded, one).arithmetic for one in asked)
-    assert auto == float32 and integer == f"{float32} in integers"
+    asked: tuple[Literal["auto", "integer", "integer16", "float32"], ...] = ("auto", "integer", "integer16", "float32")
+    auto, integer, short, float32 = (opened(coded, one).arithmetic for one in asked)
+    assert auto == integer == f"{float32} in integers of 23 bits" and short == f"{float32} in integers of 16 bits"
     assert opened(coded, "auto").is_deterministic
     assert len({opened(folder, one).arithmetic for one in asked}) == 1
     config = EngineConfig(model_dir=str(coded), pool_bytes=1 << 22, arithmetic="integer")

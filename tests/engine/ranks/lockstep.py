@@ -23,6 +23,7 @@ from engine.ranks.sums import RankSums, bytes_of, memory_file, places_bytes
 from engine.storage.paged import PagedKV
 from engine.types import BlockId
 from kernels.native import Native
+from kernels.panels import IntegerBits
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ def sums_of(config: ModelConfig, ranks: int) -> list[RankSums]:
 class Lockstep:
     """One sequence through `ranks` ranks; `step` returns what rank 0 has."""
 
-    def __init__(self, folder: Path, ranks: int, kernels: Native | None, integer: bool = False) -> None:
+    def __init__(self, folder: Path, ranks: int, kernels: Native | None, integer: IntegerBits = 0) -> None:
         config = ModelConfig.load(folder)
         self.sums = sums_of(config, ranks)
         self._threads = ThreadPoolExecutor(ranks)

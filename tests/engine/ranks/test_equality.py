@@ -16,6 +16,7 @@ from engine.model.prepared.sliced import PartWeights
 from engine.model.split import Share
 from kernels.coded_weight import CodedWeight
 from kernels.native import Native, native
+from kernels.panels import IntegerBits
 from tests.engine.model.checkpoints import CASES, VOCAB, build, save_hf
 from tests.engine.model.test_families import Ours
 from tests.engine.model.test_quantized_families import GROUPS, save_both
@@ -34,12 +35,12 @@ def one_thread() -> Iterator[None]:
 
 
 def alone(
-    folder: Path, kernels: Native | None, sum_slices: int = 1, integer: bool = False
+    folder: Path, kernels: Native | None, sum_slices: int = 1, integer: IntegerBits = 0
 ) -> list[torch.Tensor]:
     model = load_model(
         folder, packed=False, panels=kernels is not None, integer=integer, sum_slices=sum_slices
     )
-    assert model.in_integers is integer
+    assert model.integer == integer
     heads = model.config.heads
     ours = Ours(model, TorchAttention(heads) if kernels is None else NativeAttention(heads, kernels))
     with torch.inference_mode():
@@ -48,9 +49,9 @@ def alone(
     return found
 
 
-def together(folder: Path, ranks: int, kernels: Native | None, integer: bool = False) -> list[torch.Tensor]:
+def together(folder: Path, ranks: int, kernels: Native | None, integer: IntegerBits = 0) -> list[torch.Tensor]:
     group = Lockstep(folder, ranks, kernels, integer)
-    assert all(model.in_integers is integer for model in group.models)
+    assert all(model.integer == integer for model in group.models)
     found = [group.step(tokens) for tokens in STEPS]
     group.close()
     return found
@@ -115,7 +116,7 @@ def test_products_in_integers_have_the_bits_of_slices(coded: Path, ranks: int) -
     product of a layer is in values and the others are in integers."""
     if (kernels := native()) is None:
         pytest.skip("integers need the native kernels")
-    theirs, ours = alone(coded, kernels, ranks, integer=True), together(coded, ranks, kernels, integer=True)
+    theirs, ours = alone(coded, kernels, ranks, integer=23), together(coded, ranks, kernels, integer=23)
     assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
     in_floats = alone(coded, kernels, ranks)
     assert not all(torch.equal(own, other) for own, other in zip(ours, in_floats, strict=True)), "nothing was rounded"

@@ -1,4 +1,4 @@
-"""One number for what all native kernels compute: python -m tests.kernels.native.digest [LIBRARY | --by-pairs]"""
+"""One number for what all native kernels compute: python -m tests.kernels.native.digest [LIBRARY | --by-words]"""
 
 import ctypes
 import hashlib
@@ -8,7 +8,9 @@ import torch
 
 from kernels.experts import ClampedGate, ExpertWeights, Routing
 from kernels.native import Native, PoolShape, Sequences, native
-from kernels.panels import in_integers, pack_codes, pack_plain, pack_stack, stacked
+from kernels.panels import IntegerBits, in_integers, pack_codes, pack_plain, pack_stack, stacked
+
+BITS: tuple[IntegerBits, ...] = (16, 23)
 
 
 def bits_of_everything(kernels: Native) -> str:
@@ -33,7 +35,9 @@ def bits_of_everything(kernels: Native) -> str:
             digest.update(kernels.linear(noise(rows, weight.columns), weight, noise(150)).numpy().tobytes())
         for rows in (40, 11, 5, 1):
             x = noise(rows, weight.columns) * torch.logspace(-3, 3, weight.columns)
-            digest.update(kernels.linear(x, in_integers(weight), noise(150)).numpy().tobytes())
+            bias = noise(150)
+            for bits in BITS:
+                digest.update(kernels.linear(x, in_integers(weight, bits), bias).numpy().tobytes())
     digest.update(kernels.norm(noise(5, 77), noise(5, 77), noise(77), 1e-5).numpy().tobytes())
     for gelu in (False, True):
         digest.update(kernels.gate(noise(5, 90) * 30, gelu).numpy().tobytes())
@@ -44,7 +48,7 @@ def bits_of_everything(kernels: Native) -> str:
         mixed = kernels.mix(noise(33, 32), choice, weights._replace(clamp=clamp))
         digest.update(choice.weights.numpy().tobytes() + mixed.numpy().tobytes())
     experts = [pack_codes(codes[at : at + 64], noise(64, 3), noise(64, 3), "q4") for at in range(5)]
-    stacks = in_integers(stacked(experts)), pack_stack(noise(5, 96, 32))
+    stacks = in_integers(stacked(experts), 23), pack_stack(noise(5, 96, 32))
     mixed = kernels.mix(noise(33, 96), kernels.route(noise(33, 5), routing), ExpertWeights(*stacks))
     digest.update(mixed.numpy().tobytes())
     angles = noise(50, 24)
@@ -78,10 +82,10 @@ def bits_of_everything(kernels: Native) -> str:
 
 def main() -> int:
     asked = sys.argv[1:]
-    kernels = Native(ctypes.CDLL(asked[0]), "PLAIN") if asked and asked != ["--by-pairs"] else native()
+    kernels = Native(ctypes.CDLL(asked[0]), "PLAIN") if asked and asked != ["--by-words"] else native()
     if kernels is None:
         return 1
-    kernels.by_pairs = asked == ["--by-pairs"]
+    kernels.by_words = asked == ["--by-words"]
     print(kernels.variant, bits_of_everything(kernels))
     return 0
 
