@@ -183,7 +183,9 @@ class DecodeGraphs:
 
         def work() -> Tensor:
             made = self._model.forward(batch, self._kv, self._attention, logits)
-            self._attention.draw(made, params, drawn)
+            # Of several ranks, the first has whole rows, and draws.
+            if made.shape == logits.shape:
+                self._attention.draw(made, params, drawn)
             return made
 
         # Outside of what is recorded: it may allocate buffers, which a replay would clear.

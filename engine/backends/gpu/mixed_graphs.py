@@ -144,7 +144,8 @@ class MixedGraphs:
 
         def work() -> Tensor:
             made = self._model.forward(batch, self._kv, self._attention, self._logits)
-            self._attention.draw(made, params, self._tokens)
+            if made.shape == self._logits.shape:  # as for decode steps: the first rank draws
+                self._attention.draw(made, params, self._tokens)
             return made
 
         self._attention.fix_mixed(kind, size, slots)

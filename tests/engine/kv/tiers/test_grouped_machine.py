@@ -215,7 +215,7 @@ def test_the_shadow_notices(planted: dict[str, object], monkeypatch: pytest.Monk
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
             GroupedTierMachine,
             settings=settings(
-                max_examples=300,
+                max_examples=8000,  # a wrong name is found after a thousand, on average
                 stateful_step_count=40,
                 deadline=None,
                 database=None,
