@@ -18,7 +18,7 @@ from enum import Enum
 import msgspec
 
 from engine import identity
-from engine.messages import RequestStats
+from engine.messages import Load, RequestStats
 from engine.packed_logprobs import PackedLogprobs
 from engine.types import RequestRecord, TokenLogprobs
 from router.core.registry import Life, ModelKey
@@ -79,6 +79,9 @@ class Call:
     prefill_key: ModelKey = ("", 1)
     is_prefilled: bool = False
     """True once its present placement has given output: its prefill worker has nothing left to do for it."""
+    left_behind: tuple[Load, int] | None = None
+    """A prefill worker's report that counts the prompt of a placement which is over, and by how many tokens. It stops
+    reading it, which is in nobody's way."""
     believed_prefill_tokens: int = 0
     believed_decode_blocks: int = 0
     predicted_s: tuple[float, float] | None = None

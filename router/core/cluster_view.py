@@ -112,6 +112,11 @@ class ClusterView:
 
     def release(self, call: Call) -> None:
         """Note that no worker holds `call` any more, for all the router knows."""
+        reader = self.registry.get(call.prefill)
+        reading = None if reader is None else reader.own.get(call.record.request)
+        call.left_behind = None
+        if reading is not None and reading.counted and not reading.is_prefilled and reader is not None and reader.load:
+            call.left_behind = reader.load, reading.tokens
         self.registry.released(call.prefill, call.record.request)
         self.registry.released(call.decode, call.record.request)
 

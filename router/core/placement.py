@@ -267,7 +267,7 @@ class Placer:
         # Workers whose blocks are of one size hold the same beginnings.
         for key in {w.key for w in readers}:
             delaying |= self._delaying(call, held, [w for w in readers if w.key == key])
-        return [self._reader_view(w, held.blocks(w), wanted, delaying[w.name]) for w in readers]
+        return [self._reader_view(call, w, held.blocks(w), wanted, delaying[w.name]) for w in readers]
 
     def _local_views(
         self,
@@ -282,7 +282,7 @@ class Placer:
         key = decodes[0].key
         found = held.depths(key)
         delaying = self._delaying(call, held, [*decodes, *(w for w in readers if w.key == key)])
-        return {w.name: self._reader_view(w, found.get(w.name, 0), wanted, delaying[w.name]) for w in decodes}
+        return {w.name: self._reader_view(call, w, found.get(w.name, 0), wanted, delaying[w.name]) for w in decodes}
 
     def _delaying(self, call: Call, held: "_Held", alike: Sequence[WorkerEntry]) -> dict[str, float]:
         """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
@@ -293,12 +293,16 @@ class Placer:
         s_per_token = self._fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
         return self._reuse.delaying_tokens(call.chain(alike[0].key), found, alike[0].key[1], waiting, s_per_token)
 
-    def _reader_view(self, worker: WorkerEntry, blocks: int, wanted: Demand, delaying: float) -> PrefillView:
-        fitted, name = self._fitted, worker.name
+    def _reader_view(
+        self, call: Call, worker: WorkerEntry, blocks: int, wanted: Demand, delaying: float
+    ) -> PrefillView:
+        fitted, name, queue_tokens = self._fitted, worker.name, worker.queue_tokens
+        if call.left_behind is not None and call.left_behind[0] is worker.load:
+            queue_tokens = max(queue_tokens - call.left_behind[1], 0)
         return PrefillView(
             name,
             min(blocks * worker.room[0], wanted.prompt_tokens - 1),
-            worker.queue_tokens,
+            queue_tokens,
             fitted.s_per_token(name),
             len(worker.own),
             delaying,

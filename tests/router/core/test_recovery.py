@@ -578,3 +578,19 @@ def test_the_obituary_tells_who_was_there() -> None:
         "1.0 s later d1 (its stream broke; after 4 tokens, with 1 other), "
         "1.0 s later d2 (its stream broke; after 4 tokens, with 2 others)"
     )
+
+
+@pytest.mark.parametrize("others", [0, 400])
+def test_a_request_does_not_wait_behind_its_own_lost_attempt(others: int) -> None:
+    """Guards chunks that a prefill worker has computed for a reader that died, and would compute no further: in the
+    report that counts the rest, the request would find itself in its own way, and be computed anew elsewhere. Other
+    requests there are in its way as ever."""
+    bench = Bench(decodes=2, prefills=2)
+    bench.hear(load(waiting_tokens=30), "p1")
+    (place,) = bench.submit(A)
+    assert is_told(place, Place) and place.record.prefill.name == "p0"
+    bench.accept(A, worker=place.worker)
+    bench.hear(load(), "p1")
+    bench.hear(load(waiting_tokens=40 + others), "p0")
+    _, again = lose(bench, place.worker)
+    assert again.record.prefill.name == ("p1" if others else "p0")
