@@ -3,8 +3,8 @@ are written at once, as a worker would; part of `make parity`.
 
 Each may have as many tokens as a request that does not say how many. With a penalty on repetition, which
 docs/structured-output.md advises for models as small as this, almost every answer ends. Drawn as the model's card says,
-and no more, the trees go on for ever and some texts without a bound do; which of these, another rounding decides, so
-the number there has room below what was measured.
+and no more, the trees go on for ever and some texts without a bound do. The kernels have the same bits on every
+processor, so the number is the same each time; without them, which of these end is another rounding's to decide.
 """
 
 import json
@@ -84,7 +84,7 @@ def _run(device: EngineDevice, waiting: list[Answer]) -> Iterator[tuple[Answer, 
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(("sampling", "least"), [(AS_TOLD, 170), (PENALIZED, 190)], ids=["as told", "penalized"])
+@pytest.mark.parametrize(("sampling", "least"), [(AS_TOLD, 180), (PENALIZED, 190)], ids=["as told", "penalized"])
 def test_the_demo_keeps_two_hundred_schemas(
     device: EngineDevice, demo_model: Path, sampling: SamplingParams, least: int
 ) -> None:
