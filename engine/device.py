@@ -206,8 +206,6 @@ def _open_ranks(
     if config.device != "cpu" or config.kernels == "triton":
         where = f"on {config.device} with {config.kernels} kernels"
         raise ValueError(f"engine.tensor_parallel: ranks compute on the CPU, not {where}")
-    if config.groups_layers:
-        raise ValueError("engine.layer_groups: ranks keep all layers in one group")
     if config.sum_slices > 1:
         raise ValueError("engine.sum_slices: is for one process, and engine.tensor_parallel asks for more")
     shape = ModelConfig.load(model_dir)
@@ -219,7 +217,7 @@ def _open_ranks(
         closing.callback(group.close)
         part = open_part(config, group.sums)
         shape = msgspec.structs.replace(shape, fingerprint=part.fingerprint)
-        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
+        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
         arithmetic = arithmetic_of(config, part.native, part.model, layout)
         own = RankReady(f"{part.fingerprint}/{layout.dtype}", arithmetic, part.weights_bytes, part.is_stable)
         stable, weights_bytes = group.ready(own)
