@@ -84,7 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer_groups: Literal["auto", "on", "off"] = "auto"
     """Keep layers with a sliding window apart from those without (docs/layer-groups.md): of the former, a sequence
     holds only its window. `off`: all layers keep everything. Every token is the same either way. Only where the model
-    has both kinds, with a CPU's kernels; workers that share requests must agree. `auto`: off."""
+    has both kinds; workers that share requests must agree, and have blocks of one size. `auto`: off."""
 
     jump_forward: bool = True
     """Tell tokens that a constraint forces (`docs/structured-output.md`) together with the token before them, without a

@@ -70,6 +70,11 @@ def layer_groups(windows: Sequence[int]) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
+def group_names(groups: Sequence[LayerGroup]) -> list[str]:
+    """Return what operators call the groups, by number and window. `groups` are all of them; empty: one."""
+    return [f"{at} window {group.window}" if group.window else f"{at} all" for at, group in enumerate(groups)] or ["0 all"]
+
+
 def migrated(groups: Sequence[LayerGroup], indices: range, tokens: int, block_size: int) -> list[tuple[int, int]]:
     """Return which of the blocks `indices` of a sequence of `tokens` tokens go from one worker to another: index and
     group of each, in order. `groups` are all of them; empty: one."""
