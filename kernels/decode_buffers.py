@@ -21,8 +21,8 @@ class DecodeBuffers:
 
     No tensor here ever changes its address. Read by the kernels: `items` int32 `[max_items, fields of WorkItem]`,
     `ranges` `[programs + 1]`, `rows` `[max_items]`, `slots` `[batch, 2]` (splits, first slot), `lengths` `[batch]`,
-    `tables` `[batch, stacks * width]` (see `stack`). Written by them: `partial` float32 `[max_slots, heads, head_dim]`, `partial_lse`
-    `[max_slots, heads]`, `lse` `[batch, heads]`. `loaded`: rows of the plan that is in them.
+    `tables` `[batch, stacks * width]` (see `stack`). Written by them: `partial` float32 `[max_slots, heads, head_dim]`,
+    `partial_lse` `[max_slots, heads]`, `lse` `[batch, heads]`. `loaded`: rows of the plan that is in them.
     """
 
     def __init__(

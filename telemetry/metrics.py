@@ -65,7 +65,7 @@ class WorkerMetrics(ProcessMetrics):
         )
         self._groups = families.snapshot(
             "kv_group_blocks",
-            "KV blocks that are held, by layer group and its window; together the active, reserved and quarantined ones.",
+            "KV blocks that are held, by layer group and its window: the active, reserved and quarantined ones.",
             "group",
             ("0 all",),
         )

@@ -86,7 +86,7 @@ class BlockPool:
         return self._held.copy()
 
     def allocate(self, count: int, state: BlockState = BlockState.ACTIVE, group: int = 0) -> list[BlockId]:
-        """Hand out `count` free blocks with one reference each, under a new generation, for layers of this group. Raises
+        """Hand out `count` free blocks with one reference each, under a new generation, for layers of a group. Raises
         IndexError if there are fewer: making room is the manager's business."""
         if count > len(self._free):
             raise IndexError(f"{count} blocks wanted, {len(self._free)} free")

@@ -72,7 +72,8 @@ def layer_groups(windows: Sequence[int]) -> tuple[LayerGroup, ...]:
 
 def group_names(groups: Sequence[LayerGroup]) -> list[str]:
     """Return what operators call the groups, by number and window. `groups` are all of them; empty: one."""
-    return [f"{at} window {group.window}" if group.window else f"{at} all" for at, group in enumerate(groups)] or ["0 all"]
+    windows = [group.window for group in groups] or [0]
+    return [f"{at} window {window}" if window else f"{at} all" for at, window in enumerate(windows)]
 
 
 def migrated(groups: Sequence[LayerGroup], indices: range, tokens: int, block_size: int) -> list[tuple[int, int]]:

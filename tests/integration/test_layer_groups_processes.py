@@ -122,8 +122,11 @@ class GroupedCluster:
 def page_of(address: str) -> tuple[dict[str, float], dict[str, float]]:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
         seen = samples(answer.read())
-    held = {dict(labels)["group"]: value for (name, labels), value in seen.items() if name == "headrace_kv_group_blocks"}
-    return held, {dict(labels)["state"]: value for (name, labels), value in seen.items() if name == "headrace_kv_blocks"}
+    by_name = [
+        {dict(labels)[label]: value for (name, labels), value in seen.items() if name == f"headrace_{wanted}"}
+        for wanted, label in (("kv_group_blocks", "group"), ("kv_blocks", "state"))
+    ]
+    return by_name[0], by_name[1]
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])

@@ -13,7 +13,8 @@ Tile = tuple[int, int, int, int]
 
 class ChunkBuffers:
     """Memory for chunks of up to `prompts` sequences with `tokens` new tokens together. `rows_per_tile`: queries that a
-    tile holds. `tables` is int32 `[groups, prompts, blocks]`. No tensor here ever changes its address. Two host copies take turns, as those of `DecodeBuffers` do."""
+    tile holds. `tables` is int32 `[groups, prompts, blocks]`. No tensor here ever changes its address. Two host copies
+    take turns, as those of `DecodeBuffers` do."""
 
     def __init__(
         self,

@@ -2,13 +2,12 @@
 
 A recording holds addresses and sizes, never values: whatever varies from step to step is brought into the same memory
 before each replay. Tokens, positions, slots (of each layer group), which tokens the step before draws, and the
-parameters of drawing lie in one tensor here, work list and block tables in the attention's buffers; logits and drawn tokens of every size are left
-in one tensor each, which no recording owns. Each row is drawn from its logits as they are, within the recording; a step
-in which some row's are to be adjusted first (penalties, biases, bans, masks) is drawn again behind it. A
-step of n rows runs in the smallest recorded size that holds it; the rows beyond have no context, write no KV, and their
-logits are not looked at. Mixed steps are recorded apart (`engine.backends.gpu.mixed_graphs`), and larger steps than
-were recorded run as they are. Every size and kind is
-recorded before the first step.
+parameters of drawing lie in one tensor here, work list and block tables in the attention's buffers; logits and drawn
+tokens of every size are left in one tensor each, which no recording owns. Each row is drawn from its logits as they
+are, within the recording; a step in which some row's are to be adjusted first (penalties, biases, bans, masks) is drawn
+again behind it. A step of n rows runs in the smallest recorded size that holds it; the rows beyond have no context,
+write no KV, and their logits are not looked at. Mixed steps are recorded apart (`engine.backends.gpu.mixed_graphs`),
+and larger steps than were recorded run as they are. Every size and kind is recorded before the first step.
 
 What is recorded is left to a `Recorder`: CUDA graphs on a device, a fake one in tests.
 """

@@ -49,9 +49,7 @@ def records() -> list[RequestRecord]:
 def answers(folder: Path, groups: str, ranks: str, degrees: tuple[int, int]) -> tuple[list[list[int]], int]:
     """Return what two devices answer, the first of which prefills, and the bytes of the blocks that went over."""
     base = EngineConfig(model_dir=str(folder), block_size=SIZE, pool_bytes=4 << 20, deterministic="off")
-    devices = [
-        open_device(msgspec.structs.replace(base, layer_groups=groups, **{ranks: degree})) for degree in degrees
-    ]
+    devices = [open_device(msgspec.structs.replace(base, layer_groups=groups, **{ranks: degree})) for degree in degrees]
     engine = Colocated(*devices, prefill_config=PrefillConfig(chunk_tokens=CHUNK_TOKENS), check=True)
     try:
         told = engine.run(records())

@@ -202,5 +202,7 @@ def test_rows_that_share_a_prefix_read_a_window_s_by_the_row_that_sees_the_most_
     assert ours.triton._step.launches[40].kind == SHARED
     assert ours.triton._latest is not None
     plan = ours.triton._plans(ours.triton._latest)[40]
-    shared = {(item.owner, tuple(plan.rows[item.first : item.first + item.size])) for item in plan.items if item.size > 1}
+    shared = {
+        (item.owner, tuple(plan.rows[item.first : item.first + item.size])) for item in plan.items if item.size > 1
+    }
     assert shared == {(1, (1, 0))}, "the first row has let go what the second sees"
