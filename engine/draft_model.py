@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.drafts import Asked, Proposed
+from engine.drafts import DraftWanted, Proposed
 from engine.step import Row, StepPlan
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams, id_of
 
@@ -73,14 +73,14 @@ class ModelDrafter:
         self._of: dict[RequestId, _Sequence] = {}
         self._calls = 0
 
-    def unread(self, asked: Asked) -> int | None:
+    def unread(self, asked: DraftWanted) -> int | None:
         own, length = self._of.get(asked.record.request), len(asked.tokens)
         longest = min(self._context_tokens, self._blocks * self._block_size)
         if length + asked.most > longest or (own is not None and not own.is_readable):
             return None
         return length if own is None else length - own.agrees(asked.tokens)
 
-    def propose(self, asked: Sequence[Asked]) -> Proposed:
+    def propose(self, asked: Sequence[DraftWanted]) -> Proposed:
         """Return nothing for those that are still behind, and for those without room."""
         self._calls += 1
         for one in asked:

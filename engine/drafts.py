@@ -30,7 +30,7 @@ MOST_PLACES = 64
 _ITEM = array("i").itemsize
 
 
-class Asked(NamedTuple):
+class DraftWanted(NamedTuple):
     """A sequence that up to `most` drafts are wanted of. `tokens` begin with those of its last time."""
 
     record: RequestRecord
@@ -60,11 +60,11 @@ class Drafter(Protocol):
     takes_time: bool
     """False where nobody needs to ask whether proposing is worth its time."""
 
-    def unread(self, asked: Asked) -> int | None:
+    def unread(self, asked: DraftWanted) -> int | None:
         """Return how many of the tokens it has not read, all of which it reads before it proposes; None: it can propose
         nothing."""
 
-    def propose(self, asked: Sequence[Asked]) -> Proposed:
+    def propose(self, asked: Sequence[DraftWanted]) -> Proposed:
         """Return up to as many tokens as wanted that may follow each of the sequences."""
 
     def forget(self, request: RequestId) -> None:
@@ -91,10 +91,10 @@ class EachAlone:
         self._new = new
         self._of: dict[RequestId, SequenceDrafter] = {}
 
-    def unread(self, asked: Asked) -> int | None:
+    def unread(self, asked: DraftWanted) -> int | None:
         return 0
 
-    def propose(self, asked: Sequence[Asked]) -> Proposed:
+    def propose(self, asked: Sequence[DraftWanted]) -> Proposed:
         return Proposed([self._drafter(record).propose(tokens, most) for record, tokens, most in asked])
 
     def forget(self, request: RequestId) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from decode_worker.scheduler.request import Request
-from engine.drafts import Asked, Drafter, Proposed
+from engine.drafts import Drafter, DraftWanted, Proposed
 from engine.plan import mean
 
 TRUST = 2.0
@@ -36,7 +36,7 @@ OTHER_WAY = 61
 OUTLIER = 3.0
 """A step that lasts more than so many times the mean has waited for something else."""
 TRIAL_SHARE = 0.02
-"""Of all time, what a drafter that takes some may have for drafts that are not thought to be worth it."""
+"""The part of all time that a drafter which takes some may have for drafts that are not thought to be worth it."""
 
 
 @dataclass(slots=True)
@@ -316,5 +316,5 @@ class Drafting:
         return taken
 
 
-def _asked(request: Request, most: int) -> Asked:
-    return Asked(request.record, request.tokens, most)
+def _asked(request: Request, most: int) -> DraftWanted:
+    return DraftWanted(request.record, request.tokens, most)

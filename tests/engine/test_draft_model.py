@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from engine.draft_model import NEAR_TOKENS, READ_TOKENS, ModelDrafter
-from engine.drafts import Asked
+from engine.drafts import DraftWanted
 from engine.kv.layout import KVLayout
 from engine.runner import Done
 from engine.step import StepPlan
@@ -45,9 +45,9 @@ def _drafter(blocks: int = 64, context_tokens: int = 1000, vocab: int = VOCAB) -
     return ModelDrafter(runner, blocks, vocab, context_tokens, lambda: float(runner.ticks)), runner
 
 
-def _asked(name: str, tokens: Sequence[int], most: int = 3) -> Asked:
+def _asked(name: str, tokens: Sequence[int], most: int = 3) -> DraftWanted:
     record = RequestRecord(request=RequestId(name), tokens=list(tokens), prompt_tokens=1, max_tokens=99, seed=0)
-    return Asked(record, tokens, most)
+    return DraftWanted(record, tokens, most)
 
 
 def _right(tokens: Sequence[int], count: int) -> list[int]:

@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from engine.drafts import DRAFTERS, LONGEST_NGRAM, Asked, NgramDrafter, SuffixDrafter
+from engine.drafts import DRAFTERS, LONGEST_NGRAM, DraftWanted, NgramDrafter, SuffixDrafter
 from engine.types import RequestId, RequestRecord
 
 RECORD = RequestRecord(request=RequestId("r"), tokens=[1], prompt_tokens=1, max_tokens=1, seed=0)
@@ -60,7 +60,7 @@ def test_what_was_asked_before_changes_nothing(name: str) -> None:
     grown, other = DRAFTERS[name](), msgspec.structs.replace(RECORD, request=RequestId("s"))
     proposed = 0
     for end in range(1, len(tokens)):
-        both = [Asked(RECORD, tokens[:end], 3), Asked(other, tokens[-end:], 2)]
+        both = [DraftWanted(RECORD, tokens[:end], 3), DraftWanted(other, tokens[-end:], 2)]
         told = grown.propose(both).drafts
         assert told == [DRAFTERS[name]().propose([one]).drafts[0] for one in both]
         assert len(told[0]) <= 3 and len(told[1]) <= 2

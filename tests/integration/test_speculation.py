@@ -259,8 +259,8 @@ def test_random_stories(made_by: MadeBy) -> None:
 
 @pytest.mark.parametrize("blocks", [30, 60, 300])
 def test_a_draft_model_that_is_the_model_is_always_right(blocks: int) -> None:
-    """Guards its KV: a block of another sequence, or of what was guessed wrong before, becomes a wrong draft. Requests
-    give way and come back, fork, and share a pool that is too small for all of them."""
+    """Guards its KV: a block of another sequence becomes a wrong draft. Requests give way and come back, fork, and
+    share a pool that is too small for all of them."""
     drafter = modelled(blocks)
     made = small_cluster(40, 0, drafter=drafter, max_batch=6)
     told = [made.submit(record_of(f"r{i}", prompt_of(i, 3 + 4 * i), 9 + 5 * i)) for i in range(7)]

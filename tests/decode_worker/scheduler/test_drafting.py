@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from decode_worker.scheduler.drafting import OTHER_WAY, Drafting, StepCosts
-from engine.drafts import Asked, EachAlone, Proposed
+from engine.drafts import DraftWanted, EachAlone, Proposed
 from engine.types import BeamParams, RequestId, RequestRecord
 from tests.decode_worker.scheduler.bench import Fetching
 
@@ -146,7 +146,7 @@ def test_a_search_counts_as_all_of_its_rows() -> None:
 
 
 class Small:
-    """A draft model by its costs alone: milliseconds of a pass by its rows, of a token that is read, and how often it is
+    """A draft model by its costs alone: milliseconds of a pass, of a token that is read, and how often it is
     right. It says no tokens that mean anything."""
 
     takes_time = True
@@ -156,10 +156,10 @@ class Small:
         self.behind: dict[str, int] = {}
         self.read_tokens = 0
 
-    def unread(self, asked: Asked) -> int | None:
+    def unread(self, asked: DraftWanted) -> int | None:
         return self.behind.setdefault(asked.record.request, self.prompt)
 
-    def propose(self, asked: Sequence[Asked]) -> Proposed:
+    def propose(self, asked: Sequence[DraftWanted]) -> Proposed:
         read = 0
         for one in asked:
             count = min(self.behind[one.record.request], 64 - read)
