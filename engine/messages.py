@@ -34,6 +34,8 @@ class MemoryUse(msgspec.Struct, frozen=True):
     weights_bytes: int = 0
     workspace_bytes: int = 0  # of the largest step; 0 where it was not measured
     kv_bytes: int = 0
+    draft_weights_bytes: int = 0  # of a draft model; 0 where there is none
+    draft_kv_bytes: int = 0
 
 
 class RankUse(msgspec.Struct, frozen=True):
