@@ -227,8 +227,8 @@ class TritonAttention:
         return kind
 
     def fix(self, kind: str, rows: int, slots: Sequence[Tensor]) -> None:
-        """The step to come is a pure decode step of `rows` rows that reads the plan of `kind`, and `slots` of each layer
-        group, where they lie: what is recorded in a graph."""
+        """The step to come is a pure decode step of `rows` rows that reads the plan of `kind`, and each layer group's
+        `slots`, where they lie: what is recorded in a graph."""
         self._step = _Step(self._of_step(kind, rows), rows, None, None, slots)
 
     def keep_chunks(self, tokens: int, prompts: int) -> None:
