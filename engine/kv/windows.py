@@ -165,8 +165,8 @@ class WindowTables:
             return
         if lease.held[group] + len(missing) > lease.charges[group]:
             raise ValueError(f"window group {group + 1} of a lease goes beyond its {lease.charges[group]} blocks")
-        blocks = self._allocate(lease.namespace, len(missing), state, group + 1)
-        for at, block in zip(missing, blocks, strict=True):
+        found = self._allocate(lease.namespace, len(missing), state, group + 1)
+        for at, block in zip(missing, found, strict=True):
             table[at] = block
             self._holders[block] = 1
         lease.starts[group] = min(lease.starts[group], missing[0])
