@@ -139,7 +139,7 @@ def resolve(
             origins[key] = origin
     if not values["prefill_workers"]:
         # Nobody is of that pool: it agrees with the other one, unless it is told otherwise.
-        for name in ("device", "dtype", "kv_dtype"):
+        for name in ("device", "dtype", "kv_dtype", "layer_groups"):
             ours, theirs = f"prefill.engine.{name}", f"decode.engine.{name}"
             if origins[ours] == "default" != origins[theirs]:
                 values[ours], origins[ours] = values[theirs], "computed: no prefill workers, as decode"
@@ -219,6 +219,8 @@ def _agreed(values: dict[str, object], origins: dict[str, str]) -> Resolved:
             )
     if (reason := draft_problem(decode)) is not None:
         raise ConfigError(f"decode.engine.speculation ({origins['decode.engine.speculation']}) {reason}")
+    if config.prefill_workers:
+        _agreed_on_groups(prefill, decode, origins)
     for pool in POOLS:
         ours, theirs = f"{pool}.engine.deterministic", f"{pool}.transfer.wire"
         if values[ours] == "on" and values[theirs] != AS_STORED:
@@ -228,6 +230,21 @@ def _agreed(values: dict[str, object], origins: dict[str, str]) -> Resolved:
             )
     settings = tuple(Setting(key, values[key], origins[key]) for key in origins)
     return Resolved(config, settings)
+
+
+def _agreed_on_groups(prefill: EngineConfig, decode: EngineConfig, origins: dict[str, str]) -> None:
+    """Check that workers of both pools will understand each other's layer groups. Raises ConfigError."""
+    ours, theirs = "prefill.engine.{}", "decode.engine.{}"
+    if prefill.groups_layers != decode.groups_layers:
+        name, one, other = "layer_groups", prefill.layer_groups, decode.layer_groups
+        why = "both pools must keep layers alike"
+    elif prefill.groups_layers and prefill.block_size != decode.block_size:
+        name, one, other = "block_size", str(prefill.block_size), str(decode.block_size)
+        why = "with engine.layer_groups on, both pools must have blocks of one size"
+    else:
+        return
+    ours, theirs = ours.format(name), theirs.format(name)
+    raise ConfigError(f"{ours} ({origins[ours]}) is {one} but {theirs} ({origins[theirs]}) is {other}: {why}")
 
 
 def _kept(engine: EngineConfig) -> str:

@@ -255,3 +255,22 @@ def test_the_example_file_leaves_them_alone() -> None:
     example = Path(__file__).parents[2] / "examples" / "headrace.toml"
     found = values(resolved("--config", str(example), *ON_CUDA))
     assert {key: found[key] for key in EVERY_GPU_DEFAULT} == EVERY_GPU_DEFAULT
+
+
+def test_pools_whose_layer_groups_differ_are_refused() -> None:
+    """Guards a cluster that starts, and of which no worker can take another's blocks: one pool alone keeps layers in
+    groups, or both do in blocks of different sizes."""
+    with pytest.raises(
+        ConfigError,
+        match=r"prefill\.engine\.layer_groups \(.*\) is off but decode\.engine\.layer_groups \(flag --set\) is on: "
+        "both pools must keep layers alike",
+    ):
+        resolved("--set", "prefill.engine.layer_groups=off", "--set", "decode.engine.layer_groups=on")
+    on = ("--set", "engine.layer_groups=on")
+    with pytest.raises(ConfigError, match=r"block_size \(flag --set\) is 32 but .* is 16: .* blocks of one size"):
+        resolved(*on, "--set", "prefill.engine.block_size=32")
+    assert resolved(*on, "--set", "engine.block_size=32").config.prefill.engine.groups_layers
+    alone = ("--prefill", "0")
+    assert resolved(*alone, *on, "--set", "prefill.engine.block_size=32").config.decode.engine.groups_layers
+    one_pool = resolved(*alone, "--set", "decode.engine.layer_groups=on")
+    assert values(one_pool)["prefill.engine.layer_groups"] == "on"

@@ -94,15 +94,13 @@ class GroupedCluster:
         call = GenerateCall(
             prompt=prompt, sampling=SamplingParams(temperature=0.0), max_tokens=ANSWER, ignore_eos=True
         )
-        events, tokens = self.client.generate(call), 0
-        while tokens < ANSWER // 2:
-            event = next(events)
-            tokens += len(event.token_ids) if isinstance(event, Delta) else 0
         overview = msgspec.json.decode(self.cluster.ask("router", "overview"), type=Overview)
-        pages = [page_of(view.metrics_address) for view in overview.workers if view.role == "decode"]
-        list(events)
-        (found,) = [page for page in pages if page[1]["active"]]
-        return found
+        addresses = [view.metrics_address for view in overview.workers if view.role == "decode"]
+        found = list[tuple[dict[str, float], dict[str, float]]]()
+        for event in self.client.generate(call):
+            if isinstance(event, Delta) and not found:
+                found = [page for page in map(page_of, addresses) if page[1]["active"]]
+        return found[0]
 
     def kill(self, name: str) -> None:
         os.kill(self.pids.pop(name), signal.SIGKILL)
