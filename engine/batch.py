@@ -1,5 +1,6 @@
 """The tensors of one step: what the runner makes of a plan, and all that a forward pass may look at."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,17 +34,20 @@ class GroupTables(NamedTuple):
 
     @staticmethod
     def of(rows: Sequence[Row], tables: Sequence[Sequence[BlockId]], block_size: int) -> "GroupTables":
-        """`tables`: of each row, in this group."""
-        found, slots = list[Tensor](), list[Tensor]()
+        """`tables`: of each row, in this group. Raises ValueError for a row without a block for a token of its own."""
+        # Arrays of numbers: a tensor for each row and group takes as long as a step's smallest kernels do.
+        flat, slots, sizes = array("q"), array("q"), list[int]()
         for row, blocks in zip(rows, tables, strict=True):
-            table = torch.tensor(blocks[: -(-row.end // block_size)], dtype=torch.int64)
-            span = torch.arange(row.start, row.end)
-            own = table[span // block_size]
-            if bool((own < 0).any()):
-                raise ValueError(f"{row.request} has no block for a token that it computes")
-            slots.append(own * block_size + span % block_size)
-            found.append(table.clamp_(min=0))
-        return GroupTables(torch.cat(slots), found)
+            sizes.append(-(-row.end // block_size))
+            flat.extend(blocks[: sizes[-1]])
+            for at in range(row.start // block_size, sizes[-1]):
+                if blocks[at] < 0:
+                    raise ValueError(f"{row.request} has no block for a token that it computes")
+                ahead = (blocks[at] - at) * block_size
+                first, last = max(row.start, at * block_size), min(row.end, (at + 1) * block_size)
+                slots.extend(range(ahead + first, ahead + last))
+        found = torch.frombuffer(flat, dtype=torch.int64).clamp_(min=0)
+        return GroupTables(torch.frombuffer(slots, dtype=torch.int64), list(found.split(sizes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +82,17 @@ class ForwardBatch:
         """Lay the sequences' parts out one after the other; block tables stay with the CPU, which plans with them. At
         least one sequence, each with at least one token. Waits for nothing that the device does."""
         tokens: list[int] = []
-        positions: list[Tensor] = []
-        slots: list[Tensor] = []
-        tables: list[Tensor] = []
+        positions: list[int] = []
         wanted: list[int] = []
         for part in sequences:
-            table = torch.tensor(part.blocks[: -(-part.end // block_size)], dtype=torch.int64)
-            span = torch.arange(part.start, part.end)
             tokens += part.tokens[part.start : part.end] if not part.follows else (0,)
-            positions.append(span)
-            slots.append(table[span // block_size] * block_size + span % block_size)
-            tables.append(table)
+            positions += range(part.start, part.end)
             if part.draw:
                 wanted += range(len(tokens) - 1 - part.drafts, len(tokens))
         rows = len(tokens)
         padding = -rows % row_multiple
         logit_rows = wanted + wanted[-1:] * (-len(wanted) % row_multiple)
+        own = GroupTables.of(sequences, [part.blocks for part in sequences], block_size)
         windows = [
             GroupTables.of(sequences, [part.windows[group] for part in sequences], block_size)
             for group in range(len(sequences[0].windows))
@@ -104,12 +103,12 @@ class ForwardBatch:
             ids[:ones] = take(ids[:ones], followed.tokens, upload(torch.tensor(followed.places), device))
         return ForwardBatch(
             tokens=ids,
-            positions=upload(torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]), device),
+            positions=upload(torch.tensor(positions + [0] * padding, dtype=torch.int64), device),
             logit_rows=upload(torch.tensor(logit_rows, dtype=torch.int64), device),
-            slots=upload(torch.cat(slots), device),
+            slots=upload(own.slots, device),
             query_counts=[part.end - part.start for part in sequences],
             context_lens=[part.end for part in sequences],
-            block_tables=tables,
+            block_tables=own.block_tables,
             rows=rows,
             logits=len(wanted),
             windows=tuple(GroupTables(upload(one.slots, device), one.block_tables) for one in windows),

@@ -70,8 +70,8 @@ def test_text_comes_back_and_begins_once(text: TextModel) -> None:
         assert text.decode(ids) == words
 
 
-def _answers(model_dir: Path, prompts: list[list[int]], together: bool) -> list[list[int]]:
-    config = EngineConfig(model_dir=str(model_dir), threads=2)
+def _answers(model_dir: Path, prompts: list[list[int]], together: bool, groups: str = "off") -> list[list[int]]:
+    config = EngineConfig(model_dir=str(model_dir), threads=2, layer_groups=groups)  # type: ignore[arg-type]
     engine = Colocated(open_device(config), open_device(config))
     records = [
         RequestRecord(
@@ -92,7 +92,8 @@ def _answers(model_dir: Path, prompts: list[list[int]], together: bool) -> list[
 
 
 def test_answers_are_the_references(model_dir: Path, text: TextModel, reference: Reference) -> None:
-    """Guards the forward pass on real weights, also past the window, and that answers do not depend on company."""
+    """Guards the forward pass on real weights, also past the window, and that answers depend neither on company nor on
+    whether the windows' layers are kept apart."""
     prompts = [text.encode(words, add_special=True) for words in (*TEXTS[:6], LONG)]
     assert len(prompts[-1]) > 2 * WINDOW
     answers = _answers(model_dir, prompts, together=False)
@@ -103,7 +104,8 @@ def test_answers_are_the_references(model_dir: Path, text: TextModel, reference:
     print(f"\nGemma 3 270M: {len(prompts) * OUTPUT_TOKENS - len(found)} of {len(prompts) * OUTPUT_TOKENS} tokens as in "
           f"transformers; {found}")
     assert all(difference.is_near_tie for difference in found) and len(found) <= MAX_NEAR_TIES
-    assert _answers(model_dir, prompts, together=True) == answers
+    for groups in ("off", "on"):
+        assert _answers(model_dir, prompts, together=True, groups=groups) == answers, groups
 
 
 @pytest.fixture(scope="module")
