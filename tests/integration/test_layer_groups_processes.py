@@ -170,8 +170,8 @@ def test_the_same_tokens_with_groups_without_and_by_transformers(
         assert again == tokens
     pages = grouped.held_midway(_prompt(3))
     assert pages and all(list(held) == group_names(groups) for held, _ in pages)
-    kinds = ("active", "reserved", "quarantined")
-    sums = [sum(held.values()) - sum(states[kind] for kind in kinds) for held, states in pages]
+    of_requests = ("active", "reserved", "quarantined")
+    sums = [sum(held.values()) - sum(states[state] for state in of_requests) for held, states in pages]
     # A page may be made while a step's figures are being set.
     assert sums.count(0) > len(sums) / 2, sums
     everything, *windows = pages[-1][0].values()
