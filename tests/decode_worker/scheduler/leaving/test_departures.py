@@ -2,10 +2,13 @@
 side is tried in tests/router/core/leaving/test_moves.py, both together in tests/integration/test_leaving.py, with
 faults at every step in tests/sim."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from decode_worker.scheduler.events import Command, FromPeer, FromRouter, PeerUp, RouterLost, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
+from engine.kv.groups import LayerGroup
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import (
@@ -56,10 +59,13 @@ LINK = 4
 class Bench:
     """A scheduler of 4-token blocks; every step draws the next of 1, 2, 3 …; sends end at once, landings are told."""
 
-    def __init__(self, blocks: int = 32, tiers: Tiers | None = None, **config: int) -> None:
+    def __init__(
+        self, blocks: int = 32, tiers: Tiers | None = None, groups: Sequence[LayerGroup] = (), **config: int
+    ) -> None:
+        own = DecodeConfig(**config)  # type: ignore[arg-type]
         self.scheduler = DecodeScheduler(
-            config=DecodeConfig(**config),  # type: ignore[arg-type]
-            kv=KVCacheManager(blocks, 4, "m", tiers),
+            config=own,
+            kv=KVCacheManager(blocks, 4, "m", tiers, groups, ahead_tokens=2 * (own.local_chunk_tokens + 1)),
             receiver=KVReceiver(),
             name="decode-0",
             incarnation=ME,
