@@ -5,6 +5,7 @@ import pytest
 
 from decode_worker.scheduler.request import RequestState
 from engine.messages import Ended
+from engine.step import DrawnRun
 from engine.types import BeamParams
 from tests.decode_worker.scheduler.bench import POOL, Fetching
 
@@ -203,3 +204,41 @@ def test_who_ends_with_the_step_under_way_needs_no_block_behind_it() -> None:
         plan, _ = bench.scheduler.plan(bench.now)
         assert plan is not None and plan.rows[0].end == 12
         assert batch.goes_on() == goes_on
+
+
+def test_runs_share_what_a_step_has_room_for_beside_a_token_each() -> None:
+    """Guards a step's memory: of two that are told five tokens at once the second computes one, and the rest is computed
+    in the steps behind it; a row that stops before its newest token draws none."""
+    bench = Fetching(local_chunk_tokens=4)
+    for name, number in (("a", 1), ("b", 2)):
+        assert bench.place(name, _prompt(number, 4), max_tokens=40)
+    for _ in range(3):
+        bench.step()
+    run = DrawnRun((50, 51, 52, 53, 54, 55))
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert plan is not None and [row.request for row in plan.rows] == ["a", "b"]
+    bench._do(bench.scheduler.complete(plan, [run, run], bench.now))
+    spans = []
+    for drawn in ([], [7, 8]):
+        plan, _ = bench.scheduler.plan(bench.now)
+        assert plan is not None
+        spans.append([(row.end - row.start, row.draw) for row in plan.rows])
+        bench._do(bench.scheduler.complete(plan, drawn, bench.now))
+        bench.scheduler.check()
+    assert spans == [[(5, False), (1, False)], [(1, True), (5, True)]]
+
+
+def test_beside_a_full_batch_one_prompt_is_computed_however_short() -> None:
+    """Guards the rows that a step's memory was counted for."""
+    bench = Fetching(max_batch=1, local_chunk_tokens=64)
+    assert bench.place("a", _prompt(1, 4), max_tokens=20)
+    bench.step()
+    for number, name in enumerate("bcd", 2):
+        assert bench.place(name, _prompt(number, 4))
+    plan = bench.step()
+    assert plan is not None and [row.request for row in plan.rows] == ["a", "b"]
+    wide = Fetching(max_batch=3, local_chunk_tokens=64)
+    for number, name in enumerate("abcd", 1):
+        assert wide.place(name, _prompt(number, 4))
+    plan = wide.step()
+    assert plan is not None and [row.request for row in plan.rows] == ["a", "b", "c"]

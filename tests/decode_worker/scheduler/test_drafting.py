@@ -134,3 +134,14 @@ def test_a_search_counts_as_all_of_its_rows() -> None:
         assert len(plan.rows) + drafts <= 12 + batch.drafting.most
         drafted += drafts * (len(plan.rows) == 12)
     assert drafted, "the search has never had rows beside drafts"
+
+
+@pytest.mark.parametrize("worth", [False, True])
+def test_one_choice_of_so_many_is_the_other_one(worth: bool) -> None:
+    """Guards what was measured once against being believed for ever: both ways, as often as said, and then all or
+    none."""
+    costs = {1: 10.0, 2: 10.0, 3: 10.0} if worth else {1: 10.0, 2: 90.0, 3: 90.0}
+    drafting = _drafting(costs)
+    chosen = [drafting._choose(1, [0.5, 0.25]) for _ in range(2 * OTHER_WAY)]
+    usual, other = (2, 0) if worth else (0, 2)
+    assert chosen == [*[usual] * (OTHER_WAY - 1), other] * 2

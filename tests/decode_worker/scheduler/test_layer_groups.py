@@ -9,6 +9,8 @@ from decode_worker.scheduler.request import RequestState
 from engine import identity
 from engine.identity import in_group
 from engine.kv.groups import GONE, LayerGroup, migrated, place
+from engine.kv.tiers.commands import Loaded, Store, Stored, TierLoad
+from engine.kv.tiers.tiers import Tiers
 from engine.messages import BlockOffer, Handoff, Offer
 from engine.types import BlockId
 from tests.decode_worker.scheduler.bench import POOL, Fetching, P
@@ -162,3 +164,83 @@ def test_who_waits_for_a_prompt_that_came_with_a_token_does_not_share(named: boo
     bench.step()
     assert fork.state in (RequestState.LOCAL, RequestState.READY, RequestState.HANDOFF)
     assert dict(bench.scheduler.preemption.preempted) == ({"forking": 1} if named else {})
+
+
+class GroupedTiers(Grouped):
+    """The same above a host tier."""
+
+    def __init__(self, **config: object) -> None:
+        self.tiers = Tiers(96, 4096)
+        super().__init__(tiers=self.tiers, **config)
+
+    def evict(self) -> None:
+        """Let all that is cached on the device go down."""
+        kv = self.scheduler.kv
+        while kv.cache.idle:
+            kv._evict(kv.cache.shares.loser(b""))
+        self.tiers.take_commands()
+
+    def load(self) -> TierLoad:
+        (load,) = [command for command in self.tiers.take_commands() if isinstance(command, TierLoad)]
+        return load
+
+
+@pytest.mark.parametrize(("host_s", "is_loaded"), [(0.01, True), (99.0, False)])
+def test_a_prefix_with_its_tails_is_loaded_where_that_is_sooner_than_computing_it(
+    host_s: float, is_loaded: bool
+) -> None:
+    """Guards both prices: what is in a lower tier is computed again, or waited for longer than that takes."""
+    bench, prompt = GroupedTiers(), list(range(22))
+    assert bench.place("before", prompt, max_tokens=1)
+    while bench.step() is not None:
+        pass
+    bench.evict()
+    assert bench.scheduler.kv.matched_tokens(b"", prompt, 21) == 0
+    costs = bench.scheduler.swapping.costs
+    costs.pool_s = costs.here_s = 0.5
+    bench.tiers.cost.host_s = host_s
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    request = bench.request("a")
+    assert (request.state is RequestState.LOADING) == is_loaded
+    if not is_loaded:
+        assert bench.asked().have_tokens == 0
+        return
+    load = bench.load()
+    # Five whole blocks of the first group, and the tails of two windows behind twenty tokens.
+    assert len(load.places) == 5 + 1 + 2
+    bench.tell(Loaded(load.number, len(load.places), 0.1, 0.0))
+    assert request.state is RequestState.HANDOFF and bench.asked().have_tokens == 20
+    assert request.origin.decode_cached_tokens == 20
+
+
+def test_of_a_load_in_part_nothing_is_used() -> None:
+    """Guards going on behind a tail that did not come."""
+    bench, prompt = GroupedTiers(), list(range(22))
+    assert bench.place("before", prompt, max_tokens=1)
+    while bench.step() is not None:
+        pass
+    bench.evict()
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    load = bench.load()
+    bench.tell(Loaded(load.number, len(load.places) - 1, 0.1, 0.0))
+    assert bench.request("a").state is RequestState.HANDOFF and bench.asked().have_tokens == 0
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_was_copied_for_a_request_is_loaded_whatever_it_costs(swapped: bool) -> None:
+    bench, prompt = GroupedTiers(preemption="swap" if swapped else "auto", local_chunk_tokens=1), list(range(22))
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    handoff = bench.asked().handoff
+    bench.offer(handoff, 0, bench.wanted())
+    bench.name_token(handoff)
+    request, costs = bench.request("a"), bench.scheduler.swapping.costs
+    costs.store_s, costs.pool_s = 1_000.0, 0.001
+    bench.scheduler.preemption.preempt([request], bench.now)
+    stores = [command for command in bench.tiers.take_commands() if isinstance(command, Store)]
+    assert len(stores) == swapped
+    for store in stores:
+        bench.tell(Stored(store.number, len(store.blocks), 0.1))
+    bench.evict()
+    bench.tiers.cost.host_s = 1_000.0
+    bench.scheduler.plan(1.0)
+    assert request.state is (RequestState.LOADING if swapped else RequestState.HANDOFF)

@@ -349,3 +349,33 @@ def test_what_another_routers_request_has_cached_is_used_just_now() -> None:
     index.learn("a", b"", short(blocks([4])))
     index.check()
     assert index.match("a", blocks([4])) == 1 and index.match("a", theirs) == 4
+
+
+def test_what_is_evicted_leaves_first_or_parents_first_goes_once() -> None:
+    """Guards a report of blocks that lie below each other, and one of blocks that nobody knows."""
+    for order in ([2, 1], [1, 2], [3, 2, 1], [1], [0, 3]):
+        index = PrefixIndex()
+        index.add("a", 8)
+        index.insert("a", blocks([1, 2, 3, 4]))
+        index.insert("a", blocks([1, 2, 9]))
+        index.evict("a", [blocks([1, 2, 3, 4])[at] for at in order])
+        index.check()
+        assert index.match("a", blocks([1, 2, 3, 4])) == min(order)
+        assert index.match("a", blocks([1, 2, 9])) == (3 if min(order) > 1 else min(order))
+        index.evict("a", [b"unknown" * 5])
+        index.evict("a", [])
+        index.check()
+
+
+def test_of_a_run_that_is_told_as_much_is_believed_as_there_is_room_for() -> None:
+    """Guards nodes that nobody holds, and a belief in more than a worker can have."""
+    index = PrefixIndex()
+    index.add("a", 4, 2)
+    index.insert("a", blocks([1, 2]))
+    index.recall("a", short(blocks([1, 2])[-1:]), short(blocks([1, 2, 3, 4, 5, 6, 7, 8])[2:]))
+    index.check()
+    assert index.tiers(blocks([1, 2, 3, 4, 5, 6, 7, 8])) == {"a": {"device": 4, "host": 6}}
+    assert len(index._table) == 6
+    index.recall("a", b"", short(blocks([9])))
+    index.check()
+    assert index.match("a", blocks([9])) == 0
