@@ -79,5 +79,5 @@ def digest(places: Iterable[str], root: Path = ROOT) -> str:
 
 
 def tests_digest(package: str, *, quick: bool = False) -> str:
-    """Return a digest of a package's tests; `quick`: of some of them only, which what they let pass does not outlive."""
+    """Return a digest of a package's tests; `quick`: only some of them were asked."""
     return digest(PACKAGES[package]) + (" quick" if quick else "")

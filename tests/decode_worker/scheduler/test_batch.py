@@ -207,8 +207,8 @@ def test_who_ends_with_the_step_under_way_needs_no_block_behind_it() -> None:
 
 
 def test_runs_share_what_a_step_has_room_for_beside_a_token_each() -> None:
-    """Guards a step's memory: of two that are told five tokens at once the second computes one, and the rest is computed
-    in the steps behind it; a row that stops before its newest token draws none."""
+    """Guards a step's memory: of two that are told five tokens at once the second computes one, and the
+    rest is computed in the steps behind it; a row that stops before its newest token draws none."""
     bench = Fetching(local_chunk_tokens=4)
     for name, number in (("a", 1), ("b", 2)):
         assert bench.place(name, _prompt(number, 4), max_tokens=40)

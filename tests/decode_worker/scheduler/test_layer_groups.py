@@ -1,6 +1,6 @@
 """A decode scheduler whose layers are kept in groups: what a handoff brings of each, what a failed one leaves, and who
-can share. Tokens are compared in tests/integration/test_layer_groups_fake.py, tables in tests/engine/kv/test_windows.py.
-"""
+can share. Tokens are compared in tests/integration/test_layer_groups_fake.py, block tables in
+tests/engine/kv/test_windows.py."""
 
 import pytest
 
@@ -84,8 +84,8 @@ def test_a_handoff_brings_all_of_the_first_group_and_the_tail_of_each_window(len
     ],
 )
 def test_a_failed_handoff_leaves_what_all_groups_have(landed: list[int], have: int) -> None:
-    """Guards a prefix that one group lacks, and one that is brought again. Of 18 tokens the windows want the blocks from
-    the fourth and the third on."""
+    """Guards a prefix that one group lacks, and one that is brought again. Of 18 tokens the windows want the blocks
+    from the fourth and the third on."""
     bench, prompt = Grouped(), list(range(18))
     assert bench.place("a", prompt, POOL, max_tokens=20)
     first = bench.asked()

@@ -421,7 +421,8 @@ def test_adopting_less_than_is_committed_changes_nothing() -> None:
 
 
 def test_what_went_below_is_known_by_what_stands_above_it() -> None:
-    """Guards what a router is told of lower tiers: the latest last, each behind its parent, and nothing that is gone."""
+    """Guards what a router is told of lower tiers: the latest last, each behind its parent, and nothing that is
+    gone."""
     tiers = Tiers(3, 4096)
     kv = KVCacheManager(3, 4, "m", tiers)
     tokens = list(range(12))

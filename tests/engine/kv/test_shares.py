@@ -207,8 +207,8 @@ def test_no_more_is_given_for_a_share_than_is_idle() -> None:
 
 
 def test_what_was_entered_is_tidied_when_it_is_four_times_what_there_is() -> None:
-    """Guards memory and the time of each new block: neither grows with the blocks that were ever taken, and the order is
-    not made anew with each of them."""
+    """Guards memory and the time of each new block: neither grows with the blocks that were ever taken, and the order
+    is not made anew with each of them."""
     shares: CacheShares[int] = CacheShares(100)
     shares.took(b"a", 1)
     shares.let_go(b"a", 1)

@@ -15,15 +15,13 @@ def test_there_is_room_for_as_many_as_are_reserved_and_no_more_is_taken_than_twi
     table = BlockTable()
     table.reserve(blocks)
     arrays = (table.keys, table.parents, table.children, table._next, table._sets, table._free)
-    assert len(table.keys) == (blocks + 1 if blocks else 1), "node 0 stands for none"
-    if blocks:
-        assert {len(array) for array in arrays} == {blocks + 1}
-        table.reserve(blocks)
-        assert len(table.keys) == blocks + 1
-        table.reserve(blocks + 1)
-        assert len(table.keys) == 2 * (blocks + 1), "one more: twice as many"
-        table.reserve(9 * blocks + 9)
-        assert {len(array) for array in (table.keys, table._free)} == {9 * blocks + 10}
+    assert {len(array) for array in arrays} == {blocks + 1}, "node 0 stands for none"
+    table.reserve(blocks)
+    assert len(table.keys) == blocks + 1
+    table.reserve(blocks + 1)
+    assert len(table.keys) == 2 * (blocks + 1), "one more: twice as many"
+    table.reserve(9 * blocks + 9)
+    assert {len(array) for array in (table.keys, table._free)} == {9 * blocks + 10}
 
 
 def test_there_are_as_many_buckets_as_blocks_once_there_are_many() -> None:

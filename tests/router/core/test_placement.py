@@ -291,18 +291,22 @@ def test_the_soonest_first_token_is_behind_the_blocks_that_must_move(cached: int
     assert soonest is not None and soonest.first_token_s == pytest.approx(40 * 0.01 + (3 - cached) * 0.25)
 
 
-def test_what_others_would_lose_is_asked_of_all_that_hold_alike() -> None:
-    """Guards a decode worker that reads a prompt which a prefill worker holds: both are compared, if their blocks are of
-    one size, and nobody else is."""
-    for size, compared in ((16, {"d0", "d1", "p0"}), (32, {"d0", "d1"})):
-        parts = Parts(local_prefill="auto")
-        for name in ("d0", "d1"):
-            parts.join(name)
-        parts.join("p0", block_size=size)
-        asked: list[set[str]] = []
-        delaying = parts.placer._reuse.delaying_tokens
-        parts.placer._reuse.delaying_tokens = (  # type: ignore[method-assign]
-            lambda chain, held, *more: (asked.append(set(held)), delaying(chain, held, *more))[1]  # type: ignore[func-returns-value]
-        )
-        assert parts.placer.choose(waiting(), 0.0) is not None
-        assert asked == [{"p0"}, compared]
+@pytest.mark.parametrize(("size", "compared"), [(16, {"d0", "d1", "p0"}), (32, {"d0", "d1"})])
+def test_what_others_would_lose_is_asked_of_all_that_hold_alike(
+    monkeypatch: pytest.MonkeyPatch, size: int, compared: set[str]
+) -> None:
+    """Guards a decode worker that reads a prompt which a prefill worker holds: both are compared, if their blocks are
+    of one size, and nobody else is."""
+    parts = Parts(local_prefill="auto")
+    for name in ("d0", "d1"):
+        parts.join(name)
+    parts.join("p0", block_size=size)
+    asked: list[set[str]] = []
+
+    def delaying(chain: list[bytes], held: dict[str, int], *more: object) -> dict[str, float]:
+        asked.append(set(held))
+        return dict.fromkeys(held, 0.0)
+
+    monkeypatch.setattr(parts.placer._reuse, "delaying_tokens", delaying)
+    assert parts.placer.choose(waiting(), 0.0) is not None
+    assert asked == [{"p0"}, compared]
