@@ -78,6 +78,7 @@ class Load(Record, kw_only=True):
     active_blocks: int
     reserved_blocks: int
     quarantined_blocks: int
+    group_blocks: dict[str, int] = {}  # of those three, by layer group; empty where there is one
     waiting_requests: int = 0
     waiting_tokens: int = 0  # uncached prompt tokens not computed yet (decode: of prompts that it computes itself)
     running_requests: int = 0
