@@ -118,10 +118,10 @@ class LoadGenerator:
             if sample.error:
                 raise ApiError(sample.error, f"the warm-up failed: {sample.message}")
 
-    async def at_once(self, concurrency: int) -> Level:
-        """Run one level of the closed loop."""
+    async def at_once(self, concurrency: int, made: Sequence[LoadSession] = ()) -> Level:
+        """Run one level of the closed loop, with the plan's sessions or with others."""
         plan = self._plan
-        made = sessions(plan.workload, [0.0] * self._chats(plan.requests), f"{plan.seed}/{concurrency}")
+        made = made or sessions(plan.workload, [0.0] * self._chats(plan.requests), f"{plan.seed}/{concurrency}")
         level = await self._measured(lambda: self.closed(made, concurrency))
         return msgspec.structs.replace(level, concurrency=concurrency)
 
