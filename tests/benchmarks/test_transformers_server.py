@@ -19,7 +19,7 @@ from router.front.api import GenerateCall
 
 
 class SummingModel:
-    """A row's tokens are the sum of its prompt, then one more each."""
+    """A row's tokens are the sum of its prompt and of its length, then one more each."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -28,7 +28,7 @@ class SummingModel:
         self.batches.append(len(ids))
         streamer.put(ids)
         for step in range(max_new_tokens):
-            streamer.put((ids * attention_mask).sum(-1) + step)
+            streamer.put(((ids + 1) * attention_mask).sum(-1) + step)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_batch_of_different_lengths(served: tuple[SummingModel, int], monkeypa
 
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, range(1, 5)))
-    assert answers == [[7 * count + step for step in range(count)] for count in range(1, 5)]
+    assert answers == [[8 * count + step for step in range(count)] for count in range(1, 5)]
     assert max(model.batches) > 1
 
 
