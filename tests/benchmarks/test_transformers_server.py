@@ -24,8 +24,9 @@ class SummingModel:
     def __init__(self) -> None:
         self.batches: list[int] = []
 
-    def generate(self, ids: Any, *, attention_mask: Any, max_new_tokens: int, streamer: Any, **_: object) -> None:
+    def generate(self, ids: Any, *, attention_mask: Any, max_new_tokens: int, streamer: Any, **rest: object) -> None:
         self.batches.append(len(ids))
+        self.drawing = {name: rest[name] for name in rest if not name.endswith("_token_id")}
         streamer.put(ids)
         for step in range(max_new_tokens):
             streamer.put(((ids + 1) * attention_mask).sum(-1) + step)
@@ -51,7 +52,7 @@ def test_a_batch_of_different_lengths(served: tuple[SummingModel, int], monkeypa
     model, port = served
 
     def ask(count: int) -> list[int]:
-        body = {"prompt": [7] * count, "max_tokens": count}
+        body = {"prompt": [7] * count, "max_tokens": count, "temperature": 0}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30).json()
         assert answer["usage"] == {"prompt_tokens": count, "completion_tokens": count}
         return list(answer["choices"][0]["token_ids"])
@@ -59,12 +60,12 @@ def test_a_batch_of_different_lengths(served: tuple[SummingModel, int], monkeypa
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, range(1, 5)))
     assert answers == [[8 * count + step for step in range(count)] for count in range(1, 5)]
-    assert max(model.batches) > 1
+    assert max(model.batches) > 1 and model.drawing == {"do_sample": False}
 
 
 def test_the_load_generator_reads_it(served: tuple[SummingModel, int]) -> None:
     call = GenerateCall(
-        prompt=[1, 2, 3], model=None, max_tokens=5, ignore_eos=True, sampling=SamplingParams(temperature=0.0), seed=0,
+        prompt=[1, 2, 3], model=None, max_tokens=5, ignore_eos=True, sampling=SamplingParams(temperature=0.5), seed=0,
         timeout_s=30.0,
     )  # fmt: skip
 
@@ -77,3 +78,5 @@ def test_the_load_generator_reads_it(served: tuple[SummingModel, int]) -> None:
 
     sample = asyncio.run(ask())
     assert (sample.error, sample.prompt_tokens, sample.output_tokens, len(sample.itl_s)) == ("", 3, 5, 4)
+    # From all tokens, as the other servers draw.
+    assert served[0].drawing == {"do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 1.0}
