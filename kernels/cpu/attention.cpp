@@ -28,11 +28,10 @@
 namespace headrace {
 
 #if defined(__AVX512F__)
-constexpr int TILES = 2, GROUPS_AHEAD = 1, ROWS_TO_WEIGH = 6, WIDEST = 4;
+constexpr int TILES = 2, GROUPS_AHEAD = 2, ROWS_TO_SCORE = 4, ROWS_TO_WEIGH = 6, WIDEST = 4;
 #else
-constexpr int TILES = 1, GROUPS_AHEAD = 2, ROWS_TO_WEIGH = 3, WIDEST = 2;
+constexpr int TILES = 1, GROUPS_AHEAD = 4, ROWS_TO_SCORE = 4, ROWS_TO_WEIGH = 3, WIDEST = 2;
 #endif
-constexpr int ROWS_TO_SCORE = 4;
 
 // Sixteen numbers as they lie, times UNIT: floats, int8, E4M3.
 static Floats wide(const float *p) { return load(p); }
@@ -93,13 +92,12 @@ static void score(const float *const *q, const E *keys, int64_t head_dim, const 
     for (int t = 0; t < MANY; ++t) store(to[r] + t * LANES, mul(total[r][t], factors[t]));
 }
 
-template <int MANY, typename E>
+template <int ROWS, int MANY, typename E>
 static void score_some(int rows, const float *const *q, const E *keys, int64_t head_dim, const Floats *factors,
                        float *const *to, const Group *next) {
-  if (rows == 4) score<4, MANY>(q, keys, head_dim, factors, to, next);
-  if (rows == 3) score<3, MANY>(q, keys, head_dim, factors, to, next);
-  if (rows == 2) score<2, MANY>(q, keys, head_dim, factors, to, next);
-  if (rows == 1) score<1, MANY>(q, keys, head_dim, factors, to, next);
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return score_some<ROWS - 1, MANY>(rows, q, keys, head_dim, factors, to, next);
+  score<ROWS, MANY>(q, keys, head_dim, factors, to, next);
 }
 
 // Add to columns [from, from + 16 * WIDTH) of each row's sums what `count` values weigh in it.
@@ -240,8 +238,8 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
       while (r < end && low_of(end - 1) >= first + many * LANES) --end;
       for (; r < end; r += ROWS_TO_SCORE, ahead = nullptr) {
         const int some = std::min(ROWS_TO_SCORE, end - r);
-        (many == TILES ? score_some<TILES, E> : score_some<1, E>)(some, q + r, (const E *)turned, dim, factors, to + r,
-                                                                  ahead);
+        const auto chosen = many == TILES ? score_some<ROWS_TO_SCORE, TILES, E> : score_some<ROWS_TO_SCORE, 1, E>;
+        chosen(some, q + r, (const E *)turned, dim, factors, to + r, ahead);
       }
     });
   float totals[ROWS_AT_ONCE];
