@@ -61,10 +61,10 @@ def bits_of_everything(kernels: Native) -> str:
             memory = pool.view(torch.uint8)
         else:
             memory, eight = eight_bit_pool(9, 2, 2, 8, 48, dtype=dtype)
-            for part, made in zip((eight.payload, eight.scales), quantize(noise(9, 2, 2, 2, 8, 48), dtype), strict=True):
-                assert part is not None
-                part.copy_(made)
-            pool = eight.payload
+            codes, scales = quantize(noise(9, 2, 2, 2, 8, 48), dtype)
+            assert eight.scales is not None
+            eight.scales.copy_(scales)
+            pool = eight.payload.copy_(codes)
         qkv = noise(30, 10, 48)
         tables = [torch.tensor([4, 0, 7]), torch.tensor([1, 2, 3, 8, 5, 6])]
         norms, slots = (noise(48), noise(48), 1e-6), torch.arange(30) * 2

@@ -73,7 +73,8 @@ def test_beginnings_are_shared_without_a_trace(
             for i in range(len(contexts))
         ]
         assert torch.equal(together, torch.cat(alone))
-        want = reference.paged_attention(qkv[:, :heads], numbers, 0, [1] * len(contexts), contexts, tables, window=window)
+        counts = [1] * len(contexts)
+        want = reference.paged_attention(qkv[:, :heads], numbers, 0, counts, contexts, tables, window=window)
         torch.testing.assert_close(together.view(len(qkv), heads, dim).double(), want, atol=3e-6, rtol=1e-5)
 
 

@@ -71,7 +71,7 @@ def rows_of_every_kind(dim: int) -> Tensor:
 def test_what_is_written_has_the_bits_of_the_reference(
     kernels: Native, dtype: torch.dtype, dim: int, block_size: int
 ) -> None:
-    """Guards blocks that move between workers of both kinds: codes, scales, and every byte that is not to be written."""
+    """Guards blocks that move between workers of both kinds: codes, scales, and bytes that are not to be written."""
     heads, shape = 3, PoolShape(2, 3, block_size, dim)
     every = rows_of_every_kind(dim)
     tokens = len(every) // 2 // shape.kv_heads
@@ -112,9 +112,7 @@ def test_what_is_no_number_stays_none(kernels: Native, dtype: torch.dtype, spoil
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (32, 1)])
 @pytest.mark.parametrize(("dim", "block_size"), [(16, 1), (64, 16), (80, 4), (96, 64), (128, 16), (256, 32)])
-def test_attention(
-    kernels: Native, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int
-) -> None:
+def test_attention(kernels: Native, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
     """Head grouping, block order, scales by row, contexts that end anywhere."""
     qkv, wide, tables = attention_case(heads, kv_heads, dim, block_size, SPANS, torch.float32)
     pool, numbers = narrowed(wide, dtype)
@@ -153,9 +151,8 @@ def test_a_row_has_the_bits_that_it_has_alone(
 ) -> None:
     """In company, in whichever chunk, under windows, caps, sinks and other scales; and against float64."""
     spans = [(1, 1), (1, 17), (5, 5), (3, 22), (1, 40), (30, 75)]
-    qkv, wide, tables = attention_case(
-        heads, kv_heads, dim, block_size, spans, torch.float32, options.get("window", 0)
-    )
+    window = options.get("window", 0)
+    qkv, wide, tables = attention_case(heads, kv_heads, dim, block_size, spans, torch.float32, window)
     pool, numbers = narrowed(wide, dtype)
     given = scoring(heads, options)
     got = attend(kernels, qkv, heads, pool, 1, spans, tables, **given)
