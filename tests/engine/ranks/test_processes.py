@@ -204,7 +204,6 @@ def test_a_rank_that_opens_otherwise_is_named(
     [
         ({"tensor_parallel": 4}, "6 heads .* do not divide by 4"),
         ({"tensor_parallel": 2, "sum_slices": 2}, "sum_slices"),
-        ({"tensor_parallel": 2, "layer_groups": "on"}, "engine.layer_groups: ranks"),
         ({"tensor_parallel": 2, "device": "cuda", "attention": "auto"}, "on the CPU"),
     ],
 )
