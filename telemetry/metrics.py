@@ -63,6 +63,12 @@ class WorkerMetrics(ProcessMetrics):
         self._blocks = families.snapshot(
             "kv_blocks", "KV blocks by state; the states add up to the pool.", "state", BLOCK_STATES
         )
+        self._groups = families.snapshot(
+            "kv_group_blocks",
+            "KV blocks that are held, by layer group and its window: the active, reserved and quarantined ones.",
+            "group",
+            ("0 all",),
+        )
         self._pool = families.gauge("kv_pool_blocks", "KV blocks that there are.")[()]
         self._slots = families.snapshot(
             "kv_slots",
@@ -168,9 +174,10 @@ class WorkerMetrics(ProcessMetrics):
         for purpose, nbytes in memory.items():
             planned[purpose].set(nbytes)
 
-    def blocks(self, states: Mapping[str, int]) -> None:
-        """Show the pool's blocks by state."""
+    def blocks(self, states: Mapping[str, int], held: Mapping[str, int]) -> None:
+        """Show the pool's blocks by state, and those that are held by layer group."""
         self._blocks.set(states)
+        self._groups.set(held)
 
     def slots(self, live: int, held: int) -> None:
         """Show the token slots of the blocks that requests hold, and those of them with a token's KV. A block that

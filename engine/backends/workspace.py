@@ -95,10 +95,12 @@ def trial_row(tokens: Sequence[int], start: int, blocks: Sequence[BlockId]) -> R
     return Row(record.request, record, record.tokens, start, len(tokens), blocks, draw=True)
 
 
-def blank_row(tokens: int, end: int, block_size: int) -> Row:
-    """`tokens` new ones at the end of a context of `end`, all of it in block 0: what is read makes no difference to
-    memory, nor to which kernels run."""
-    return trial_row([0] * end, end - tokens, [BlockId(0)] * -(-end // block_size))
+def blank_row(tokens: int, end: int, block_size: int, groups: int = 1) -> Row:
+    """`tokens` new ones at the end of a context of `end`, all of it in block 0 of every layer group: what is read makes
+    no difference to memory, nor to which kernels run."""
+    blocks = [BlockId(0)] * -(-end // block_size)
+    row = trial_row([0] * end, end - tokens, blocks)
+    return msgspec.structs.replace(row, windows=(blocks,) * (groups - 1)) if groups > 1 else row
 
 
 def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits, kv_dtype: str | None = None) -> int:

@@ -116,6 +116,7 @@ NEXT = {
         "Held": "memory: Preemptions",
         "Time to full": "pools: What to add",
         "Slots that hold a token": "memory: Held",
+        "Held by layer group": "memory: Held",
         "Quarantined": "migration: Let go from quarantine",
         "Prompt tokens by source": "memory: Prefix hits",
         "Prefix hits": "router: Honesty",

@@ -56,8 +56,8 @@ def test_a_request_is_counted_once_in_each_family() -> None:
 
 def test_worker_figures() -> None:
     metrics = WorkerMetrics("m", "decode-0", "decode")
-    metrics.blocks({"free": 3, "cached": 0, "active": 2, "reserved": 0, "quarantined": 0})
-    metrics.blocks({"free": 5, "cached": 0, "active": 0, "reserved": 0, "quarantined": 0})
+    metrics.blocks({"free": 3, "cached": 0, "active": 2, "reserved": 0, "quarantined": 0}, {"0 all": 2})
+    metrics.blocks({"free": 5, "cached": 0, "active": 0, "reserved": 0, "quarantined": 0}, {"0 all": 0})
     metrics.prompt_tokens(computed=10, prefix_hit=7)
     metrics.generated(4, forced=1)
     metrics.drafts(5, 2)

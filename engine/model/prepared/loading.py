@@ -96,6 +96,10 @@ class PreparedWeights(Mapping[str, Tensor]):
         matrices = set(self.matrices().values()) - {"embedding"}
         return {name: self.stored[name] for name in self.stored if name not in matrices}
 
+    def multiplied_as_stored(self) -> dict[str, Stored]:
+        """Return the matrices that steps multiply with, as they are kept."""
+        return {name: self.stored[key] for name, key in self.matrices().items()}
+
     def multiplied(self) -> dict[str, Stored]:
         """Return the matrices as a GPU gets them: in codes, but for those of experts, or in the model's type."""
         found = dict[str, Stored]()
