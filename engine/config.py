@@ -32,12 +32,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which Triton kernel attends with prompts: `portable`, on every GPU; `hopper`, for compute capability 9.0 alone,
     with 16-bit KV, heads of 64 or 128 and no windows: refused elsewhere. It is no default until
     `python3 -m benchmarks.gpu correct` has passed on such a card."""
-    arithmetic: Literal["auto", "integer", "integer16", "float32"] = "auto"
+    arithmetic: Literal["auto", "integer", "integer16", "float32", "fp8"] = "auto"
     """How the native kernels multiply with codes of 4 and 8 bits. `integer`: by activations rounded to 23 bits, 32 of
     them with one scale, which loses no more than 32-bit floats do; `integer16`: to 16 bits, sooner, and log
     probabilities leave the 0.001 that the others keep to; `float32`: with the very bits of the widened weights. `auto`
     is `integer`, on every processor (`docs/cpu.md` has what each gains and costs). Weights without such codes are
-    multiplied in float32 in any case. Workers that share requests should agree."""
+    multiplied in float32 in any case. `fp8`, on the CPU and on a GPU, with any kernels: a checkpoint in FP8 multiplies
+    activations that are rounded to FP8 too (`torch._scaled_mm`; `docs/models.md` has what that loses), and everything
+    else as with `auto`; refused where the device has no such product, and for models without such weights. Workers
+    that share requests should agree."""
     block_size: int = 16
     """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024

@@ -99,8 +99,8 @@ def open_device(
     `transport_bytes` out of one that is sized by a GPU's. Raises ModelError for a model that is not whole, ValueError
     for a pool too small to hold one block, for a profile without limits, for kernels that do not run on the device, for
     another dtype than the model was prepared in, for a pool beside which a GPU has no room for a step, for a model that
-    cannot be divided among the ranks asked for, and where `deterministic` is on and cannot be kept; RankError for a
-    rank that cannot be opened.
+    cannot be divided among the ranks asked for, where `deterministic` is on and cannot be kept, and where products in
+    8-bit floats are asked for and cannot be had; RankError for a rank that cannot be opened.
     """
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
@@ -110,6 +110,8 @@ def open_device(
         raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")
     if limits is None and (config.profile_workspace or config.pool_bytes == "auto"):
         raise ValueError("a workspace can only be measured for known step limits")
+    if config.arithmetic == "fp8" and max(config.tensor_parallel, config.sum_slices) > 1:
+        raise ValueError("engine.arithmetic: fp8 rounds whole rows, of which tensor-parallel ranks have parts")
     if config.tensor_parallel > 1:
         return _open_ranks(config, model_dir, limits, host_tier_bytes)
     native = _native(config)
@@ -130,6 +132,7 @@ def open_device(
             integer=config.integer_bits,
             progress=progress,
             sum_slices=config.sum_slices,
+            float8=config.arithmetic == "fp8",
         )
         shape = model.config
         layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
@@ -346,6 +349,8 @@ def arithmetic_of(config: EngineConfig, native: Native | None, model: Llama, lay
     parts = [] if native is None else [f"native {native.sources}{integers}"]
     if native is None or not attends_to(TORCH_DTYPES[layout.dtype], layout.head_dim):
         parts.append(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
+    if model.is_float8:
+        parts.append("activations in 8-bit floats")
     if (slices := max(config.tensor_parallel, config.sum_slices)) > 1:
         parts.append(f"sums of {slices} slices")
     return ", ".join(parts)

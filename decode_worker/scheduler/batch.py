@@ -196,7 +196,7 @@ class Batch:
                 return False
             if not self._ends(request) and not all(self._kv.grow(*want) for want in self.wants(request)):
                 return False
-        able = [r for r in self.running if self._may_be_drafted(r) and not self._ends(r)]
+        able = [r for r in self.running if self._may_be_drafted(r)]
         return not self.drafting.awaits(able, len(self.running))
 
     def _may_be_drafted(self, request: Request) -> bool:

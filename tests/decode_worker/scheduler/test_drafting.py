@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_worker.scheduler.drafting import OTHER_WAY, Drafting, StepCosts
+from decode_worker.scheduler.drafting import OTHER_WAY, Drafting, StepCosts, _Draft
 from engine.drafts import DraftWanted, EachAlone, Proposed
 from engine.types import BeamParams, RequestId, RequestRecord
 from tests.decode_worker.scheduler.bench import Fetching
@@ -278,3 +278,15 @@ def test_a_step_is_measured_without_its_drafters_time() -> None:
     assert made.costs.of(4) == pytest.approx(0.03) and made.costs.reading_s(20) == pytest.approx(0.02)
     made.lasted(1, 0, 0.02, is_mixed=False)
     assert made.costs.of(1) == pytest.approx(0.02), "one that had none took none"
+
+
+@pytest.mark.parametrize("worth", [False, True])
+def test_one_choice_of_so_many_is_the_other_one(worth: bool) -> None:
+    """Guards what was measured once against being believed for ever: both ways, as often as said, and then all or
+    none."""
+    costs = {1: 10.0, 2: 10.0, 3: 10.0} if worth else {1: 10.0, 2: 90.0, 3: 90.0}
+    drafting = _drafting(costs)
+    ranked = [_Draft(0.5, 1, _request()), _Draft(0.25, 2, _request())]
+    chosen = [drafting._choose(1, ranked) for _ in range(2 * OTHER_WAY)]
+    usual, other = (2, 0) if worth else (0, 2)
+    assert chosen == [*[usual] * (OTHER_WAY - 1), other] * 2
