@@ -36,15 +36,20 @@ from engine.model.reduction import ColumnSlices, Reduction, WholeNorm, add_in_or
 from engine.model.rope import rope_table
 from engine.model.split import Share, check_split, local_config
 from engine.storage.paged import TORCH_DTYPES, KVTensors
-from kernels.coded_weight import CodedWeight
-from kernels.experts import ClampedGate, ExpertWeights, Routing
+from kernels.coded_weight import CodedStack, CodedWeight
+from kernels.experts import ClampedGate, ExpertWeights, Routing, Stack
 from kernels.linear import Weight, linear
 from kernels.native import native
 from kernels.panels import IntegerBits, Panels, PanelStack, in_integers
 from kernels.scaled_linear import Float8Weight
 
-Weights = Mapping[str, Weight | PanelStack]
+Held = Weight | Stack
+"""One matrix, or those of all experts of a layer."""
+
+Weights = Mapping[str, Held]
 """Weights by name; norms, biases and the embedding are plain."""
+
+_CODED = CodedWeight | CodedStack | Float8Weight
 
 Summed = Weight | ColumnSlices
 """A weight whose product is a sum over columns that ranks may have in part."""
@@ -332,7 +337,7 @@ def load_model(
         config = msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests))
         return Llama(config, {**weights, **own})
     mapped = PreparedWeights(model_dir)
-    found: Mapping[str, Weight | PanelStack]
+    found: Weights
     if panels:
         found = _panels(model_dir, mapped, integer)
     elif coded:
@@ -379,7 +384,7 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
     if options is None:
         return None
 
-    def find(name: str) -> Weight | PanelStack:
+    def find(name: str) -> Held:
         return weights[layer_key(layer, name)]
 
     def bias(name: str) -> Tensor | None:
@@ -389,7 +394,7 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
     gate_up, down = find("experts_gate_up"), find("experts_down")
     alone = Panels | CodedWeight | Float8Weight
     if isinstance(gate_up, alone) or isinstance(down, alone):
-        raise TypeError("the experts of a layer are in one stack of panels")
+        raise TypeError("the experts of a layer are in one stack")
     down_bias = bias("experts_down_bias")
     if down_bias is not None and rank:
         down_bias = torch.zeros_like(down_bias)
@@ -402,19 +407,19 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
     )
 
 
-def _held_bytes(weight: Weight | PanelStack) -> int:
+def _held_bytes(weight: Held) -> int:
     if isinstance(weight, Panels | PanelStack):
         return int(weight.raw.nbytes)
-    return weight.nbytes if isinstance(weight, CodedWeight | Float8Weight) else weight.numel() * weight.element_size()
+    return weight.nbytes if isinstance(weight, _CODED) else weight.numel() * weight.element_size()
 
 
-def _matrix(weight: Weight | PanelStack) -> Weight:
-    if isinstance(weight, PanelStack):
-        raise TypeError("one matrix is not in panels of several")
+def _matrix(weight: Held) -> Weight:
+    if isinstance(weight, PanelStack | CodedStack):
+        raise TypeError("one matrix is not in a stack of several")
     return weight
 
 
-def _plain(weight: Weight | PanelStack) -> Tensor:
+def _plain(weight: Held) -> Tensor:
     if not isinstance(weight, Tensor):
         raise TypeError("only matrices that are multiplied with can be in panels or codes")
     return weight
