@@ -77,6 +77,7 @@ class ConfigError(ValueError):
 INTERNAL = frozenset(
     {
         *("prefill.engine.model_dir", "decode.engine.model_dir"),
+        *("prefill.engine.draft_dir", "decode.engine.draft_dir"),
         *("prefill.access", "decode.access", "router.access", "router.supervisor_metrics_port"),
         *("router.name", "router.own_port"),
     }
@@ -220,5 +221,16 @@ def default_threads(workers: int) -> int:
     return max(1, usable_cores() // max(1, workers))
 
 
-def with_model_dir(engine: EngineConfig, model_dir: str) -> EngineConfig:
-    return msgspec.structs.replace(engine, model_dir=model_dir)
+def with_model_dir(engine: EngineConfig, model_dir: str, draft_dir: str = "") -> EngineConfig:
+    return msgspec.structs.replace(engine, model_dir=model_dir, draft_dir=draft_dir)
+
+
+def draft_problem(engine: EngineConfig) -> str | None:
+    """Return why a decode worker with these settings has no draft model though one is spoken of, or None."""
+    if engine.speculation == "model" and not engine.draft_model:
+        return "is 'model', but engine.draft_model names none"
+    if engine.draft_model and engine.speculation != "model":
+        return f"is {engine.speculation!r}, but engine.draft_model is set, which only 'model' uses"
+    if engine.speculation == "model" and (engine.device != "cpu" or engine.attention == "triton"):
+        return f"is 'model', and a draft model computes on the CPU, not on {engine.device} with Triton's kernels"
+    return None

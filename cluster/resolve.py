@@ -26,6 +26,7 @@ from cluster.config import (
     ConfigError,
     build,
     default_threads,
+    draft_problem,
     fields,
     problem,
 )
@@ -216,6 +217,8 @@ def _agreed(values: dict[str, object], origins: dict[str, str]) -> Resolved:
                 f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
                 f"is {values[theirs]!r}: both pools must agree"
             )
+    if (reason := draft_problem(decode)) is not None:
+        raise ConfigError(f"decode.engine.speculation ({origins['decode.engine.speculation']}) {reason}")
     for pool in POOLS:
         ours, theirs = f"{pool}.engine.deterministic", f"{pool}.transfer.wire"
         if values[ours] == "on" and values[theirs] != AS_STORED:

@@ -32,12 +32,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which Triton kernel attends with prompts: `portable`, on every GPU; `hopper`, for compute capability 9.0 alone,
     with 16-bit KV, heads of 64 or 128 and no windows: refused elsewhere. It is no default until
     `python3 -m benchmarks.gpu correct` has passed on such a card."""
-    arithmetic: Literal["auto", "integer", "integer16", "float32"] = "auto"
+    arithmetic: Literal["auto", "integer", "integer16", "float32", "fp8"] = "auto"
     """How the native kernels multiply with codes of 4 and 8 bits. `integer`: by activations rounded to 23 bits, 32 of
     them with one scale, which loses no more than 32-bit floats do; `integer16`: to 16 bits, sooner, and log
     probabilities leave the 0.001 that the others keep to; `float32`: with the very bits of the widened weights. `auto`
     is `integer`, on every processor (`docs/cpu.md` has what each gains and costs). Weights without such codes are
-    multiplied in float32 in any case. Workers that share requests should agree."""
+    multiplied in float32 in any case. `fp8`, on the CPU and on a GPU, with any kernels: a checkpoint in FP8 multiplies
+    activations that are rounded to FP8 too (`torch._scaled_mm`; `docs/models.md` has what that loses), and everything
+    else as with `auto`; refused where the device has no such product, and for models without such weights. Workers
+    that share requests should agree."""
     block_size: int = 16
     """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
@@ -84,17 +87,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer_groups: Literal["auto", "on", "off"] = "auto"
     """Keep layers with a sliding window apart from those without (docs/layer-groups.md): of the former, a sequence
     holds only its window. `off`: all layers keep everything. Every token is the same either way. Only where the model
-    has both kinds, with a CPU's kernels; workers that share requests must agree. `auto`: off."""
+    has both kinds; workers that share requests must agree, and have blocks of one size. `auto`: off."""
 
     jump_forward: bool = True
     """Tell tokens that a constraint forces (`docs/structured-output.md`) together with the token before them, without a
     step each. Every token is the same either way."""
 
-    speculation: Literal["auto", "off", "ngram", "suffix"] = "auto"
+    speculation: Literal["auto", "off", "ngram", "suffix", "model"] = "auto"
     """Guess the next tokens from the request's own, and compute them beside the one that is known, as long as that is
     measured to win (`docs/speculation.md`). Every token is the same either way where answers do not depend on a step's
     other rows (`deterministic`), and elsewhere but for near ties. `auto`: n-grams on the CPU where that is so; off
-    where steps are planned ahead, which drafts have to wait for."""
+    where steps are planned ahead, which drafts have to wait for. `model`: by `draft_model`."""
+    draft_model: str = ""
+    """With `speculation = model`, a smaller model that has the served one's tokenizer: a GGUF file, a Hugging Face
+    directory, or a name on the hub. Only decode workers load it; only on the CPU so far."""
+    draft_dir: str = ""
+    """The same, prepared."""
+    draft_pool_bytes: int = 64 * 1024 * 1024
+    """Bytes of the draft model's own KV blocks, beside `pool_bytes`. Requests that it has no room for have no drafts,
+    or push out those that had none lately."""
     draft_tokens: int = 3
     """Most guesses in a row of a step, at least 1. Four rows cost the CPU's kernels little more than one, five do."""
 
@@ -117,11 +128,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bits: dict[str, Literal[0, 16, 23]] = {"float32": 0, "integer16": 16}
         return bits.get(self.arithmetic, 23)
 
-    def kv_bytes(self, weights_bytes: int, workspace_bytes: int, host_tier_bytes: int = 0) -> int:
+    def kv_bytes(
+        self, weights_bytes: int, workspace_bytes: int, host_tier_bytes: int = 0, draft_bytes: int = 0
+    ) -> int:
         """The pool's size; negative where "auto" finds that the rest alone does not fit."""
         if self.pool_bytes != "auto":
             return self.pool_bytes
-        rest = self.reserve_bytes + weights_bytes + workspace_bytes + host_tier_bytes
+        rest = self.reserve_bytes + weights_bytes + draft_bytes + workspace_bytes + host_tier_bytes
         return self.memory_bytes - rest
 
     def in_dtype(self, prepared: str) -> "EngineConfig":

@@ -16,7 +16,8 @@ from engine.backends.native_attention import NativeAttention, attends_to
 from engine.backends.workspace import measure_workspace
 from engine.config import EngineConfig, StepLimits
 from engine.cores import process_cores
-from engine.drafts import DRAFTERS, NewDrafter
+from engine.draft_opening import OpenDraft, open_draft
+from engine.drafts import DRAFTERS, Drafter
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
@@ -69,8 +70,10 @@ class EngineDevice:
     """The digests of the adapters that it can apply: none, until there are kernels for them."""
     ranks: "RankGroup | None" = None
     """The other processes that compute the model; None: there are none."""
-    drafter: NewDrafter | None = None
+    drafter: Drafter | None = None
     """Guesses what requests go on with, in steps of a decode worker; None: nobody does."""
+    draft_kv: KVTensors | None = None
+    """The pool of a draft model."""
     compilations: Compilations = field(default_factory=Compilations)
     """Counts this process's GPU kernels; on another device there are none."""
 
@@ -96,8 +99,8 @@ def open_device(
     `transport_bytes` out of one that is sized by a GPU's. Raises ModelError for a model that is not whole, ValueError
     for a pool too small to hold one block, for a profile without limits, for kernels that do not run on the device, for
     another dtype than the model was prepared in, for a pool beside which a GPU has no room for a step, for a model that
-    cannot be divided among the ranks asked for, and where `deterministic` is on and cannot be kept; RankError for a
-    rank that cannot be opened.
+    cannot be divided among the ranks asked for, where `deterministic` is on and cannot be kept, and where products in
+    8-bit floats are asked for and cannot be had; RankError for a rank that cannot be opened.
     """
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
@@ -107,6 +110,8 @@ def open_device(
         raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")
     if limits is None and (config.profile_workspace or config.pool_bytes == "auto"):
         raise ValueError("a workspace can only be measured for known step limits")
+    if config.arithmetic == "fp8" and max(config.tensor_parallel, config.sum_slices) > 1:
+        raise ValueError("engine.arithmetic: fp8 rounds whole rows, of which tensor-parallel ranks have parts")
     if config.tensor_parallel > 1:
         return _open_ranks(config, model_dir, limits, host_tier_bytes)
     native = _native(config)
@@ -127,16 +132,19 @@ def open_device(
             integer=config.integer_bits,
             progress=progress,
             sum_slices=config.sum_slices,
+            float8=config.arithmetic == "fp8",
         )
         shape = model.config
         layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
         weights_bytes = model.weights_bytes + model.table_bytes
         stable = _is_stable(model, config, native)
+        draft = open_draft(config, shape, native)
         if config.device == "cpu":
-            opened = _open_on_cpu(config, model, layout, native, stable, limits, weights_bytes, host_tier_bytes)
+            opened = _open_on_cpu(config, model, layout, native, stable, limits, weights_bytes, host_tier_bytes, draft)
         else:
             opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
-    return _device(config, shape, layout, opened, weights_bytes, stable, arithmetic_of(config, native, model, layout))
+    arithmetic = arithmetic_of(config, native, model, layout)
+    return _device(config, shape, layout, opened, weights_bytes, stable, arithmetic, draft)
 
 
 def _device(
@@ -147,11 +155,16 @@ def _device(
     weights_bytes: int,
     stable: bool,
     arithmetic: str,
+    draft: OpenDraft | None,
     ranks: "RankGroup | None" = None,
 ) -> EngineDevice:
     """`shape`: of the whole model."""
     model_dir = Path(config.model_dir)
     memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
+    if draft is not None:
+        memory = msgspec.structs.replace(
+            memory, draft_weights_bytes=draft.weights_bytes, draft_kv_bytes=draft.kv.nbytes
+        )
     log.info("memory of %s: %s", shape.name, memory)
     opened.runner.matchers = _matchers(model_dir, shape.vocab, config.jump_forward)
     return EngineDevice(
@@ -167,7 +180,8 @@ def _device(
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
         matchers=opened.runner.matchers,
-        drafter=_drafter(config, stable),
+        drafter=_drafter(config, stable, draft),
+        draft_kv=None if draft is None else draft.kv,
         is_deterministic=stable,
         arithmetic=arithmetic,
         ranks=ranks,
@@ -206,8 +220,6 @@ def _open_ranks(
     if config.device != "cpu" or config.kernels == "triton":
         where = f"on {config.device} with {config.kernels} kernels"
         raise ValueError(f"engine.tensor_parallel: ranks compute on the CPU, not {where}")
-    if config.groups_layers:
-        raise ValueError("engine.layer_groups: ranks keep all layers in one group")
     if config.sum_slices > 1:
         raise ValueError("engine.sum_slices: is for one process, and engine.tensor_parallel asks for more")
     shape = ModelConfig.load(model_dir)
@@ -219,14 +231,15 @@ def _open_ranks(
         closing.callback(group.close)
         part = open_part(config, group.sums)
         shape = msgspec.structs.replace(shape, fingerprint=part.fingerprint)
-        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
+        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
         arithmetic = arithmetic_of(config, part.native, part.model, layout)
         own = RankReady(f"{part.fingerprint}/{layout.dtype}", arithmetic, part.weights_bytes, part.is_stable)
         stable, weights_bytes = group.ready(own)
+        draft = open_draft(config, shape, part.native)
         opened = _open_on_cpu(
-            config, part.model, layout, part.native, stable, limits, weights_bytes, host_tier_bytes, group
+            config, part.model, layout, part.native, stable, limits, weights_bytes, host_tier_bytes, draft, group
         )
-        device = _device(config, shape, layout, opened, weights_bytes, stable, arithmetic, group)
+        device = _device(config, shape, layout, opened, weights_bytes, stable, arithmetic, draft, group)
         closing.pop_all()
     return device
 
@@ -244,13 +257,15 @@ def _matchers(model_dir: Path, vocab: int, jumps: bool) -> "Matchers | None":
     return Matchers(partial(load_vocabulary, model_dir), vocab, jumps=jumps)
 
 
-def _drafter(config: EngineConfig, stable: bool) -> NewDrafter | None:
+def _drafter(config: EngineConfig, stable: bool, draft: OpenDraft | None) -> Drafter | None:
     if config.draft_tokens < 1:
         raise ValueError(f"engine.draft_tokens: {config.draft_tokens}; at least 1 (speculation = off has none)")
+    if draft is not None:
+        return draft.drafter
     chosen = config.speculation
     if chosen == "auto":
         chosen = "ngram" if stable and config.may_draft else "off"
-    return DRAFTERS.get(chosen)
+    return DRAFTERS[chosen]() if chosen in DRAFTERS else None
 
 
 def _open_on_cpu(
@@ -262,12 +277,14 @@ def _open_on_cpu(
     limits: StepLimits | None,
     weights_bytes: int,
     host_tier_bytes: int,
+    draft: OpenDraft | None,
     group: "RankGroup | None" = None,
 ) -> Opened:
     workspace_bytes = 0
     if limits is not None and (config.profile_workspace or config.pool_bytes == "auto"):
         workspace_bytes = measure_workspace(Path(config.model_dir), config.block_size, limits, layout.dtype)
-    kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes, host_tier_bytes)
+    draft_bytes = 0 if draft is None else draft.nbytes
+    kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes, host_tier_bytes, draft_bytes)
     kv = PagedKV(layout, config.blocks_in(kv_bytes, layout.block_bytes))
     if config.kernels == "triton":
         from engine.backends.gpu.attention import TritonAttention
@@ -332,6 +349,8 @@ def arithmetic_of(config: EngineConfig, native: Native | None, model: Llama, lay
     parts = [] if native is None else [f"native {native.sources}{integers}"]
     if native is None or not attends_to(TORCH_DTYPES[layout.dtype], layout.head_dim):
         parts.append(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
+    if model.is_float8:
+        parts.append("activations in 8-bit floats")
     if (slices := max(config.tensor_parallel, config.sum_slices)) > 1:
         parts.append(f"sums of {slices} slices")
     return ", ".join(parts)

@@ -1,13 +1,14 @@
-"""Guesses at what a sequence goes on with, made of its own tokens. Pure.
+"""Guesses at what sequences go on with. Pure.
 
-A drafter looks for what stands at the end of a sequence earlier in it, and proposes what followed there. Its proposals
-are a function of the tokens and of nothing else: nothing of it migrates, and whoever goes on with a request after a
-loss proposes the same. What is proposed changes no answer, whatever it is: a step draws the model's own token in each
-place, and keeps a draft where it is that token (`engine.step.accepted`).
+A drafter is asked for all sequences of a step at once. Its proposals are made of each one's own tokens and of nothing
+else: nothing of it migrates, and whoever goes on with a request after a loss begins with its tokens. What is proposed
+changes no answer, whatever it is: a step draws the model's own token in each place, and keeps a draft where it is that
+token (`engine.step.accepted`).
 
     ngram     what followed the latest earlier place of the longest run of 2 to 4 tokens that the sequence ends with
     suffix    what followed most often behind the longest run of 2 to 16, one token after the other, as long as most
               of the places that agree so far go on alike
+    model     what a smaller model draws (`engine.draft_model`, which has a model to run and so is not here)
 
 Sources: prompt look-up decoding (Saxena 2023); suffix decoding (Oliaro et al. 2411.04975), here over one sequence
 alone: what others have written is never proposed, since who is offered it could tell.
@@ -16,9 +17,9 @@ alone: what others have written is never proposed, since who is offered it could
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from engine.types import RequestRecord
+from engine.types import RequestId, RequestRecord
 
 SHORTEST = 2
 """Tokens of a match: single ones are met everywhere."""
@@ -29,15 +30,80 @@ MOST_PLACES = 64
 _ITEM = array("i").itemsize
 
 
+class DraftWanted(NamedTuple):
+    """A sequence that up to `most` drafts are wanted of. `tokens` begin with those of its last time."""
+
+    record: RequestRecord
+    tokens: Sequence[int]
+    most: int
+
+
+class Proposed(NamedTuple):
+    """Drafts of each sequence, in the order in which they were asked for; and how long that took, where it takes time.
+    """
+
+    drafts: list[list[int]]
+    read_tokens: int = 0
+    read_s: float = 0.0
+    """Tokens read without a draft, of sequences that were new or had not been asked for, and for how long."""
+    forwards: tuple[tuple[int, float], ...] = ()
+    """For the first, the second, ... draft: of how many sequences at once, and for how long."""
+
+    @property
+    def seconds(self) -> float:
+        return self.read_s + sum([seconds for _, seconds in self.forwards])
+
+
 class Drafter(Protocol):
-    """Drafts for one sequence; another model with the same tokenizer would stand here too."""
+    """Mutable state: what it keeps of each request."""
+
+    takes_time: bool
+    """False where nobody needs to ask whether proposing is worth its time."""
+
+    def unread(self, asked: DraftWanted) -> int | None:
+        """Return how many of the tokens it has not read, all of which it reads before it proposes; None: it can propose
+        nothing."""
+
+    def propose(self, asked: Sequence[DraftWanted]) -> Proposed:
+        """Return up to as many tokens as wanted that may follow each of the sequences."""
+
+    def forget(self, request: RequestId) -> None:
+        """Keep nothing of a request; one that was never asked for does no harm."""
+
+
+class SequenceDrafter(Protocol):
+    """Drafts for one sequence."""
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Return up to `most` tokens that may follow `tokens`, which begin with those of the call before."""
 
 
-NewDrafter = Callable[[RequestRecord], Drafter]
+NewDrafter = Callable[[RequestRecord], SequenceDrafter]
 """Makes the drafter of a request."""
+
+
+class EachAlone:
+    """Drafters that look at one sequence each, at no cost to speak of. Mutable state: those of the requests."""
+
+    takes_time = False
+
+    def __init__(self, new: NewDrafter) -> None:
+        self._new = new
+        self._of: dict[RequestId, SequenceDrafter] = {}
+
+    def unread(self, asked: DraftWanted) -> int | None:
+        return 0
+
+    def propose(self, asked: Sequence[DraftWanted]) -> Proposed:
+        return Proposed([self._drafter(record).propose(tokens, most) for record, tokens, most in asked])
+
+    def forget(self, request: RequestId) -> None:
+        self._of.pop(request, None)
+
+    def _drafter(self, record: RequestRecord) -> SequenceDrafter:
+        if record.request not in self._of:
+            self._of[record.request] = self._new(record)
+        return self._of[record.request]
 
 
 class _Text:
@@ -131,5 +197,8 @@ def _token(tokens: Sequence[int], proposed: Sequence[int], at: int) -> int:
     return tokens[at] if at < len(tokens) else proposed[at - len(tokens)]
 
 
-DRAFTERS: dict[str, NewDrafter] = {"ngram": lambda _: NgramDrafter(), "suffix": lambda _: SuffixDrafter()}
-"""The kinds that `engine.speculation` names."""
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "ngram": lambda: EachAlone(lambda _: NgramDrafter()),
+    "suffix": lambda: EachAlone(lambda _: SuffixDrafter()),
+}
+"""The kinds that `engine.speculation` names and that need nothing but tokens."""

@@ -34,6 +34,8 @@ class MemoryUse(msgspec.Struct, frozen=True):
     weights_bytes: int = 0
     workspace_bytes: int = 0  # of the largest step; 0 where it was not measured
     kv_bytes: int = 0
+    draft_weights_bytes: int = 0  # of a draft model; 0 where there is none
+    draft_kv_bytes: int = 0
 
 
 class RankUse(msgspec.Struct, frozen=True):
@@ -76,6 +78,7 @@ class Load(Record, kw_only=True):
     active_blocks: int
     reserved_blocks: int
     quarantined_blocks: int
+    group_blocks: dict[str, int] = {}  # of those three, by layer group; empty where there is one
     waiting_requests: int = 0
     waiting_tokens: int = 0  # uncached prompt tokens not computed yet (decode: of prompts that it computes itself)
     running_requests: int = 0

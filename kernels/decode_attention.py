@@ -255,8 +255,10 @@ def decode_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    stack: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with `q` `[batch, heads, head_dim]` (16- or 32-bit, contiguous) as the loaded plan says.
+    """Attend with `q` `[batch, heads, head_dim]` (16- or 32-bit, contiguous) as the loaded plan says, by the buffers'
+    `stack` of tables.
 
     Returns `out`, like q, and the natural log-sum-exp of the scaled scores, float32 `[batch, heads]` (the buffers'
     own). `batch` is at most what the buffers have room for, and no less than the plan's rows. Rows without tokens get
@@ -282,7 +284,7 @@ def decode_attention(
     out = torch.empty_like(q) if out is None else out
     dim_pad = triton.next_power_of_2(head_dim)
     scoring = _Scores(scale, softcap, sinks)
-    given, constants = _arguments(q, pool, layer, buffers, config, out, scoring)
+    given, constants = _arguments(q, pool, layer, buffers, config, out, scoring, stack)
     decode_kernel[(geometry.programs,)](*given, **constants)
     merge_kernel[(batch, heads)](
         out,
@@ -329,6 +331,7 @@ def decode_residency(
     window: int = 0,
     softcap: float = 0.0,
     with_sinks: bool = False,
+    stacks: int = 1,
 ) -> int:
     """Return how many programs of the kernel an SM of the pool's device holds, as it is compiled for these heads and
     this configuration, one at least; nothing is launched. UNKNOWN where nobody can say: off a GPU."""
@@ -336,7 +339,8 @@ def decode_residency(
     if device.type != "cuda":
         return UNKNOWN
     sinks = torch.empty(heads, dtype=dtype, device=device) if with_sinks else None
-    compiled = _compiled(heads, dtype, pool, config, table_blocks, window, _Scores(None, softcap, sinks))
+    scores = _Scores(None, softcap, sinks)
+    compiled = _compiled(heads, dtype, pool, config, table_blocks, window, scores, stacks)
     return max(1, residency(compiled, multiprocessor(device)) or UNKNOWN)
 
 
@@ -348,6 +352,7 @@ def _compiled(
     table_blocks: int,
     window: int,
     scores: "_Scores",
+    stacks: int = 1,
 ) -> Any:
     """Compile `decode_kernel` as `decode_attention` launches it; returns Triton's `CompiledKernel`."""
     device = pool.payload.device
@@ -366,6 +371,7 @@ def _compiled(
         heads=heads,
         head_dim=pool.head_dim,
         table_blocks=table_blocks,
+        stacks=stacks,
         device=device,
     )
     q = torch.empty(1, heads, pool.head_dim, dtype=dtype, device=device)
@@ -381,6 +387,7 @@ def _arguments(
     config: KernelConfig,
     out: Tensor,
     scores: "_Scores",
+    stack: int = 0,
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """What `decode_kernel` is launched with: arguments, and constants with options."""
     _, heads, head_dim = q.shape
@@ -397,7 +404,7 @@ def _arguments(
         buffers.items,
         buffers.ranges,
         buffers.rows,
-        buffers.tables,
+        buffers.stack(stack),
         buffers.lengths,
         buffers.slots,
         buffers.lse if scores.sinks is None else scores.sinks,

@@ -16,12 +16,13 @@ from kernels.decode_plan import DecodeGeometry, DecodePlan, WorkItem
 
 
 class DecodeBuffers:
-    """Device memory for `batch` rows, tables of `table_blocks` blocks, and the geometry's items and slots.
+    """Device memory for `batch` rows, `stacks` tables of `table_blocks` blocks for each, and the geometry's items and
+    slots. Layers that keep their blocks apart read by the same plan, each by its stack of tables.
 
     No tensor here ever changes its address. Read by the kernels: `items` int32 `[max_items, fields of WorkItem]`,
     `ranges` `[programs + 1]`, `rows` `[max_items]`, `slots` `[batch, 2]` (splits, first slot), `lengths` `[batch]`,
-    `tables` `[batch, table_blocks]`. Written by them: `partial` float32 `[max_slots, heads, head_dim]`, `partial_lse`
-    `[max_slots, heads]`, `lse` `[batch, heads]`. `loaded`: rows of the plan that is in them.
+    `tables` `[batch, stacks * width]` (see `stack`). Written by them: `partial` float32 `[max_slots, heads, head_dim]`,
+    `partial_lse` `[max_slots, heads]`, `lse` `[batch, heads]`. `loaded`: rows of the plan that is in them.
     """
 
     def __init__(
@@ -32,9 +33,13 @@ class DecodeBuffers:
         heads: int,
         head_dim: int,
         table_blocks: int,
+        stacks: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
         self.geometry = geometry
+        self._stacks = stacks
+        # Of several, each begins at a multiple of 16 bytes, as all else.
+        self._width = table_blocks if stacks == 1 else -(-table_blocks // 4) * 4
         self.batch = batch
         self.loaded = 0
         shapes = (
@@ -43,7 +48,7 @@ class DecodeBuffers:
             (geometry.max_items,),
             (batch, 2),
             (batch,),
-            (batch, table_blocks),
+            (batch, stacks * self._width),
         )
         # Each begins at a multiple of 16 bytes, which is what the kernels are compiled for.
         sizes = [-(-torch.Size(shape).numel() // 4) * 4 for shape in shapes]
@@ -71,19 +76,26 @@ class DecodeBuffers:
         self.partial_lse = floats.new_empty(geometry.max_slots, heads)
         self.lse = floats.new_empty(batch, heads)
 
+    def stack(self, number: int) -> Tensor:
+        """The tables of one stack, `[batch, width]`, as far apart as rows of `tables` are."""
+        return self.tables[:, number * self._width : (number + 1) * self._width]
+
     def load(
-        self, plan: DecodePlan, lengths: Sequence[int], tables: Sequence[Sequence[int]]
+        self, plan: DecodePlan, lengths: Sequence[int], *stacks: Sequence[Sequence[int]]
     ) -> None:
-        """Bring in a step's plan, on the current stream. `tables[r]`: the blocks of row r, which cover its length.
+        """Bring in a step's plan, on the current stream. `stacks`: of each, the blocks of every row, which cover its
+        length; what no window shows may be any number, and is not read.
 
         Raises ValueError where the step does not fit the buffers.
         """
-        batch, width = self.tables.shape
-        if len(lengths) > batch or len(tables) != len(lengths) or len(plan.splits) != len(lengths):
+        batch, width = len(self.tables), self._width
+        counts = {len(lengths), len(plan.splits), *map(len, stacks)}
+        if len(lengths) > batch or len(counts) > 1 or len(stacks) != self._stacks:
             raise ValueError(
-                f"{len(lengths)} rows, {len(tables)} tables in buffers of {batch} rows"
+                f"{len(lengths)} rows, {[*map(len, stacks)]} tables in buffers of {batch} rows, {self._stacks} stacks"
             )
-        if any(len(table) > width for table in tables) or len(plan.rows) > self.rows.numel():
+        longest = max((len(table) for tables in stacks for table in tables), default=0)
+        if longest > width or len(plan.rows) > self.rows.numel():
             raise ValueError(f"a table is longer than {width} blocks, or too many rows share")
         self._hosts.reverse()
         self._host_views.reverse()
@@ -95,10 +107,11 @@ class DecodeBuffers:
         _fill(slots[:, 0], plan.splits)
         _fill(slots[:, 1], plan.first_slots)
         _fill(own_lengths, lengths)
-        for row, table in enumerate(tables):
-            _fill(own_tables[row], table)
+        for number, tables in enumerate(stacks):
+            for row, table in enumerate(tables):
+                _fill(own_tables[row, number * width :], table)
         # Block tables come last, and only those in use.
-        used = self._table_offset + len(tables) * width
+        used = self._table_offset + len(lengths) * self._stacks * width
         self._device[:used].copy_(self._hosts[0][:used], non_blocking=True)
         self.loaded = len(lengths)
 

@@ -1,5 +1,6 @@
-"""`x W^T + b`: with a plain `W`, in panels (`kernels.panels`), in codes (`kernels.coded_linear`), or in the order in
-which the CPU's matrix library (oneDNN) reads it, of which the rest of this page speaks.
+"""`x W^T + b`: with a plain `W`, in panels (`kernels.panels`), in codes (`kernels.coded_linear`), in 8-bit floats that
+rows are rounded to as well (`kernels.scaled_linear`), or in the order in which the CPU's matrix library (oneDNN) reads
+it, of which the rest of this page speaks.
 
 A plain `[rows, columns]` weight is read badly for the few rows of a decode step. Packed once, products of four to
 sixteen rows take about half the time, those of a prefill chunk the same. The packed form is opaque and fits one version
@@ -19,13 +20,14 @@ from torch.nn.functional import linear as plain_linear
 from kernels.coded_weight import CodedWeight
 from kernels.native import native
 from kernels.panels import Panels
+from kernels.scaled_linear import Float8Weight, scaled_linear
 
 _LAYOUT_MKLDNN = 3  # c10::Layout::Mkldnn
 _ROWS_HINT = 16
 
 
-Weight = Tensor | Panels | CodedWeight
-"""A weight `[rows, columns]`: plain, packed, in panels, or in codes for a GPU."""
+Weight = Tensor | Panels | CodedWeight | Float8Weight
+"""A weight `[rows, columns]`: plain, packed, in panels, in codes for a GPU, or in 8-bit floats."""
 
 
 class PackError(Exception):
@@ -33,8 +35,8 @@ class PackError(Exception):
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Multiply `x` `[n, columns]` -> `[n, rows]`; `weight` is plain, in panels, in codes, or from `pack` or
-    `from_bytes`. Raises RuntimeError for panels where there are no native kernels."""
+    """Multiply `x` `[n, columns]` -> `[n, rows]`; `weight` is plain, in panels, in codes, in 8-bit floats, or from
+    `pack` or `from_bytes`. Raises RuntimeError for panels where there are no native kernels."""
     if isinstance(weight, Panels):
         kernels = native()
         if kernels is None:
@@ -44,6 +46,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         from kernels.coded_linear import coded_linear, launch_config
 
         return coded_linear(x, weight, bias, launch_config(x.device, weight.kind))
+    if isinstance(weight, Float8Weight):
+        return scaled_linear(x, weight, bias)
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product

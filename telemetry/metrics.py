@@ -41,6 +41,12 @@ class WorkerMetrics(ProcessMetrics):
             "Tokens that were guessed, by whether the model drew them.",
             outcome=DRAFT_OUTCOMES,
         )
+        self._draft_model_s = families.counter(
+            "draft_model_seconds_total", "Time that steps waited for their drafts: a draft model's own."
+        )[()]
+        self._draft_model_read = families.counter(
+            "draft_model_read_tokens_total", "Tokens that a draft model read of requests that it was behind with."
+        )[()]
         self._held_s = families.counter("held_seconds_total", "Time that steps waited for rows about to land.")[()]
         self._held = families.counter(
             "held_steps_total",
@@ -62,6 +68,12 @@ class WorkerMetrics(ProcessMetrics):
         )[()]
         self._blocks = families.snapshot(
             "kv_blocks", "KV blocks by state; the states add up to the pool.", "state", BLOCK_STATES
+        )
+        self._groups = families.snapshot(
+            "kv_group_blocks",
+            "KV blocks that are held, by layer group and its window: the active, reserved and quarantined ones.",
+            "group",
+            ("0 all",),
         )
         self._pool = families.gauge("kv_pool_blocks", "KV blocks that there are.")[()]
         self._slots = families.snapshot(
@@ -168,9 +180,10 @@ class WorkerMetrics(ProcessMetrics):
         for purpose, nbytes in memory.items():
             planned[purpose].set(nbytes)
 
-    def blocks(self, states: Mapping[str, int]) -> None:
-        """Show the pool's blocks by state."""
+    def blocks(self, states: Mapping[str, int], held: Mapping[str, int]) -> None:
+        """Show the pool's blocks by state, and those that are held by layer group."""
         self._blocks.set(states)
+        self._groups.set(held)
 
     def slots(self, live: int, held: int) -> None:
         """Show the token slots of the blocks that requests hold, and those of them with a token's KV. A block that
@@ -205,6 +218,11 @@ class WorkerMetrics(ProcessMetrics):
         """Count guessed tokens, `drawn` of which the model drew."""
         self._drafts["drawn"].inc(drawn)
         self._drafts["rejected"].inc(drafted - drawn)
+
+    def draft_model(self, seconds: float, read_tokens: int) -> None:
+        """Count what a draft model took, and what it read to catch up."""
+        self._draft_model_s.inc(seconds)
+        self._draft_model_read.inc(read_tokens)
 
     def held(self, seconds: float, filled: int, expired: int, missed: int) -> None:
         """Count steps that waited, and what came later than the target."""

@@ -79,6 +79,8 @@ def open_parts(
 
     device = open_device(config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes)
     closing.callback(device.kv.close)
+    if device.draft_kv is not None:
+        closing.callback(device.draft_kv.close)
     if device.ranks is not None:
         closing.callback(device.ranks.close)
         device.ranks.watch(inbox.put)

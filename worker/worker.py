@@ -15,6 +15,7 @@ import msgspec
 
 from engine.handshake import PartyRole, Secrets
 from engine.identity import SHORT_BYTES
+from engine.kv.groups import group_names
 from engine.kv.holding import Holding
 from engine.kv.ledger import BlockLedger
 from engine.kv.tiers.commands import TierEvent, TiersDied
@@ -98,6 +99,7 @@ class Worker(Generic[E]):
         )
         parts.metrics.engine(self._engine.busy.seconds)
         self._thread = EngineThread(f"{self.name}-engine", parts.inbox, self, HEARTBEAT_S)
+        self._groups = group_names(parts.kv.groups)
         self._tier_metrics = None if parts.kv.tiers is None else TierMetrics(parts.metrics.families)
         ledgers: dict[str, Ledger] = {"kv": BlockLedger(parts.kv), "cache": parts.kv, "scheduler": role.scheduler}
         self._auditor = Auditor(ledgers, time.monotonic, parts.metrics.audited)
@@ -334,7 +336,8 @@ class Worker(Generic[E]):
         """Return how the worker stands, with the blocks evicted since the last report; tell the metrics all of it."""
         scheduler, source, kv = self.scheduler, self._role.source, self.parts.kv
         mover, metrics, counts = self.parts.mover, self.parts.metrics, kv.pool.counts()
-        metrics.blocks(counts)
+        held = dict(zip(self._groups, kv.pool.held(), strict=True))
+        metrics.blocks(counts, held)
         metrics.slots(*scheduler.slots)
         metrics.evicted(len(evicted))
         metrics.load(scheduler.waiting_requests, scheduler.running_requests, mover.outstanding)
@@ -351,6 +354,7 @@ class Worker(Generic[E]):
             active_blocks=counts["active"],
             reserved_blocks=counts["reserved"],
             quarantined_blocks=counts["quarantined"],
+            group_blocks=held if len(held) > 1 else {},
             waiting_requests=scheduler.waiting_requests,
             running_requests=scheduler.running_requests,
             evicted=evicted,

@@ -5,7 +5,7 @@ import os
 import msgspec
 
 from cluster.config import ClusterConfig
-from cluster.processes.launch import prepare_model, specs
+from cluster.processes.launch import prepare_draft, prepare_model, specs
 from cluster.processes.signals import Interrupted
 from cluster.processes.spec import LaunchError, environment_of
 from cluster.secret import opened
@@ -22,7 +22,8 @@ def run_worker(config: ClusterConfig, role: str, name: str, port: int) -> int:
         )
     secrets = opened(config.secret_file)
     model_dir = prepare_model(config)
-    spec = next(spec for spec in specs(config, model_dir) if spec.kind == role)
+    draft_dir = prepare_draft(config, model_dir) if role == "decode" else ""
+    spec = next(spec for spec in specs(config, model_dir, draft_dir=draft_dir) if spec.kind == role)
     spec = msgspec.structs.replace(spec, name=name, port=port)
     # Before torch is imported, which `hosting` leaves to the moment it builds the worker.
     os.environ.update(environment_of(spec, os.environ))

@@ -52,6 +52,7 @@ def frame(status: Status, overview: Overview) -> RenderableType:
         _recent(overview.recent),
         _pools(status, overview),
         *(Text(ranks_line(worker.name, worker.ranks)) for worker in overview.workers if worker.ranks),
+        *(Text(line) for line in map(_groups_line, overview.workers) if line),
         *said,
     )
 
@@ -132,6 +133,13 @@ def _row(process: ProcessStatus, view: WorkerOverview | None) -> list[Renderable
         speed,
         f"{view.age_s:.1f}s",
     ]
+
+
+def _groups_line(view: WorkerOverview) -> str:
+    """Say what is held of each layer group, where there are several."""
+    held = view.load.group_blocks if view.load is not None else {}
+    told = ", ".join(f"{name}: {blocks}" for name, blocks in held.items())
+    return f"{view.name} holds by layer group: {told}" if told else ""
 
 
 def _bar(view: WorkerOverview) -> Text:

@@ -52,6 +52,7 @@ def examine(config: ClusterConfig, environ: Mapping[str, str], deep: bool = Fals
         _clocks,
         lambda: _folders(config, environ),
         lambda: iter([configured_model(config.model)]),
+        lambda: _draft_model(config),
         lambda: model_checks(model_cache(config.cache_dir, environ)) if deep else iter(()),
         lambda: _ray(config, environ),
         lambda: gpu_checks(_gpu_wanted(config)),
@@ -61,6 +62,12 @@ def examine(config: ClusterConfig, environ: Mapping[str, str], deep: bool = Fals
         ),
     ]
     return [check for group in groups for check in group()]
+
+
+def _draft_model(config: ClusterConfig) -> Iterator[Check]:
+    engine = config.decode.engine
+    if engine.speculation == "model":
+        yield configured_model(engine.draft_model, "draft model", "--set engine.draft_model=FILE")
 
 
 def _gpu_wanted(config: ClusterConfig) -> str:
@@ -127,7 +134,9 @@ def _port(name: str, host: str, port: int, ours: bool) -> Check:
 def _memory(config: ClusterConfig) -> Iterator[Check]:
     free = available_bytes()
     wanted = config.prefill_workers * _taken_bytes(config.prefill.engine, config.prefill.tiers)
-    wanted += config.decode_workers * _taken_bytes(config.decode.engine, config.decode.tiers)
+    engine = config.decode.engine
+    draft_bytes = engine.draft_pool_bytes if engine.speculation == "model" else 0
+    wanted += config.decode_workers * (_taken_bytes(engine, config.decode.tiers) + draft_bytes)
     found = f"{format_size(free)} available, workers take {format_size(wanted)} at start"
     fix = "fewer workers, or smaller engine.pool_bytes (on a GPU: tiers.host_bytes) of prefill and decode"
     yield Check("memory", "ok" if wanted < free else "fail", found, "" if wanted < free else fix)

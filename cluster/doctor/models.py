@@ -15,20 +15,20 @@ from engine.model.prepared.checked import DIGESTS_FILE, check_folder, check_piec
 from engine.model.prepared.shards import ShardIndex, by_reference, contents
 
 
-def configured_model(model: str) -> Check:
-    """Say of which family and format the configured model is, by its headers: no weights are read."""
+def configured_model(model: str, name: str = "model", setting: str = "--model") -> Check:
+    """Say of which family and format a configured model is, by its headers: no weights are read. `setting` names it."""
     from cluster.plan.shapes import find_shape
 
     if hub_model(model) is not None:
-        return Check("model", "ok", f"{model} of the Hugging Face hub: the start finds it, or says why not")
+        return Check(name, "ok", f"{model} of the Hugging Face hub: the start finds it, or says why not")
     if model and not (path := Path(model).expanduser()).exists():
-        return Check("model", "fail", f"{path}: no such file or directory", "name another: --model")
+        return Check(name, "fail", f"{path}: no such file or directory", f"name another: {setting}")
     try:
         shape = find_shape(model)
     except ModelError as error:
-        return Check("model", "fail", str(error), "docs/models.md says what runs")
+        return Check(name, "fail", str(error), "docs/models.md says what runs")
     if shape.not_run or shape.model is None:
-        return Check("model", "fail", shape.not_run, "docs/models.md says what runs")
+        return Check(name, "fail", shape.not_run, "docs/models.md says what runs")
     windows = [str(window) for window in shape.model.windows if window]
     parts = [
         f"{shape.name}: family {shape.model.family}, weights in {shape.stored}",
@@ -37,7 +37,7 @@ def configured_model(model: str) -> Check:
         *([f"{shape.model.expert_count} experts"] if shape.model.experts else []),
         *_held(model, shape.model),
     ]
-    return Check("model", "ok", ", ".join(parts))
+    return Check(name, "ok", ", ".join(parts))
 
 
 def _held(named: str, model: ModelConfig) -> list[str]:

@@ -13,7 +13,7 @@ import msgspec
 from cluster.config import ClusterConfig, with_model_dir
 from cluster.plan.plan import Plan
 from cluster.plan.planner import Pool
-from cluster.processes.launch import prepare_model
+from cluster.processes.launch import prepare_draft, prepare_model
 from cluster.processes.spec import FACTORIES, LaunchError, child_environment
 from cluster.secret import drawn
 from engine.handshake import Keyring
@@ -39,6 +39,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 def check_plan(plan: Plan, config: ClusterConfig) -> list[Compared]:
     """Start each worker and compare. Raises LaunchError where one does not start, ModelError for its model."""
     model_dir = prepare_model(config)
+    drafts = {"decode": prepare_draft(config, model_dir)}
     threads = max(config.prefill.engine.threads, config.decode.engine.threads)
     # Before torch is imported, if it is not yet.
     os.environ.update(child_environment(threads, os.environ))
@@ -46,7 +47,7 @@ def check_plan(plan: Plan, config: ClusterConfig) -> list[Compared]:
     for pool in plan.pools:
         part: Any = getattr(config, pool.name)
         engine = msgspec.structs.replace(
-            with_model_dir(part.engine, model_dir), profile_workspace=True
+            with_model_dir(part.engine, model_dir, drafts.get(pool.name, "")), profile_workspace=True
         )
         info = _ask(pool.name, msgspec.structs.replace(part, engine=engine))
         compared += compare(pool, info)
@@ -58,6 +59,8 @@ def compare(pool: Pool, info: WorkerInfo) -> list[Compared]:
     memory = info.memory
     figures = {
         "weights_bytes": (pool.weights_bytes or 0, memory.weights_bytes),
+        "draft_weights_bytes": (pool.draft_weights_bytes, memory.draft_weights_bytes),
+        "draft_kv_bytes": (pool.draft_kv_bytes, memory.draft_kv_bytes),
         "workspace_bytes": (pool.workspace_bytes or 0, memory.workspace_bytes),
         "blocks": (pool.blocks, info.blocks),
         "kv_bytes": (pool.kv_bytes, memory.kv_bytes),
@@ -71,6 +74,7 @@ def compare(pool: Pool, info: WorkerInfo) -> list[Compared]:
             deviation=planned / found - 1 if found else float(planned != 0),
         )
         for what, (planned, found) in figures.items()
+        if planned or found or not what.startswith("draft_")
     ]
 
 

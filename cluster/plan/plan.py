@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import msgspec
 
-from cluster.config import ClusterConfig, ConfigError
+from cluster.config import ClusterConfig, ConfigError, draft_problem
 from cluster.defaults import gpu_dtype
 from cluster.plan.flags import Asked
 from cluster.plan.held import held_bytes, kinds_at_hand
@@ -172,18 +172,41 @@ def _configured(
         )
     block_size = asked.block_size or engine.block_size
     sizes = token_sizes(_grouped(plan.model, engine), plan.kv_dtype, block_size, plan.ranks)
+    draft = _draft(engine, plan.dtype, plan.kv_dtype, block_size) if role == "decode" else (0, 0)
     ahead = (limits.chunk_tokens + 1) * (2 if engine.plans_ahead else 1)
     together = engine.tensor_parallel  # ranks of one host's memory share its pool
     workspace = _workspace(plan, asked, limits, block_size, engine.device)
-    return pool_of(
+    kv_bytes = engine.kv_bytes((plan.weights_bytes or 0) * together, workspace or 0, host_tier_bytes, sum(draft))
+    pool = pool_of(
         role,
         sizes,
         request(sizes, plan.request.tokens, 1 + ahead).blocks,
-        kv_bytes=engine.kv_bytes((plan.weights_bytes or 0) * together, workspace or 0, host_tier_bytes) // together,
+        kv_bytes=kv_bytes // together,
         weights=plan.weights_bytes,
         workspace=workspace,
         tail_share=asked.tail or Fraction(0),
     )
+    return msgspec.structs.replace(pool, draft_weights_bytes=draft[0], draft_kv_bytes=draft[1])
+
+
+def _draft(engine: EngineConfig, dtype: str, kv_dtype: str, block_size: int) -> tuple[int, int]:
+    """Return the bytes of a draft model's weights, and of its KV; it is whole in one rank. Raises ConfigError where it
+    is set and cannot be used, and ModelError."""
+    if (reason := draft_problem(engine)) is not None:
+        raise ConfigError(f"decode.engine.speculation {reason}")
+    if engine.speculation != "model":
+        return 0, 0
+    shape = find_shape(engine.draft_model)
+    if shape.model is None:
+        why = shape.not_run or "its sizes are not known"
+        raise ConfigError(f"decode.engine.draft_model: {engine.draft_model}: {why}")
+    kinds = kinds_at_hand(engine.draft_model, dtype) if is_local(engine.draft_model) and not shape.not_run else {}
+    native = msgspec.structs.replace(engine, dtype=dtype).kernels == "native"
+    weights = (
+        held_bytes(shape.model, dtype, kinds, engine.device, native) if kinds else weights_bytes(shape.model, dtype)
+    )
+    block_bytes = token_sizes(shape, kv_dtype, block_size).block_bytes
+    return weights, engine.draft_pool_bytes // block_bytes * block_bytes
 
 
 def _workspace(

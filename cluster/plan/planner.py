@@ -115,6 +115,9 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """How far weights, workspace and reserve alone exceed the memory, or by how much one block does."""
     requests: int
     """Requests of full length that fit at once."""
+    draft_weights_bytes: int = 0
+    draft_kv_bytes: int = 0
+    """What a draft model takes beside all that, if there is one."""
 
 
 class Waste(msgspec.Struct, frozen=True, kw_only=True):

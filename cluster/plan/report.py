@@ -100,6 +100,9 @@ def _pools(plan: Plan) -> Iterable[Row]:
         yield ("memory", *(_known(pool.memory_bytes) for pool in pools))
         yield ("reserve", *(format_size(pool.reserve_bytes) for pool in pools))
     yield ("weights", *(_known(pool.weights_bytes) for pool in pools))
+    if any(pool.draft_kv_bytes for pool in pools):
+        yield ("draft model's weights", *(format_size(pool.draft_weights_bytes) for pool in pools))
+        yield ("draft model's KV", *(format_size(pool.draft_kv_bytes) for pool in pools))
     yield ("workspace", *(_known(pool.workspace_bytes) for pool in pools))
     yield ("KV memory", *(format_size(pool.kv_bytes) for pool in pools))
     yield ("  blocks", *(f"{pool.blocks:,}" for pool in pools))

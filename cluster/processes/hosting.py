@@ -135,15 +135,16 @@ def _check_model(spec: ChildSpec) -> None:
     and cannot be made."""
     from engine.model.prepared.checked import check_once
 
-    folder = Path(spec.model_dir)
-    if spec.source is None:
-        return  # whoever gave it has prepared it, and nobody here knows from what
-    try:
-        check_once(folder)
-    except ModelError as error:
-        log.warning("%s; the model is prepared again", error)
-        if (found := prepared(spec.source)) != spec.model_dir:
-            raise ModelError(folder, f"is damaged, and its source is another model now, in {found}") from error
+    engine: Any = spec.config.get("engine", {})
+    for source, folder in ((spec.source, spec.model_dir), (spec.draft, engine.get("draft_dir", ""))):
+        if source is None:
+            continue  # whoever gave it has prepared it, and nobody here knows from what
+        try:
+            check_once(Path(folder))
+        except ModelError as error:
+            log.warning("%s; the model is prepared again", error)
+            if (found := prepared(source)) != folder:
+                raise ModelError(folder, f"is damaged, and its source is another model now, in {found}") from error
 
 
 def prepared(source: ModelSource, report: Callable[[int, int], None] | None = None) -> str:
@@ -165,6 +166,8 @@ def moved(spec: ChildSpec, host: str) -> ChildSpec:
     config: Any = dict(spec.config)
     if "engine" in config:
         config["engine"] = {**config["engine"], "model_dir": model_dir}
+        if spec.draft is not None:
+            config["engine"]["draft_dir"] = prepared(spec.draft)
     return msgspec.structs.replace(spec, config=config, model_dir=model_dir)
 
 

@@ -38,7 +38,15 @@ from cluster.processes.events import (
 )
 from cluster.processes.fronts import shared_fronts
 from cluster.processes.orders import Orders
-from cluster.processes.prepare import Addresses, make_launcher, model_source, prepare_model, served_name, specs
+from cluster.processes.prepare import (
+    Addresses,
+    make_launcher,
+    model_source,
+    prepare_draft,
+    prepare_model,
+    served_name,
+    specs,
+)
 from cluster.processes.signals import check, shielded
 from cluster.processes.slots import SlotState, SlotView
 from cluster.processes.spec import (
@@ -57,7 +65,7 @@ from engine.handshake import Keyring
 from engine.messages import PeerAddress
 from telemetry.supervisor_metrics import SupervisorMetrics
 
-__all__ = ["Addresses", "Cluster", "make_launcher", "prepare_model", "specs"]
+__all__ = ["Addresses", "Cluster", "make_launcher", "prepare_draft", "prepare_model", "specs"]
 
 POLL_S = 0.05
 WATCH_S = 0.1
@@ -139,6 +147,7 @@ class Cluster:
             self._opened = True
             self._launcher.open()
             model_dir = prepared.result()
+            draft_dir = prepare_draft(self._config, model_dir, self._progress)
         check()
         source = None if self._model_dir else model_source(self._config)
         self._metrics = SupervisorMetrics(served_name(model_dir))
@@ -149,7 +158,7 @@ class Cluster:
             raise LaunchError(f"no page of metrics on {self._config.router.host}: {error}") from error
         self._fronts, config = shared_fronts(self._config)
         some = msgspec.structs.replace(config, prefill_workers=max(1, config.prefill_workers))
-        made = specs(some, model_dir, self._factories, source, port)
+        made = specs(some, model_dir, self._factories, source, port, draft_dir)
         self._kinds = {spec.kind: spec for spec in made}
         is_one_pool = not self._config.prefill_workers
         self._specs = {s.name: s for s in made if not (is_one_pool and s.kind == "prefill")}

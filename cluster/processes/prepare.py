@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.config import ClusterConfig, ConfigError, with_model_dir
+from cluster.config import ClusterConfig, ConfigError, draft_problem, with_model_dir
 from cluster.defaults import model_dtype
 from cluster.model_hub import hub_model
 from cluster.processes.hosting import prepared
@@ -14,6 +14,7 @@ from cluster.processes.placement import RayConfig
 from cluster.processes.spec import FACTORIES, ChildReady, ChildSpec, Launcher, ModelSource
 from engine.model.config import ModelConfig, ModelError
 from engine.model.split import check_split
+from engine.text.alike import check_alike
 from engine.text.files import TextFiles
 
 
@@ -52,6 +53,17 @@ def model_source(config: ClusterConfig) -> ModelSource:
     )
 
 
+def draft_source(config: ClusterConfig) -> ModelSource | None:
+    """Return the draft model of the decode workers as the configuration names it; None: there is none. Raises
+    ConfigError where it cannot be used, and as `model_dtype` does."""
+    if (reason := draft_problem(config.decode.engine)) is not None:
+        raise ConfigError(f"decode.engine.speculation {reason}")
+    if config.decode.engine.speculation != "model":
+        return None
+    named = config.decode.engine.draft_model
+    return ModelSource(model=named, cache_dir=config.cache_dir, dtype=model_dtype(config))
+
+
 def served_name(model_dir: str) -> str:
     """Return the name of a prepared model, by which every process labels its metrics; empty where there is none, as in
     a cluster of stand-ins."""
@@ -78,20 +90,40 @@ def prepare_model(
     return folder
 
 
+def prepare_draft(
+    config: ClusterConfig, model_dir: str, progress: Callable[[str, int, int], None] | None = None
+) -> str:
+    """Convert the draft model, if there is one, unless the cache has it; returns the prepared folder, or nothing.
+    Raises ConfigError for one that cannot be read, and for another tokenizer than that of the model in `model_dir`."""
+    source = draft_source(config)
+    if source is None:
+        return ""
+    try:
+        folder = prepared(source, None if progress is None else partial(progress, "weights"))
+        check_alike(Path(model_dir), Path(folder), source.model)
+    except ModelError as error:
+        raise ConfigError(f"decode.engine.draft_model: {error}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return folder
+
+
 def specs(
     config: ClusterConfig,
     model_dir: str,
     factories: Mapping[str, str] = FACTORIES,
     source: ModelSource | None = None,
     supervisor_metrics_port: int = 0,
+    draft_dir: str = "",
 ) -> list[ChildSpec]:
     """Return the processes of a cluster, the routers last. `source`: where other hosts get `model_dir` from;
-    `supervisor_metrics_port`: of the page of the process that starts them, on the router's host."""
+    `supervisor_metrics_port`: of the page of the process that starts them, on the router's host; `draft_dir`: the
+    prepared draft model of decode workers."""
     prefill = msgspec.structs.replace(
         config.prefill, engine=with_model_dir(config.prefill.engine, model_dir), access=config.access
     )
     decode = msgspec.structs.replace(
-        config.decode, engine=with_model_dir(config.decode.engine, model_dir), access=config.access
+        config.decode, engine=with_model_dir(config.decode.engine, model_dir, draft_dir), access=config.access
     )
     asked = hub_model(config.model)
     names = config.router.served_model_names or (asked.names if asked else ())
@@ -112,6 +144,7 @@ def specs(
                 "host": config.worker_host,
                 "model_dir": model_dir,
                 "source": source,
+                "draft": draft_source(config) if kind == "decode" and source is not None else None,
                 "threads": threads,
                 "log_level": config.log_level,
                 "log_json": config.log_json,

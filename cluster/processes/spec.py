@@ -76,6 +76,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str = ""
     source: ModelSource | None = None
     """What a host that may not have `model_dir` prepares it from."""
+    draft: ModelSource | None = None
+    """The same of the draft model, where the worker has one."""
     threads: int = 1
     log_level: str = "warning"
     log_json: bool = False

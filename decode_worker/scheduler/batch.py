@@ -29,7 +29,7 @@ from decode_worker.scheduler.holding import StepHold
 from decode_worker.scheduler.pace import Pace
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.samples.beams import Beams
-from engine.drafts import NewDrafter
+from engine.drafts import Drafter
 from engine.kv.manager import KVCacheManager, Lease
 from engine.plan import CompiledConstraint, finish_reason, is_compiled, row_of, share_budget
 from engine.step import Candidates, DeadEnd, Drawn, Row, StepPlan, accepted, run_of
@@ -67,7 +67,7 @@ class Batch:
         kv: KVCacheManager,
         stop_ids: frozenset[int],
         compiled: CompiledConstraint | None = None,
-        drafter: NewDrafter | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.alike = Alike(kv)
         self.beams = Beams(kv, stop_ids)
@@ -196,7 +196,7 @@ class Batch:
                 return False
             if not self._ends(request) and not all(self._kv.grow(*want) for want in self.wants(request)):
                 return False
-        able = [r for r in self.running if self._may_be_drafted(r) and not self._ends(r)]
+        able = [r for r in self.running if self._may_be_drafted(r)]
         return not self.drafting.awaits(able, len(self.running))
 
     def _may_be_drafted(self, request: Request) -> bool:
@@ -209,7 +209,7 @@ class Batch:
     def _proposed(self, rows: int) -> dict[Request, list[int]]:
         """Return the drafts of the next step, of `rows`, and have room for them, as far as there is some that nobody
         needs. Beside prompts, whose tokens fill a step, there are none."""
-        if self.drafting.new is None or self.is_under_way or self.local:
+        if self.drafting.drafter is None or self.is_under_way or self.local:
             return {}
         able: list[tuple[Request, int]] = []
         for request in self.running:
@@ -297,10 +297,9 @@ class Batch:
 
     def lasted(self, seconds: float) -> None:
         """Note how long the step took that ended last."""
-        if not self._prompt_tokens:
-            self.drafting.costs.measured(self.running_rows + self._drafts, seconds)
+        own_s = self.drafting.lasted(self.running_rows, self._drafts, seconds, bool(self._prompt_tokens))
         if not self._drafts:
-            self.pace.measured(self.running_rows, self._prompt_tokens, seconds)
+            self.pace.measured(self.running_rows, self._prompt_tokens, own_s)
 
     @property
     def backlog_tokens(self) -> int:

@@ -36,7 +36,7 @@ from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import NOBODY, RequestState
 from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.swapping import Swapping
-from engine.drafts import NewDrafter
+from engine.drafts import Drafter
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored
 from engine.messages import (
@@ -78,7 +78,7 @@ class DecodeScheduler:
         block_bytes: int,
         compiled: CompiledConstraint | None = None,
         adapters: frozenset[str] = frozenset(),
-        drafter: NewDrafter | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.kv, self.receiver, self.leaving = kv, receiver, False
         self.batch, self.swapping = Batch(config, kv, stop_ids, compiled, drafter), Swapping(config, kv)

@@ -35,7 +35,6 @@ from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV, PoolFile
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from kernels.experts import combine
 from kernels.linear import linear
-from kernels.panels import PanelStack
 
 LAYERS = 2
 """The second finds what the first has left behind."""
@@ -95,10 +94,12 @@ def trial_row(tokens: Sequence[int], start: int, blocks: Sequence[BlockId]) -> R
     return Row(record.request, record, record.tokens, start, len(tokens), blocks, draw=True)
 
 
-def blank_row(tokens: int, end: int, block_size: int) -> Row:
-    """`tokens` new ones at the end of a context of `end`, all of it in block 0: what is read makes no difference to
-    memory, nor to which kernels run."""
-    return trial_row([0] * end, end - tokens, [BlockId(0)] * -(-end // block_size))
+def blank_row(tokens: int, end: int, block_size: int, groups: int = 1) -> Row:
+    """`tokens` new ones at the end of a context of `end`, all of it in block 0 of every layer group: what is read makes
+    no difference to memory, nor to which kernels run."""
+    blocks = [BlockId(0)] * -(-end // block_size)
+    row = trial_row([0] * end, end - tokens, blocks)
+    return msgspec.structs.replace(row, windows=(blocks,) * (groups - 1)) if groups > 1 else row
 
 
 def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits, kv_dtype: str | None = None) -> int:
@@ -156,8 +157,8 @@ class _Unfilled(TorchAttention):
 
     def mix(self, x: Tensor, mixture: Mixture) -> Tensor:
         weights, chosen = mixture.experts, mixture.routing.chosen
-        if isinstance(weights.gate_up, PanelStack) or isinstance(weights.down, PanelStack):
-            raise TypeError("weights without content are in no panels")
+        if not isinstance(weights.gate_up, Tensor) or not isinstance(weights.down, Tensor):
+            raise TypeError("weights without content are in no panels, and no codes")
         logits = mixture.logits(x)
         # At most all rows go to one expert; their answers are kept for all.
         answers = x.new_empty(len(x), chosen, x.shape[1])

@@ -5,7 +5,8 @@
     CACHED --retain--> ACTIVE      CACHED --recycle--> FREE
     ACTIVE, RESERVED --quarantine--> QUARANTINED --last release--> CACHED or FREE
 
-Every block is in exactly one state, so free + cached + active + reserved + quarantined == total, always.
+Every block is in exactly one state, so free + cached + active + reserved + quarantined == total, always. What is handed
+out is of one layer group (`engine.kv.groups`) until it is free again.
 """
 
 from collections import Counter
@@ -32,9 +33,10 @@ _HELD = frozenset((BlockState.ACTIVE, BlockState.RESERVED, BlockState.QUARANTINE
 
 
 class BlockPool:
-    """Mutable state, all of it: `_free`, `_states`, `_refs`, `_generations`, `_counts`. Owner: the engine thread."""
+    """Mutable state, all of it: `_free`, `_states`, `_refs`, `_generations`, `_counts`, `_groups`, `_held`. Owner: the
+    engine thread."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, groups: int = 1) -> None:
         if blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {blocks}")
         self.total = blocks
@@ -44,6 +46,8 @@ class BlockPool:
         self._generations = [0] * blocks
         self._counts = {state.value: 0 for state in BlockState}
         self._counts[BlockState.FREE] = blocks
+        self._groups = [0] * blocks
+        self._held = [0] * groups
 
     @property
     def free(self) -> int:
@@ -60,6 +64,10 @@ class BlockPool:
     def refs(self, block: BlockId) -> int:
         return self._refs[block]
 
+    def group(self, block: BlockId) -> int:
+        """Return the layer group that the block was handed out for last."""
+        return self._groups[block]
+
     def generation(self, block: BlockId) -> int:
         """Return how often the block has been allocated. The memory's header mirrors it for readers in other
         processes."""
@@ -73,16 +81,22 @@ class BlockPool:
     def counts(self) -> dict[str, int]:
         return self._counts.copy()
 
-    def allocate(self, count: int, state: BlockState = BlockState.ACTIVE) -> list[BlockId]:
-        """Hand out `count` free blocks with one reference each, under a new generation. Raises IndexError if there are
-        fewer: making room is the manager's business."""
+    def held(self) -> list[int]:
+        """Return how many active, reserved and quarantined blocks there are of each layer group."""
+        return self._held.copy()
+
+    def allocate(self, count: int, state: BlockState = BlockState.ACTIVE, group: int = 0) -> list[BlockId]:
+        """Hand out `count` free blocks with one reference each, under a new generation, for layers of a group. Raises
+        IndexError if there are fewer: making room is the manager's business."""
         if count > len(self._free):
             raise IndexError(f"{count} blocks wanted, {len(self._free)} free")
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
             self._generations[block] += 1
+            self._groups[block] = group
             self._move(block, BlockState.FREE, state)
+        self._held[group] += count
         return blocks
 
     def retain(self, block: BlockId) -> None:
@@ -90,6 +104,7 @@ class BlockPool:
         state = self._states[block]
         if state is BlockState.CACHED:
             self._move(block, state, BlockState.ACTIVE)
+            self._held[self._groups[block]] += 1
         elif state not in (BlockState.ACTIVE, BlockState.QUARANTINED):
             raise ValueError(f"block {block} is {state}: it cannot be shared")
         self._refs[block] += 1
@@ -102,6 +117,7 @@ class BlockPool:
         if self._refs[block]:
             return False
         self._move(block, self._states[block], BlockState.CACHED if keep else BlockState.FREE)
+        self._held[self._groups[block]] -= 1
         if not keep:
             self._free.append(block)
         return True
@@ -133,6 +149,9 @@ class BlockPool:
         assert len(self._free) == len(set(self._free)) == recount[BlockState.FREE]
         held = [state in _HELD for state in self._states]
         assert held == [refs > 0 for refs in self._refs], (self._states, self._refs)
+        by_group = Counter(group for group, is_held in zip(self._groups, held, strict=True) if is_held)
+        assert self._held == [by_group[group] for group in range(len(self._held))], (self._held, by_group)
+        assert sum(self._held) == sum(recount[state] for state in _HELD)
 
     def __repr__(self) -> str:
         return "BlockPool(" + ", ".join(f"{n} {state}" for state, n in self.counts().items()) + ")"

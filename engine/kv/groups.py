@@ -70,6 +70,12 @@ def layer_groups(windows: Sequence[int]) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
+def group_names(groups: Sequence[LayerGroup]) -> list[str]:
+    """Return what operators call the groups, by number and window. `groups` are all of them; empty: one."""
+    windows = [group.window for group in groups] or [0]
+    return [f"{at} window {window}" if window else f"{at} all" for at, window in enumerate(windows)]
+
+
 def migrated(groups: Sequence[LayerGroup], indices: range, tokens: int, block_size: int) -> list[tuple[int, int]]:
     """Return which of the blocks `indices` of a sequence of `tokens` tokens go from one worker to another: index and
     group of each, in order. `groups` are all of them; empty: one."""

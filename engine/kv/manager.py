@@ -45,7 +45,7 @@ class KVCacheManager:
         of a sequence the steps under way compute at most."""
         self.tiers = tiers
         self.groups = tuple(groups)
-        self.pool = BlockPool(blocks)
+        self.pool = BlockPool(blocks, len(groups) or 1)
         self.cache = RadixCache(block_size, fingerprint, blocks, groups[1:])
         self.block_size = block_size
         self.windows: WindowTables | None = None
@@ -479,6 +479,9 @@ class KVCacheManager:
         assert self._promised >= 0 and self.available >= 0, self
         if self.windows is not None:
             self.windows.check(list(self._leases))
+        for lease in self._leases:
+            for group, table in enumerate(lease.tables):
+                assert all(block == GONE or self.pool.group(block) == group for block in table), (group, table)
         cached = 0
         for node in self.cache.nodes():
             state = self.pool.state(node.block)
@@ -526,14 +529,14 @@ class KVCacheManager:
         self.cache.shares.gave(self._owners.pop(block))
         self.pool.recycle(block)
 
-    def _allocate(self, namespace: bytes, count: int, state: BlockState) -> list[BlockId]:
+    def _allocate(self, namespace: bytes, count: int, state: BlockState, group: int = 0) -> list[BlockId]:
         shares = self.cache.shares
         shares.took(namespace, count)
         for _ in range(shares.excess(namespace)):
             self._evict(namespace)
         while self.pool.free < count:
             self._evict(shares.loser(namespace))
-        blocks = self.pool.allocate(count, state)
+        blocks = self.pool.allocate(count, state, group)
         self._owners.update(dict.fromkeys(blocks, namespace))
         self._handed_out += blocks
         return blocks

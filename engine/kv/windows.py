@@ -18,7 +18,7 @@ from engine.kv.lease import Lease
 from engine.kv.radix_cache import Match, Node, RadixCache
 from engine.types import BlockId
 
-Allocate = Callable[[bytes, int, BlockState], list[BlockId]]
+Allocate = Callable[[bytes, int, BlockState, int], list[BlockId]]
 Give = Callable[[BlockId], None]
 
 
@@ -165,7 +165,8 @@ class WindowTables:
             return
         if lease.held[group] + len(missing) > lease.charges[group]:
             raise ValueError(f"window group {group + 1} of a lease goes beyond its {lease.charges[group]} blocks")
-        for at, block in zip(missing, self._allocate(lease.namespace, len(missing), state), strict=True):
+        found = self._allocate(lease.namespace, len(missing), state, group + 1)
+        for at, block in zip(missing, found, strict=True):
             table[at] = block
             self._holders[block] = 1
         lease.starts[group] = min(lease.starts[group], missing[0])

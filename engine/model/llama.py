@@ -26,6 +26,7 @@ from engine.backends.attention import (
 from engine.batch import ForwardBatch
 from engine.model.config import ModelConfig, ModelError, Progress
 from engine.model.families import FAMILIES, layer_key
+from engine.model.prepared.float8 import float8_weights
 from engine.model.prepared.loading import PreparedWeights, load_weights
 from engine.model.prepared.packed import packed_weights, wide_weights
 from engine.model.prepared.panels import panel_weights
@@ -35,14 +36,20 @@ from engine.model.reduction import ColumnSlices, Reduction, WholeNorm, add_in_or
 from engine.model.rope import rope_table
 from engine.model.split import Share, check_split, local_config
 from engine.storage.paged import TORCH_DTYPES, KVTensors
-from kernels.coded_weight import CodedWeight
-from kernels.experts import ClampedGate, ExpertWeights, Routing
+from kernels.coded_weight import CodedStack, CodedWeight
+from kernels.experts import ClampedGate, ExpertWeights, Routing, Stack
 from kernels.linear import Weight, linear
 from kernels.native import native
 from kernels.panels import IntegerBits, Panels, PanelStack, in_integers
+from kernels.scaled_linear import Float8Weight
 
-Weights = Mapping[str, Weight | PanelStack]
+Held = Weight | Stack
+"""One matrix, or those of all experts of a layer."""
+
+Weights = Mapping[str, Held]
 """Weights by name; norms, biases and the embedding are plain."""
+
+_CODED = CodedWeight | CodedStack | Float8Weight
 
 Summed = Weight | ColumnSlices
 """A weight whose product is a sum over columns that ranks may have in part."""
@@ -118,6 +125,8 @@ class Llama:
             (item.integer for item in weights.values() if isinstance(item, Panels | PanelStack)), default=0
         )
         dtype = TORCH_DTYPES[config.dtype]
+        self.is_float8 = any(isinstance(item, Float8Weight) for item in weights.values())
+        """Some of its products round activations to 8-bit floats."""
         self._embedding = _matrix(weights["embedding"])
         self._norm = _norm_weight(_plain(weights["norm"]).to(dtype), config)
         self._head = _matrix(weights.get("head", self._embedding))
@@ -190,6 +199,7 @@ class Llama:
     def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
         """Return what the last layer leaves of every row, `[padded rows, hidden]`; see `forward`."""
         rotations = [Rotation(cos, sin, batch.positions) for cos, sin in self._tables]
+        temperature = self._temperature(batch.positions)
         x = self._embedded(batch.tokens)
         if self._embed_scale != 1.0:
             x *= self._embed_scale
@@ -200,6 +210,8 @@ class Llama:
             rotation = None if layer.rope is None else rotations[layer.rope]
             normed = self._normed(x, delta, layer.attention_norm, attention)
             qkv = self._qkv(normed, layer, attention)
+            if temperature is not None:
+                qkv[:, : self.config.heads] *= temperature
             given = LayerInput(at, qkv, rotation, batch, kv, layer.head_norms, layer.options, group)
             delta = self._summed(attention.attend(given), layer.output, layer.output_bias)
             delta = self._branch(delta, layer.attention_post_norm, attention)
@@ -212,6 +224,14 @@ class Llama:
             delta = self._branch(delta, layer.mlp_post_norm, attention)
         return x if delta is None else x.add_(delta)
 
+    def _temperature(self, positions: Tensor) -> Tensor | None:
+        """Return the factor of each row's queries, `[rows, 1, 1]`. It commutes with their rotation."""
+        if not self.config.query_beta:
+            return None
+        periods = torch.div(positions, self.config.query_tokens, rounding_mode="floor")
+        factors = 1.0 + self.config.query_beta * torch.log1p(periods.float())
+        return factors.to(TORCH_DTYPES[self.config.dtype])[:, None, None]
+
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._ranks is None:
             return self._rows(tokens)
@@ -219,8 +239,8 @@ class Llama:
 
     def _rows(self, tokens: Tensor) -> Tensor:
         embedding, dtype = self._embedding, TORCH_DTYPES[self.config.dtype]
-        if isinstance(embedding, Panels):
-            raise TypeError("rows of an embedding are not read from panels")
+        if isinstance(embedding, Panels | Float8Weight):
+            raise TypeError("rows of an embedding are not read from what is multiplied with")
         if isinstance(embedding, CodedWeight):
             return embedding.lookup(tokens, dtype)
         return embedding[tokens].to(dtype)
@@ -292,6 +312,7 @@ def load_model(
     progress: Progress | None = None,
     ranks: Reduction | None = None,
     sum_slices: int = 1,
+    float8: bool = False,
 ) -> Llama:
     """Load a prepared model's weights and build the model on them. On the CPU they are mapped: no copy, pages shared by
     all workers of the host. With `packed`, its matrices are those packed for this processor, made by the first process
@@ -300,11 +321,12 @@ def load_model(
     is kept, streamed from its files; `progress` hears of it.
 
     `ranks`: load only what this rank has of the model, and let it add up sums with the others. `sum_slices`: load all
-    of it, but compute sums in the slices in which so many ranks would.
+    of it, but compute sums in the slices in which so many ranks would. `float8`: multiply matrices in 8-bit floats with
+    activations that are rounded to them (`engine.model.prepared.float8`).
 
     Raises ModelError where the folder is not whole or its family is not one of this file's, ValueError for panels of
-    a model in another dtype than float32, for a model that cannot be divided so, and for parts on another device than
-    the CPU.
+    a model in another dtype than float32, for a model that cannot be divided so, for parts on another device than
+    the CPU, and where `float8` cannot be had.
     """
     config = ModelConfig.load(model_dir)
     if config.family not in FAMILIES:
@@ -322,15 +344,20 @@ def load_model(
     ]
     if device.type != "cpu" or by_reference(model_dir):
         weights, digests = load_weights(model_dir, device, progress)
-        return Llama(msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests)), weights)
+        own = float8_weights(weights, device, TORCH_DTYPES[config.dtype]) if float8 else {}
+        config = msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests))
+        return Llama(config, {**weights, **own})
     mapped = PreparedWeights(model_dir)
+    found: Weights
     if panels:
         found = _panels(model_dir, mapped, integer)
-        return Llama(config, {**mapped.others(), **found}, slices=slices)
-    if coded:
-        return Llama(config, {**mapped.others(), **mapped.multiplied()}, slices=slices)
-    fast = packed_weights(model_dir, mapped) if packed else {}
-    return Llama(config, {**mapped.others(), **fast, **wide_weights(model_dir, mapped, fast)}, slices=slices)
+    elif coded:
+        found = mapped.multiplied()
+    else:
+        fast = packed_weights(model_dir, mapped) if packed else {}
+        found = fast | wide_weights(model_dir, mapped, fast)
+    own = float8_weights(mapped.multiplied_as_stored(), device, mapped.dtype) if float8 else {}
+    return Llama(config, {**mapped.others(), **found, **own}, slices=slices)
 
 
 def _panels(model_dir: Path, mapped: PreparedWeights, integer: IntegerBits) -> dict[str, Panels | PanelStack]:
@@ -368,7 +395,7 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
     if options is None:
         return None
 
-    def find(name: str) -> Weight | PanelStack:
+    def find(name: str) -> Held:
         return weights[layer_key(layer, name)]
 
     def bias(name: str) -> Tensor | None:
@@ -376,8 +403,9 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
 
     router, router_bias = _matrix(find("router")), bias("router_bias")
     gate_up, down = find("experts_gate_up"), find("experts_down")
-    if isinstance(gate_up, Panels | CodedWeight) or isinstance(down, Panels | CodedWeight):
-        raise TypeError("the experts of a layer are in one stack of panels")
+    alone = Panels | CodedWeight | Float8Weight
+    if isinstance(gate_up, alone) or isinstance(down, alone):
+        raise TypeError("the experts of a layer are in one stack")
     down_bias = bias("experts_down_bias")
     if down_bias is not None and rank:
         down_bias = torch.zeros_like(down_bias)
@@ -390,19 +418,19 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
     )
 
 
-def _held_bytes(weight: Weight | PanelStack) -> int:
+def _held_bytes(weight: Held) -> int:
     if isinstance(weight, Panels | PanelStack):
         return int(weight.raw.nbytes)
-    return weight.nbytes if isinstance(weight, CodedWeight) else weight.numel() * weight.element_size()
+    return weight.nbytes if isinstance(weight, _CODED) else weight.numel() * weight.element_size()
 
 
-def _matrix(weight: Weight | PanelStack) -> Weight:
-    if isinstance(weight, PanelStack):
-        raise TypeError("one matrix is not in panels of several")
+def _matrix(weight: Held) -> Weight:
+    if isinstance(weight, PanelStack | CodedStack):
+        raise TypeError("one matrix is not in a stack of several")
     return weight
 
 
-def _plain(weight: Weight | PanelStack) -> Tensor:
+def _plain(weight: Held) -> Tensor:
     if not isinstance(weight, Tensor):
         raise TypeError("only matrices that are multiplied with can be in panels or codes")
     return weight

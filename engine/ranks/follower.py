@@ -71,7 +71,7 @@ class Follower:
         self._sums = RankSums(share, (whole.heads, whole.kv_heads), whole.vocab, links, memory)
         part = open_part(config, self._sums)
         self._model = part.model
-        layout = whole.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
+        layout = whole.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
         fingerprint = f"{part.fingerprint}/{layout.dtype}"
         arithmetic = arithmetic_of(config, part.native, part.model, layout)
         ready = RankReady(fingerprint, arithmetic, part.weights_bytes, part.is_stable)

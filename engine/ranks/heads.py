@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.backends.attention import AttentionBackend, LayerInput, Mixture
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, GroupTables
 from engine.kv.layout import KVLayout
 from engine.logprobs import QueuedDraws
 from engine.model.config import Activation
@@ -40,13 +40,14 @@ class HeadBlocks:
 
     def batch(self, batch: ForwardBatch) -> ForwardBatch:
         """Return the step with the numbers that blocks have in the view."""
+        first, *windows = [self._group(tables) for tables in batch.groups]
+        return replace(batch, slots=first.slots, block_tables=first.block_tables, windows=tuple(windows))
+
+    def _group(self, tables: GroupTables) -> GroupTables:
         size = self.layout.block_size
-        blocks, offsets = batch.slots // size, batch.slots % size
-        return replace(
-            batch,
-            slots=self._numbers(blocks) * size + offsets,
-            block_tables=[self._numbers(table) for table in batch.block_tables],
-        )
+        blocks, offsets = tables.slots // size, tables.slots % size
+        slots = self._numbers(blocks) * size + offsets
+        return GroupTables(slots, [self._numbers(table) for table in tables.block_tables])
 
     def _numbers(self, blocks: Tensor) -> Tensor:
         return blocks * self._each + self._own

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, GroupTables
 
 ORDER_BYTES = 64 * 1024 * 1024
 """Room for one order; memory that is never written is never taken."""
@@ -40,9 +40,24 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
         return torch.frombuffer(bytearray(self.raw), dtype=dtype).view(self.shape)
 
 
+class PackedTables(msgspec.Struct, frozen=True, array_like=True):
+    """`GroupTables`."""
+
+    slots: PackedTensor
+    tables: list[PackedTensor]
+
+    @staticmethod
+    def of(tables: GroupTables) -> "PackedTables":
+        return PackedTables(PackedTensor.of(tables.slots), [PackedTensor.of(table) for table in tables.block_tables])
+
+    def group_tables(self) -> GroupTables:
+        return GroupTables(self.slots.tensor(), [table.tensor() for table in self.tables])
+
+
 class RankOrder(msgspec.Struct, frozen=True, array_like=True):
     """`kind`: compute the KV and the logits of a batch, its last hidden rows alone, or the logits of such `rows`. The
-    fields of the batch, by name: numbers, lists of numbers, tensors, lists of tensors."""
+    fields of the batch, by name: numbers, lists of numbers, tensors, lists of tensors; and `windows`, the tables of the
+    layer groups but the first."""
 
     kind: Literal["forward", "hidden", "logits"]
     numbers: dict[str, int] = {}
@@ -50,6 +65,7 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True):
     tensors: dict[str, PackedTensor] = {}
     tables: dict[str, list[PackedTensor]] = {}
     rows: PackedTensor | None = None
+    windows: list[PackedTables] = []
 
     @staticmethod
     def of_batch(kind: Literal["forward", "hidden"], batch: ForwardBatch) -> "RankOrder":
@@ -57,6 +73,8 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True):
         numbers, lists = dict[str, int](), dict[str, list[int]]()
         tensors, tables = dict[str, PackedTensor](), dict[str, list[PackedTensor]]()
         for field in fields(batch):
+            if field.name == "windows":
+                continue
             match value := getattr(batch, field.name):
                 case int():
                     numbers[field.name] = value
@@ -64,19 +82,18 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True):
                     tensors[field.name] = PackedTensor.of(value)
                 case [Tensor(), *_]:
                     tables[field.name] = [PackedTensor.of(table) for table in value]
-                case ():
-                    continue  # no layer groups but one
                 case list():
                     lists[field.name] = value
                 case _:
                     raise TypeError(f"ForwardBatch.{field.name} is a {type(value).__name__}")
-        return RankOrder(kind, numbers, lists, tensors, tables)
+        windows = [PackedTables.of(one) for one in batch.windows]
+        return RankOrder(kind, numbers, lists, tensors, tables, windows=windows)
 
     def batch(self) -> ForwardBatch:
         found: dict[str, Any] = {**self.numbers, **self.lists}
         found |= {name: packed.tensor() for name, packed in self.tensors.items()}
         found |= {name: [packed.tensor() for packed in tables] for name, tables in self.tables.items()}
-        return ForwardBatch(**found)
+        return ForwardBatch(**found, windows=tuple(one.group_tables() for one in self.windows))
 
 
 class RankSetup(msgspec.Struct, frozen=True):

@@ -50,7 +50,9 @@ def catalog() -> dict[str, Shown]:
     processes: list[tuple[str, ProcessMetrics]] = [("supervisor", supervisor), ("router", router)]
     for pool in ROLES:
         worker = WorkerMetrics("model", f"{pool}-0", pool)
-        memory = dict.fromkeys(("weights_bytes", "workspace_bytes", "kv_bytes"), 0)
+        memory = dict.fromkeys(
+            ("weights_bytes", "workspace_bytes", "kv_bytes", "draft_weights_bytes", "draft_kv_bytes"), 0
+        )
         worker.engine(dict.fromkeys(ENGINE_STATES, 0.0).copy)
         worker.opened(block_size=16, blocks=1, dtype="float32", transport="auto", memory=memory)
         GpuMetrics(worker.families, dict, None, dict.fromkeys(COMPILED, 0).copy)

@@ -109,6 +109,8 @@ NEXT = {
         "Tokens behind the target": "pools: Time of a step, p99",
         "Drafts": "pools: Tokens of a step, for one request",
         "Drafts drawn, of a request's": "pools: Drafts",
+        "Time of the draft model": "pools: Tokens of a step, for one request",
+        "Read by the draft model": "pools: Time of the draft model",
         "Tokens of a step, for one request": "pools: Time of a step, mean",
     },
     "memory": {
@@ -116,6 +118,7 @@ NEXT = {
         "Held": "memory: Preemptions",
         "Time to full": "pools: What to add",
         "Slots that hold a token": "memory: Held",
+        "Held by layer group": "memory: Held",
         "Quarantined": "migration: Let go from quarantine",
         "Prompt tokens by source": "memory: Prefix hits",
         "Prefix hits": "router: Honesty",

@@ -53,6 +53,15 @@ MEMORY = Dashboard(
                     high=1,
                 ),
                 one(
+                    "Held by layer group",
+                    "Stacked, the groups add up to what is held. Of layers with a sliding window requests hold their "
+                    "windows alone.",
+                    "none",
+                    S.sum("kv_group_blocks", f"{TARGET}, group"),
+                    "{{worker}} {{group}}",
+                    stacked=True,
+                ),
+                one(
                     "Quarantined",
                     "Blocks of ended requests that a lost peer may still read.",
                     "none",

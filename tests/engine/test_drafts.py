@@ -2,9 +2,10 @@
 
 import random
 
+import msgspec
 import pytest
 
-from engine.drafts import DRAFTERS, LONGEST_NGRAM, NgramDrafter, SuffixDrafter
+from engine.drafts import DRAFTERS, LONGEST_NGRAM, DraftWanted, NgramDrafter, SuffixDrafter
 from engine.types import RequestId, RequestRecord
 
 RECORD = RequestRecord(request=RequestId("r"), tokens=[1], prompt_tokens=1, max_tokens=1, seed=0)
@@ -56,10 +57,13 @@ def test_what_was_asked_before_changes_nothing(name: str) -> None:
     """Guards recovery: another worker has seen the tokens all at once."""
     chosen = random.Random(3)
     tokens = [chosen.randrange(4) for _ in range(200)]
-    grown = DRAFTERS[name](RECORD)
+    grown, other = DRAFTERS[name](), msgspec.structs.replace(RECORD, request=RequestId("s"))
     proposed = 0
     for end in range(1, len(tokens)):
-        told = grown.propose(tokens[:end], 3)
-        assert told == DRAFTERS[name](RECORD).propose(tokens[:end], 3) and len(told) <= 3
-        proposed += len(told)
+        both = [DraftWanted(RECORD, tokens[:end], 3), DraftWanted(other, tokens[-end:], 2)]
+        told = grown.propose(both).drafts
+        assert told == [DRAFTERS[name]().propose([one]).drafts[0] for one in both]
+        assert len(told[0]) <= 3 and len(told[1]) <= 2
+        other = msgspec.structs.replace(other, request=RequestId(f"s{end}"))
+        proposed += len(told[0])
     assert proposed > 100

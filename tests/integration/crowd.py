@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.config import TierConfig
 from engine.device import EngineDevice
-from engine.drafts import NewDrafter
+from engine.drafts import Drafter
 from engine.kv.layout import KVLayout
 from engine.storage.tiers.opening import Tiering, open_tiers
 from engine.types import RequestId, RequestRecord, SamplingParams
@@ -26,7 +26,7 @@ def small_cluster(
     host_blocks: int = 0,
     ahead: bool = False,
     jumps: bool = True,
-    drafter: NewDrafter | None = None,
+    drafter: Drafter | None = None,
     **decode: object,
 ) -> Colocated:
     """A decode pool of so many blocks, over so many in host memory. `ahead`: steps are planned while others run.

@@ -1,7 +1,7 @@
 """A device with the fake model (`fakes.model`), for both schedulers without weights."""
 
 from engine.device import EngineDevice
-from engine.drafts import NewDrafter
+from engine.drafts import Drafter
 from engine.kv.layout import KVLayout
 from engine.messages import MemoryUse
 from engine.storage.paged import PagedKV
@@ -13,7 +13,7 @@ STOP_ID = 256
 
 
 def fake_device(
-    layout: KVLayout, blocks: int, ahead: bool = False, jumps: bool = True, drafter: NewDrafter | None = None
+    layout: KVLayout, blocks: int, ahead: bool = False, jumps: bool = True, drafter: Drafter | None = None
 ) -> EngineDevice:
     kv, matchers = PagedKV(layout, blocks), byte_matchers(STOP_ID, jumps)
     return EngineDevice(

@@ -4,24 +4,28 @@ answers are written: with layer groups, without them, and transformers give the 
 import os
 import random
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import transformers
 
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from engine.config import EngineConfig, TierConfig
-from engine.kv.groups import layer_groups, migrated
+from engine.kv.groups import group_names, layer_groups, migrated
 from engine.model.prepared.cache import prepare
 from engine.types import SamplingParams
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
 from router.grpc.client import Client
+from router.status.overview import Overview
 from tests.engine.model.checkpoints import VOCAB, build, save_hf
 from tests.engine.model.test_every_family import greedy_gap
 from tests.integration.probe import Probe
+from tests.telemetry.test_metrics import samples
 from transfer.config import TransferConfig
 from worker.config import DecodeConfig, PrefillConfig
 
@@ -85,6 +89,21 @@ class GroupedCluster:
         assert finished is not None and kill_after is None
         return tokens, finished
 
+    def held_midway(self, prompt: list[int]) -> tuple[dict[str, float], dict[str, float]]:
+        """Return what a decode worker's page says, while it answers, of held blocks by group and of all by state."""
+        call = GenerateCall(
+            prompt=prompt, sampling=SamplingParams(temperature=0.0), max_tokens=ANSWER, ignore_eos=True
+        )
+        events, tokens = self.client.generate(call), 0
+        while tokens < ANSWER // 2:
+            event = next(events)
+            tokens += len(event.token_ids) if isinstance(event, Delta) else 0
+        overview = msgspec.json.decode(self.cluster.ask("router", "overview"), type=Overview)
+        pages = [page_of(view.metrics_address) for view in overview.workers if view.role == "decode"]
+        list(events)
+        (found,) = [page for page in pages if page[1]["active"]]
+        return found
+
     def kill(self, name: str) -> None:
         os.kill(self.pids.pop(name), signal.SIGKILL)
         self.probes.pop(name).close()
@@ -98,6 +117,16 @@ class GroupedCluster:
             probe.close()
         self.client.close()
         self.cluster.stop()
+
+
+def page_of(address: str) -> tuple[dict[str, float], dict[str, float]]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+        seen = samples(answer.read())
+    by_name = [
+        {dict(labels)[label]: value for (name, labels), value in seen.items() if name == f"headrace_{wanted}"}
+        for wanted, label in (("kv_group_blocks", "group"), ("kv_blocks", "state"))
+    ]
+    return by_name[0], by_name[1]
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
@@ -139,6 +168,11 @@ def test_the_same_tokens_with_groups_without_and_by_transformers(
         assert stats.migrated_blocks == most < len(groups) * PROMPT // SIZE
         again, finished = grouped.ask(_prompt(seed))
         assert again == tokens
+    held, states = grouped.held_midway(_prompt(3))
+    assert list(held) == group_names(groups)
+    assert sum(held.values()) == states["active"] + states["reserved"] + states["quarantined"]
+    everything, *windows = held.values()
+    assert everything >= PROMPT // SIZE and all(0 < window < everything for window in windows)
     grouped.wait_whole()
 
 

@@ -8,6 +8,7 @@ when the tests have changed. Mutants that nobody can tell from the original are 
     make mutants ARGS="--sample 0"                          # all of them, not a sample
     make mutants ARGS="--only router/core/policy.py"        # those of some files
     make mutants ARGS="--seconds 0"                         # without the simulator
+    make mutants ARGS="--seconds 0 --quick 3"               # a first look: three seconds of tests each, the quickest
     make mutants ARGS="--show KEY"                          # one mutant as a difference
 
 Exit status 1: fewer were found than the goal says, or one could not be judged.
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="PATH", help="a folder or file of the pure ones")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0, help="of the simulator for each survivor (0: none)")
+    parser.add_argument("--quick", type=float, default=0.0, help="seconds of tests for each mutant (0: all tests)")
     parser.add_argument("--results", type=Path, default=FOLDER / "results.jsonl")
     parser.add_argument("--goal", type=float, default=95.0, help="per cent that must be found")
     parser.add_argument("--show", metavar="KEY", help="print one mutant and its result")
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = sample(every, args.sample or None, args.seed)
     wanted = [mutant for mutant in chosen if not any(entry.covers(mutant) for entry in listed)]
     if not args.report:
-        _by_tests(wanted, args.results, args.jobs)
+        _by_tests(wanted, args.results, args.jobs, args.quick)
         if args.seconds > 0:
             _by_simulator(wanted, files, args.results, args.jobs, args.seconds, args.seed)
     counts = report.count(chosen, listed, Results(args.results))
@@ -76,9 +78,9 @@ def _gone(listed: list[Equivalent], every: list[Mutant]) -> list[Equivalent]:
     return [e for e in listed if (e.file, e.function, e.line, e.operator, e.change) not in there]
 
 
-def _by_tests(wanted: list[Mutant], path: Path, jobs: int) -> None:
+def _by_tests(wanted: list[Mutant], path: Path, jobs: int, quick_s: float) -> None:
     for package in PACKAGES:
-        known, tests = Results(path), tests_digest(package)
+        known, tests = Results(path), tests_digest(package, quick=quick_s > 0)
         due = [m for m in wanted if m.package == package and known.is_due(m, "tests", tests)]
         if not due:
             continue
@@ -87,6 +89,7 @@ def _by_tests(wanted: list[Mutant], path: Path, jobs: int) -> None:
             keys.write("\n".join(mutant.key for mutant in due))
             keys.flush()
             command = [sys.executable, "-m", "tests.mutants.runner", package, keys.name, str(path), str(jobs)]
+            command.append(str(quick_s))
             subprocess.run(command, cwd=ROOT, check=True)
 
 

@@ -1,9 +1,10 @@
-"""Judge mutants of one package by the tests that mirror it: `python -m tests.mutants.runner PACKAGE KEYS RESULTS`.
+"""Judge mutants of one package by the tests that mirror it: `python -m tests.mutants.runner PACKAGE KEYS RESULTS JOBS
+QUICK`.
 
 The tests are collected once, in a process that has imported everything. Each mutant gets a fork of it, changes the
 running code there and runs only the tests that enter its function: those of the file's own test file first, then the
-quickest of the package's folder, and of others as long as there is time. Which tests enter which function is asked of
-one run without a mutant, which must pass.
+quickest of the package's folder, and of others as long as there is time; with QUICK, as many as take so many seconds.
+Which tests enter which function is asked of one run without a mutant, which must pass.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -48,6 +50,8 @@ class Child:
     began_s: float
     limit_s: float
     said: bytes = b""
+    waited_s: float = 0.0
+    """Seconds that this process, which may have been stopped meanwhile, has waited for it."""
 
 
 @dataclass
@@ -59,6 +63,10 @@ class MutantRunner:
     results: Results
     jobs: int
     sources: dict[str, Source]
+    quick_s: float = 0.0
+    """The seconds that one mutant's tests may take; 0.0: all of them are run."""
+    tests: str = ""
+    """A digest of the tests as they were collected."""
     enters: dict[Place, list[tuple[str, float]]] = field(default_factory=dict)
     """The tests that enter a function, with the seconds that each takes."""
 
@@ -75,6 +83,7 @@ class MutantRunner:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Failed("the tests cannot be collected")
+        self.tests = tests_digest(self.package, quick=self.quick_s > 0)
         files = {str(ROOT / path) for path in self.sources}
         functions = running(files)
         self._measure(session, files)
@@ -136,18 +145,24 @@ class MutantRunner:
             others_s += 0.0 if own in name else seconds
             if others_s <= OTHERS_S:
                 chosen.append((name, seconds))
+        if self.quick_s:
+            sums = accumulate(seconds for _, seconds in chosen)
+            chosen = [test for test, sum_s in zip(chosen, sums, strict=True) if sum_s <= self.quick_s] or chosen[:1]
         return chosen
 
     def _collect(self, children: list[Child]) -> None:
+        began_s = time.monotonic()
         ready, _, _ = select.select([child.pipe for child in children], [], [], 1.0)
+        polled_s = min(time.monotonic() - began_s, 1.0)
         for child in list(children):
+            child.waited_s += polled_s
             if child.pipe in ready:
                 more = os.read(child.pipe, 1 << 16)
                 child.said += more
                 if more:
                     continue
             # A process that sleeps uses no processor time.
-            elif time.monotonic() - child.began_s < 10 * child.limit_s:
+            elif child.waited_s < 10 * child.limit_s:
                 continue
             else:
                 os.kill(child.pid, signal.SIGKILL)
@@ -164,8 +179,7 @@ class MutantRunner:
 
     def _note(self, mutant: Mutant, outcome: Outcome, by: str, seconds: float) -> None:
         line = next(line for known, line in self.sources[mutant.file].mutants if known == mutant)
-        tests = tests_digest(self.package)
-        self.results.add(Result(mutant.key, mutant, line, outcome, "tests", by, round(seconds, 2), tests))
+        self.results.add(Result(mutant.key, mutant, line, outcome, "tests", by, round(seconds, 2), self.tests))
         print(f"{outcome.value:9} {seconds:5.1f} s  {mutant.file}:{line} {mutant.change}  [{by}]", flush=True)
 
 
@@ -262,15 +276,15 @@ def _size_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def main(package: str, keys: Path, results: Path, jobs: int) -> int:
+def main(package: str, keys: Path, results: Path, jobs: int, quick_s: float) -> int:
     wanted = set(keys.read_text().split())
     own = {source.path: source for source in sources() if source.path.startswith(f"{package}/")}
     mutants = [mutant for source in own.values() for mutant, _ in source.mutants if mutant.key in wanted]
-    runner = MutantRunner(package, mutants, Results(results), jobs, own)
+    runner = MutantRunner(package, mutants, Results(results), jobs, own, quick_s)
     options = ["-x", "-q", "-s", "--no-header", "--no-summary", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     places = [str(ROOT / place) for place in PACKAGES[package]]
     return int(pytest.main([*options, "-m", LEFT_OUT, "-k", UNFORKED, *places], plugins=[runner]))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])))

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from msgspec.structs import replace
 
 from engine.beam import BeamSearch
-from engine.drafts import NewDrafter
+from engine.drafts import Drafter
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.groups import GONE, LayerGroup
 from engine.kv.layout import KVLayout
@@ -391,7 +391,7 @@ def device(
     block_size: int,
     context_tokens: int,
     ahead: bool,
-    drafter: NewDrafter | None = None,
+    drafter: Drafter | None = None,
     windows: Sequence[int] = (),
 ) -> SimpleNamespace:
     """What `engine.device.open_device` returns, over shadow memory."""
@@ -422,6 +422,7 @@ def device(
         matchers=grammar.SlowCompiler(process),
         adapters=frozenset(ADAPTERS),
         drafter=drafter,
+        draft_kv=None,
         ranks=None,
     )
 

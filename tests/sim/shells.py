@@ -34,6 +34,7 @@ import transfer.mover
 import transfer.registry
 import worker.rpc
 from access.config import AccessConfig
+from engine.drafts import EachAlone
 from engine.handshake import Keyring, Party, Secrets
 from engine.kv.tiers.commands import TierEvent
 from engine.loop import Shell
@@ -210,7 +211,7 @@ _nothing: Callable[..., Any] = "".format
 def _open_device(config: object, limits: object, *rest: object) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
     blocks, size = plan.blocks[process.role], plan.block_size[process.role]
-    drafter = Scripted if plan.drafts else None
+    drafter = EachAlone(Scripted) if plan.drafts else None
     opened = shadow.device(process, blocks, size, plan.context_tokens, plan.ahead, drafter, plan.windows)
     _world.memories[process.pid] = opened.kv
     return opened

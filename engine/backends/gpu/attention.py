@@ -2,7 +2,9 @@
 
 A step's decoding sequences come first, one row each, and go through `decode_attention` by a work list; chunks of
 prompts go through `prefill_attention`, into the same output. Rows that read the same leading blocks read them once.
-Layers of one window have one work list, made once per step: that of a window begins where the window does.
+Layers of one window have one work list, made once per step: that of a window begins where the window does. Where they
+are kept in groups (`engine.kv.groups`), each group's read it by block tables of their own: what rows share is found in
+the first group's, and read by the table of the row that sees the most of it.
 While the device runs a step, the work list of the next one is made: the same rows, each one token longer. A step that
 turns out otherwise is planned when it comes.
 """
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention import LayerInput, Mixture
-from engine.backends.gpu.chunk_buffers import ChunkBuffers
+from engine.backends.gpu.chunk_buffers import ChunkBuffers, table_width
 from engine.backends.gpu.sampling import Drawing, draw_tokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch, upload
 from engine.kv.layout import KVLayout
@@ -71,8 +73,8 @@ class _Step:
     launches: dict[int, _DecodeLaunch]
     decoding: int
     tiles: Tensor | None
-    tables: Tensor | None
-    slots: Tensor  # int64 [padded rows], -1 for padding
+    tables: Tensor | None  # of each layer group, the chunks' tables
+    slots: Sequence[Tensor]  # of each layer group, int64 [padded rows], -1 for padding
 
 
 PrefillKernel = Literal["portable", "hopper"]
@@ -109,8 +111,6 @@ class TritonAttention:
         prefill_kernel: PrefillKernel = "portable",
     ) -> None:
         self.device = torch.device(device)
-        if layout.groups:
-            raise ValueError("engine.layer_groups: triton kernels read one block table for all layers (auto, or off)")
         if self.device.type != "cuda" and not interpreted():
             raise ValueError(f"Triton kernels need a CUDA device, not {device} (or TRITON_INTERPRET=1, for tests)")
         self.planning = Planning()
@@ -121,6 +121,11 @@ class TritonAttention:
         self.max_batch = max_batch
         self.share_tokens = share_tokens
         self._windows = shape.windows
+        self._stacks = {window: [0] for window in shape.windows}
+        if layout.groups:
+            by_group = [shape.layer(group.layers[0]).window for group in layout.groups]
+            self._stacks = {at: [g for g, window in enumerate(by_group) if window == at] for at in shape.windows}
+        self._groups = layout.group_count
         self._shares = any(self._kind(SHARED, window) == SHARED for window in self._windows)
         self._softcap, self._sinks = shape.attention_softcap, shape.sinks
         self._programs = {(kind, window): programs for kind in (PLAIN, SHARED) for window in self._windows}
@@ -163,6 +168,7 @@ class TritonAttention:
                     window=window,
                     softcap=self._softcap,
                     with_sinks=self._sinks,
+                    stacks=len(self._stacks[window]),
                 )
                 self._programs[kind, window] = _programs(self.device, each)
                 log.info("%s, window %d: %s programs on an SM", kind, window, each)
@@ -170,18 +176,22 @@ class TritonAttention:
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         counts = batch.query_counts
         decoding = next((at for at, count in enumerate(counts) if count > 1), len(counts))
-        tables = [table.tolist() for table in batch.block_tables]
+        groups = _tables(batch)
         launches = dict[int, _DecodeLaunch]()
         self._latest = None
         if decoding:
-            launches = self._of_step(self.load(batch.context_lens[:decoding], tables[:decoding]), decoding)
+            kind = self.load(batch.context_lens[:decoding], [tables[:decoding] for tables in groups])
+            launches = self._of_step(kind, decoding)
         tiles = chunk_tables = None
         if decoding < len(counts):
             planned = plan_prefill(counts[decoding:], batch.context_lens[decoding:], self._rows_per_tile)
             tiles = self._int32([(s, row + decoding, n, at) for s, row, n, at in planned])
-            width = max(map(len, tables[decoding:]))
-            chunk_tables = self._int32([table + [0] * (width - len(table)) for table in tables[decoding:]])
-        slots = torch.nn.functional.pad(batch.slots, (0, len(batch.tokens) - batch.rows), value=-1)
+            width = table_width(max(map(len, groups[0][decoding:])), len(groups))
+            chunk_tables = self._int32(
+                [[table + [0] * (width - len(table)) for table in tables[decoding:]] for tables in groups]
+            )
+        padding = 0, len(batch.tokens) - batch.rows
+        slots = [torch.nn.functional.pad(tables.slots, padding, value=-1) for tables in batch.groups]
         self._step = _Step(launches, decoding, tiles, chunk_tables, slots)
 
     def kinds(self, rows: int) -> Sequence[str]:
@@ -199,10 +209,11 @@ class TritonAttention:
         config = self._configs[kind]
         return replace(config, rows=self._heads // self._kv_heads) if window and kind == PLAIN else config
 
-    def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str:
+    def load(self, lengths: list[int], groups: Sequence[Sequence[Sequence[int]]]) -> str:
         """Bring the work lists of these decoding rows to the device, and say of which kind they are. `lengths` with the
-        new tokens; `tables` cover them."""
-        rows = lengths, shared_prefixes(tables, lengths, self._block_size, self.share_tokens) if self._shares else []
+        new tokens; `groups`: of each layer group, the rows' tables, which cover them."""
+        own = groups[0]
+        rows = lengths, shared_prefixes(own, lengths, self._block_size, self.share_tokens) if self._shares else []
         if self._ahead is not None and self._ahead[0] == rows:
             plans = self._ahead[1]
             self.planning.ahead += 1
@@ -212,17 +223,18 @@ class TritonAttention:
         self._ahead, self._latest = None, rows
         kind = SHARED if rows[1] else PLAIN
         for window, launch in self._of_step(kind, len(lengths)).items():
-            launch.buffers.load(plans[window], lengths, tables)
+            launch.buffers.load(plans[window], lengths, *(groups[group] for group in self._stacks[window]))
         return kind
 
-    def fix(self, kind: str, rows: int, slots: Tensor) -> None:
-        """The step to come is a pure decode step of `rows` rows that reads the plan of `kind`, and `slots`, where they
-        lie: what is recorded in a graph."""
+    def fix(self, kind: str, rows: int, slots: Sequence[Tensor]) -> None:
+        """The step to come is a pure decode step of `rows` rows that reads the plan of `kind`, and each layer group's
+        `slots`, where they lie: what is recorded in a graph."""
         self._step = _Step(self._of_step(kind, rows), rows, None, None, slots)
 
     def keep_chunks(self, tokens: int, prompts: int) -> None:
         """Make the memory in which recorded mixed steps of up to so many tokens and prompts find their chunks."""
-        self._chunks = ChunkBuffers(tokens, prompts, self._rows_per_tile, self._table_blocks, self.device)
+        sizes = tokens, prompts, self._rows_per_tile, self._table_blocks
+        self._chunks = ChunkBuffers(*sizes, self.device, self._groups)
 
     def mixed_kinds(self, rows: int) -> Sequence[str]:
         return (CHUNKS, *self.kinds(rows)) if rows else (CHUNKS,)
@@ -231,15 +243,16 @@ class TritonAttention:
         assert self._chunks is not None, "there is no memory for the chunks of recorded steps"
         counts, lengths = batch.query_counts, batch.context_lens
         decoding = next(at for at, count in enumerate(counts) if count > 1)
-        tables = [table.tolist() for table in batch.block_tables]
+        groups = _tables(batch)
         planned = plan_prefill(counts[decoding:], lengths[decoding:], self._rows_per_tile)
-        self._chunks.load([(s, row + decoding, n, at) for s, row, n, at in planned], tables[decoding:])
+        tiles = [(s, row + decoding, n, at) for s, row, n, at in planned]
+        self._chunks.load(tiles, [tables[decoding:] for tables in groups])
         if decoding:
-            return self.load(lengths[:decoding], tables[:decoding])
+            return self.load(lengths[:decoding], [tables[:decoding] for tables in groups])
         self._latest = None
         return CHUNKS
 
-    def fix_mixed(self, kind: str, tokens: int, slots: Tensor) -> None:
+    def fix_mixed(self, kind: str, tokens: int, slots: Sequence[Tensor]) -> None:
         chunks = self._chunks
         assert chunks is not None, "there is no memory for the chunks of recorded steps"
         decoding = min(tokens, self.max_batch)
@@ -247,7 +260,7 @@ class TritonAttention:
         self._step = _Step(launches, decoding, chunks.tiles[: chunks.tiles_of(tokens)], chunks.tables, slots)
 
     def attend(self, given: LayerInput) -> Tensor:
-        layer, qkv, rotation, batch, kv, norms, options, _ = given
+        layer, qkv, rotation, batch, kv, norms, options, group = given
         step = self._step
         if step is None:
             raise RuntimeError("attend before begin")
@@ -255,7 +268,7 @@ class TritonAttention:
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         cos, sin = (None, None) if rotation is None else (rotation.cos, rotation.sin)
         rope = batch.positions, cos, sin, configs["rope_kv_write"]
-        q = rope_kv_write(qkv, pool, layer, step.slots, *rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        q = rope_kv_write(qkv, pool, layer, step.slots[group], *rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
         out = torch.empty_like(q)
         out[batch.rows :] = 0
         window, scale, softcap, sinks = options
@@ -267,9 +280,10 @@ class TritonAttention:
                 scale=scale,
                 softcap=softcap,
                 sinks=sinks,
+                stack=self._stacks[window].index(group),
             )
         if step.tiles is not None and step.tables is not None:
-            chunks = q, pool, layer, step.tiles, step.tables
+            chunks = q, pool, layer, step.tiles, step.tables[group]
             if self._on_hopper:
                 prefill_hopper(*chunks, out=out, scale=scale, softcap=softcap, sinks=sinks)
             else:
@@ -356,13 +370,19 @@ class TritonAttention:
                 heads=self._heads,
                 head_dim=self._head_dim,
                 table_blocks=self._table_blocks,
+                stacks=len(self._stacks[window]),
                 device=self.device,
             )
             self._launches[kind, window, size] = _DecodeLaunch(kind, config, buffers)
         return self._launches[kind, window, size]
 
-    def _int32(self, numbers: Sequence[Sequence[int]]) -> Tensor:
+    def _int32(self, numbers: Sequence[Sequence[object]]) -> Tensor:
         return upload(torch.tensor(numbers, dtype=torch.int32), self.device)
+
+
+def _tables(batch: ForwardBatch) -> list[list[list[int]]]:
+    """Return the tables of every sequence, by layer group."""
+    return [[table.tolist() for table in tables.block_tables] for tables in batch.groups]
 
 
 def _programs(device: torch.device, per_sm: int = UNKNOWN) -> int:

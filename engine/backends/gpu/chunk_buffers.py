@@ -13,13 +13,20 @@ Tile = tuple[int, int, int, int]
 
 class ChunkBuffers:
     """Memory for chunks of up to `prompts` sequences with `tokens` new tokens together. `rows_per_tile`: queries that a
-    tile holds. No tensor here ever changes its address. Two host copies take turns, as those of `DecodeBuffers` do."""
+    tile holds. `tables` is int32 `[groups, prompts, blocks]`. No tensor here ever changes its address. Two host copies
+    take turns, as those of `DecodeBuffers` do."""
 
     def __init__(
-        self, tokens: int, prompts: int, rows_per_tile: int, table_blocks: int, device: torch.device
+        self,
+        tokens: int,
+        prompts: int,
+        rows_per_tile: int,
+        table_blocks: int,
+        device: torch.device,
+        groups: int = 1,
     ) -> None:
         self._prompts, self._rows_per_tile = prompts, rows_per_tile
-        shapes = (self.tiles_of(tokens), TILE_FIELDS), (prompts, table_blocks)
+        shapes = (self.tiles_of(tokens), TILE_FIELDS), (groups, prompts, table_width(table_blocks, groups))
         # The tables begin at a multiple of 16 bytes: a tile has that many.
         sizes = [torch.Size(shape).numel() for shape in shapes]
 
@@ -35,13 +42,21 @@ class ChunkBuffers:
         """Return how many tiles so many tokens may need, however they are divided among prompts."""
         return -(-tokens // self._rows_per_tile) + self._prompts
 
-    def load(self, tiles: Sequence[Tile], tables: Sequence[Sequence[int]]) -> None:
-        """Bring in a step's chunks, on the current stream. Tiles beyond them have no queries."""
+    def load(self, tiles: Sequence[Tile], groups: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Bring in a step's chunks, on the current stream: `groups` has the tables of each layer group. Tiles beyond
+        them have no queries."""
         self._hosts.reverse()
         self._host_views.reverse()
         own_tiles, own_tables = self._host_views[0]
         own_tiles.zero_()
         own_tiles[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
-        for own, table in zip(own_tables, tables, strict=False):
-            own[: len(table)] = torch.tensor(table, dtype=torch.int32)
+        for own_group, tables in zip(own_tables, groups, strict=True):
+            for own, table in zip(own_group, tables, strict=False):
+                own[: len(table)] = torch.tensor(table, dtype=torch.int32)
         self._device.copy_(self._hosts[0], non_blocking=True)
+
+
+def table_width(blocks: int, groups: int) -> int:
+    """Return how far tables of so many blocks are apart: those of each of several groups begin at a multiple of 16
+    bytes, as the kernel was compiled for the first ones."""
+    return blocks if groups == 1 else -(-blocks // 4) * 4

@@ -1,14 +1,13 @@
 """Decode steps that are recorded once per batch size and then replayed: one launch instead of hundreds.
 
 A recording holds addresses and sizes, never values: whatever varies from step to step is brought into the same memory
-before each replay. Tokens, positions, slots, which tokens the step before draws, and the parameters of drawing lie in
-one tensor here, work list and block tables in the attention's buffers; logits and drawn tokens of every size are left
-in one tensor each, which no recording owns. Each row is drawn from its logits as they are, within the recording; a step
-in which some row's are to be adjusted first (penalties, biases, bans, masks) is drawn again behind it. A
-step of n rows runs in the smallest recorded size that holds it; the rows beyond have no context, write no KV, and their
-logits are not looked at. Mixed steps are recorded apart (`engine.backends.gpu.mixed_graphs`), and larger steps than
-were recorded run as they are. Every size and kind is
-recorded before the first step.
+before each replay. Tokens, positions, slots (of each layer group), which tokens the step before draws, and the
+parameters of drawing lie in one tensor here, work list and block tables in the attention's buffers; logits and drawn
+tokens of every size are left in one tensor each, which no recording owns. Each row is drawn from its logits as they
+are, within the recording; a step in which some row's are to be adjusted first (penalties, biases, bans, masks) is drawn
+again behind it. A step of n rows runs in the smallest recorded size that holds it; the rows beyond have no context,
+write no KV, and their logits are not looked at. Mixed steps are recorded apart (`engine.backends.gpu.mixed_graphs`),
+and larger steps than were recorded run as they are. Every size and kind is recorded before the first step.
 
 What is recorded is left to a `Recorder`: CUDA graphs on a device, a fake one in tests.
 """
@@ -28,6 +27,7 @@ from engine.model.llama import Llama
 from engine.sampling import is_adjusted
 from engine.step import Drawn, Row
 from engine.storage.paged import KVTensors
+from engine.types import BlockId
 from kernels.sample import SamplingRows
 
 
@@ -39,9 +39,9 @@ class GraphAttention(AttentionBackend, Protocol):
     def kinds(self, rows: int) -> Sequence[str]:
         """The kinds that the work list of so many decoding rows may be of."""
 
-    def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str: ...
+    def load(self, lengths: list[int], groups: Sequence[Sequence[Sequence[int]]]) -> str: ...
 
-    def fix(self, kind: str, rows: int, slots: Tensor) -> None: ...
+    def fix(self, kind: str, rows: int, slots: Sequence[Tensor]) -> None: ...
 
     def draw(self, logits: Tensor, params: SamplingRows, out: Tensor) -> Tensor: ...
 
@@ -113,12 +113,13 @@ class DecodeGraphs:
         self._recordings: dict[tuple[str, int], Recording] = {}
         # Rows of an even number of 64-bit words begin at multiples of 16 bytes, as what is computed unrecorded does:
         # kernels are not compiled again for them.
-        shape = (4 + PARAMETERS, self._sizes[-1] + self._sizes[-1] % 2)
+        self._follow = 2 + kv.layout.group_count  # behind tokens, positions, and slots
+        shape = (self._follow + 1 + PARAMETERS, self._sizes[-1] + self._sizes[-1] % 2)
         on_device = model.device.type == "cuda"
         # Two, in turns: the copy of the step before may still be reading the other one.
         self._hosts = [torch.zeros(shape, dtype=torch.int64, pin_memory=on_device) for _ in range(2)]
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=model.device)
-        self._inputs[2:4] = -1
+        self._inputs[2 : self._follow + 1] = -1
         # One for all recordings: each would keep as many rows as it has, together several times the largest.
         self._logits = torch.empty(self._sizes[-1], model.config.vocab, device=model.device)
         self._tokens = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)
@@ -137,22 +138,25 @@ class DecodeGraphs:
     def load(self, rows: Sequence[Row], followed: Followed | None = None) -> "LoadedStep":
         """Bring a step that `takes` accepts to the device, to be replayed next. Waits for nothing that the device does;
         the step before the latest one must have ended."""
-        block_size = self._kv.layout.block_size
+        layout, follow = self._kv.layout, self._follow
         size = next(size for size in self._sizes if size >= len(rows))
         host = self._hosts[0]
         self._hosts.reverse()
         host[:, :size] = 0
-        host[2:4, :size] = -1
+        host[2 : follow + 1, :size] = -1
         tokens = [0 if row.follows else row.tokens[row.start] for row in rows]
-        slots = [row.blocks[row.start // block_size] * block_size + row.start % block_size for row in rows]
+        groups = [[row.blocks for row in rows]]
+        groups += [[row.windows[at] for row in rows] for at in range(layout.group_count - 1)]
+        slots = [slots_of(rows, tables, layout.block_size) for tables in groups]
         places = [-1] * len(rows) if followed is None else followed.places
-        host[:4, : len(rows)] = torch.tensor([tokens, [row.start for row in rows], slots, places])
-        host[4:, : len(rows)] = parameters(rows)
+        host[: follow + 1, : len(rows)] = torch.tensor([tokens, [row.start for row in rows], *slots, places])
+        host[follow + 1 :, : len(rows)] = parameters(rows)
         self._inputs.copy_(host, non_blocking=True)
         if followed is not None:
-            self._inputs[0, :size] = take(self._inputs[0, :size], followed.tokens, self._inputs[3, :size])
-        tables = [row.blocks[: self._kv.layout.blocks_for(row.end)] for row in rows]
-        kind = self._attention.load([row.end for row in rows], tables)
+            self._inputs[0, :size] = take(self._inputs[0, :size], followed.tokens, self._inputs[follow, :size])
+        ends = [layout.blocks_for(row.end) for row in rows]
+        cut = [[table[:end] for table, end in zip(tables, ends, strict=True)] for tables in groups]
+        kind = self._attention.load([row.end for row in rows], cut)
         wanted = None
         if not all(row.draw for row in rows):
             draws = torch.tensor([at for at, row in enumerate(rows) if row.draw], dtype=torch.int64)
@@ -174,12 +178,12 @@ class DecodeGraphs:
         return drawn_of(self._attention, tokens, logits, draws)
 
     def _record(self, kind: str, size: int) -> None:
-        tokens, positions, slots = self._inputs[:3, :size]
+        tokens, positions, *slots = self._inputs[: self._follow, :size]
         # All of it stays here: a recording keeps addresses alive no more than values.
         rows = self._every_row[:size]
-        batch = ForwardBatch(tokens, positions, rows, slots, [], [], [], size, size)
+        batch = ForwardBatch(tokens, positions, rows, slots[0], [], [], [], size, size)
         logits, drawn = self._logits[:size], self._tokens[:size]
-        params = sampling_rows(self._inputs[4:, :size])
+        params = sampling_rows(self._inputs[self._follow + 1 :, :size])
 
         def work() -> Tensor:
             made = self._model.forward(batch, self._kv, self._attention, logits)
@@ -191,6 +195,14 @@ class DecodeGraphs:
         # Outside of what is recorded: it may allocate buffers, which a replay would clear.
         self._attention.fix(kind, size, slots)
         self._recordings[kind, size] = self._recorder.record(work)
+
+
+def slots_of(rows: Sequence[Row], tables: Sequence[Sequence[BlockId]], block_size: int) -> list[int]:
+    """Return the slot of the one token that each row computes. Raises ValueError for a row without a block for it."""
+    blocks = [table[row.start // block_size] for row, table in zip(rows, tables, strict=True)]
+    if min(blocks) < 0:
+        raise ValueError(f"{rows[blocks.index(min(blocks))].request} has no block for a token that it computes")
+    return [block * block_size + row.start % block_size for row, block in zip(rows, blocks, strict=True)]
 
 
 def drawn_of(

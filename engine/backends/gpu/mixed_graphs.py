@@ -34,8 +34,9 @@ class MixedAttention(GraphAttention, Protocol):
     def load_mixed(self, batch: ForwardBatch) -> str:
         """Bring the work lists and chunks of this step to the device, and say of which kind it is."""
 
-    def fix_mixed(self, kind: str, tokens: int, slots: Tensor) -> None:
-        """The step to come is one of at most so many tokens that reads what `load_mixed` brings, and `slots`."""
+    def fix_mixed(self, kind: str, tokens: int, slots: Sequence[Tensor]) -> None:
+        """The step to come is one of at most so many tokens that reads what `load_mixed` brings, and each layer group's
+        `slots`."""
 
 
 class LoadedMixed(NamedTuple):
@@ -68,7 +69,8 @@ class MixedGraphs:
         self._recordings: dict[tuple[str, int], Recording] = {}
         # Rows of an even number of 64-bit words, as in `DecodeGraphs`.
         tokens, draws = self._sizes[-1] + self._sizes[-1] % 2, rows + prompts + (rows + prompts) % 2
-        self._shapes = (4, tokens), (1 + PARAMETERS, draws)
+        self._follow = 2 + kv.layout.group_count  # behind tokens, positions, and slots
+        self._shapes = (self._follow + 1, tokens), (1 + PARAMETERS, draws)
         on_device = model.device.type == "cuda"
         words = sum(torch.Size(shape).numel() for shape in self._shapes)
         self._hosts = [torch.zeros(words, dtype=torch.int64, pin_memory=on_device) for _ in range(2)]
@@ -79,8 +81,8 @@ class MixedGraphs:
         self._tokens = torch.zeros(rows + prompts, dtype=torch.int64, device=model.device)
 
     def _views(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens, positions, slots, and which tokens the step before draws; then, of each draw, its row and how it is
-        drawn."""
+        """Tokens, positions, slots of each layer group, and which tokens the step before draws; then, of each draw, its
+        row and how it is drawn."""
         first = torch.Size(self._shapes[0]).numel()
         return flat[:first].view(self._shapes[0]), flat[first:].view(self._shapes[1])
 
@@ -110,17 +112,18 @@ class MixedGraphs:
         inputs, drawing = self._views(host)
         host.zero_()
         inputs[2:] = -1
-        for own, given in zip(inputs, (built.tokens, built.positions, built.slots), strict=False):
+        slots = (tables.slots for tables in built.groups)
+        for own, given in zip(inputs[: self._follow], (built.tokens, built.positions, *slots), strict=True):
             own[: built.rows] = given
         draws = [row for row in rows if row.draw]
         if draws:
             drawing[0, : len(draws)] = built.logit_rows
             drawing[1:, : len(draws)] = parameters(draws)
         if followed is not None:
-            inputs[3, : len(followed.places)] = torch.tensor(followed.places, dtype=torch.int64)
+            inputs[self._follow, : len(followed.places)] = torch.tensor(followed.places, dtype=torch.int64)
         self._flat.copy_(host, non_blocking=True)
         if followed is not None:
-            self._inputs[0, :size] = take(self._inputs[0, :size], followed.tokens, self._inputs[3, :size])
+            self._inputs[0, :size] = take(self._inputs[0, :size], followed.tokens, self._inputs[self._follow, :size])
         return LoadedMixed(self._attention.load_mixed(built), size)
 
     def replay(self, step: LoadedMixed) -> Tensor:
@@ -136,10 +139,10 @@ class MixedGraphs:
         return drawn_of(self._attention, self._tokens[: len(draws)], logits, draws)
 
     def _record(self, kind: str, size: int) -> None:
-        tokens, positions, slots = self._inputs[:3, :size]
+        tokens, positions, *slots = self._inputs[: self._follow, :size]
         # No row is its own, as far as attention knows: all that it does not write is zero.
         drawing = self._drawing[:, : len(self._tokens)]
-        batch = ForwardBatch(tokens, positions, drawing[0], slots, [], [], [], 0, len(self._tokens))
+        batch = ForwardBatch(tokens, positions, drawing[0], slots[0], [], [], [], 0, len(self._tokens))
         params = sampling_rows(drawing[1:])
 
         def work() -> Tensor:

@@ -68,7 +68,8 @@ class TritonOpener:
                 mixed = MixedGraphs(model, kv, attention, recorder, sizes, limits.batch, limits.prompts)
                 mixed.prepare()
         runner = ModelRunner(model, kv, attention, graphs, mixed=mixed)
-        warm_up(runner, Reach(limits, model.config.context_tokens, layout.block_size, blocks, attention.share_tokens))
+        least, groups = attention.share_tokens, layout.group_count
+        warm_up(runner, Reach(limits, model.config.context_tokens, layout.block_size, blocks, least, groups))
         took_s = time.monotonic() - began_s
         log.info("warmed up over %d blocks in %.1f s, %d kernels compiled", blocks, took_s, counted.total - before)
         return Opened(kv, runner)

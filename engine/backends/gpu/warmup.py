@@ -25,16 +25,18 @@ log = logging.getLogger(__name__)
 
 
 class Reach(NamedTuple):
-    """The sizes that steps may have. `share_tokens`: what rows must have in common for it to be read once; 0: never."""
+    """The sizes that steps may have. `share_tokens`: what rows must have in common for it to be read once; 0: never.
+    `groups`: the pool's layer groups."""
 
     limits: StepLimits
     context_tokens: int
     block_size: int
     blocks: int
     share_tokens: int = 0
+    groups: int = 1
 
     def row(self, tokens: int, end: int) -> Row:
-        return blank_row(tokens, end, self.block_size)
+        return blank_row(tokens, end, self.block_size, self.groups)
 
 
 def copied_block(reach: Reach) -> StepPlan | None:

@@ -8,8 +8,9 @@
     awq                  qweight, qzeros, scales
     mxfp4                weight_blocks, weight_scales
 
-Which modules are quantized, their tensors say; what is stored as floating point is left as it is. Activations are never
-quantized here: a checkpoint that was made for that runs with its weights, and activations in full.
+Which modules are quantized, their tensors say; what is stored as floating point is left as it is. Activations are not
+quantized by what a file says: a checkpoint that was made for that runs with its weights, and activations in full
+(`engine.arithmetic` may ask for others).
 """
 
 import logging
@@ -130,7 +131,7 @@ class Quantization:
             raise ModelError(self._config, f"quantization_config.fmt {kind!r} is not supported, only e4m3")
         block = said.get("weight_block_size")
         found = None if block is None else self._block(block, "quantization_config.weight_block_size")
-        log.warning("%s: activation_scheme: activations are not quantized here", self._config)
+        log.warning("%s: activation_scheme: only engine.arithmetic = fp8 quantizes activations", self._config)
         return [Weights("float-quantized", 8, None, True, found)]
 
     def _gptq(self, said: Mapping[str, Any]) -> list[Weights]:

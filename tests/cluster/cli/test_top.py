@@ -117,6 +117,16 @@ def test_a_frame_shows_pools_batches_blocks_migrations_and_latency() -> None:
         *["decode-0", "up", "8", "0", "61/120", "█████!░░··", "42.1", "ms", "0.2s"]
     ]
     assert rows["decode-1"][:2] == ["decode-1", "failed"]
+    assert "layer group" not in text
+
+
+def test_a_frame_shows_what_is_held_of_each_layer_group() -> None:
+    held = {"0 all": 40, "1 window 512": 20}
+    grouped = view("decode-0", "decode", load(active=60, group_blocks=held))
+    lines = shown(frame(STATUS, msgspec.structs.replace(OVERVIEW, workers=[OVERVIEW.workers[0], grouped])))
+    assert [line.strip() for line in lines if "layer group" in line] == [
+        "decode-0 holds by layer group: 0 all: 40, 1 window 512: 20"
+    ]
 
 
 def test_status_and_top_say_of_which_processes_a_worker_is() -> None:

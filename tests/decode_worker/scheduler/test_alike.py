@@ -173,3 +173,16 @@ def test_what_the_check_finds() -> None:
     except AssertionError:
         return
     raise AssertionError("it waits for one that is not computed")
+
+
+def test_who_leaves_ends_the_wait_of_its_own_and_of_nobody_else() -> None:
+    """Guards two bursts: those that wait for the second prompt would compute it again when the first is gone."""
+    bench = Fetching(blocks=96, local_chunk_tokens=8)
+    other = [token + 100 for token in SHARED]
+    for name, prompt in (("a", SHARED), ("x", other), ("b", SHARED), ("y", other)):
+        assert bench.place(name, [*prompt, ord(name)])
+    waits = bench.scheduler.batch.alike._waits
+    assert {r.record.request: first.record.request for r, (first, _) in waits.items()} == {"b": "a", "y": "x"}
+    bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    assert {r.record.request: shared for r, (_, shared) in waits.items()} == {"b": 0, "y": 20}
+    assert "y" not in chunks(bench.step())

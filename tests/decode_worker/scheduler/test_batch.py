@@ -1,8 +1,11 @@
 """What a step holds: rows, chunks, and who waits for either. Beam rows are tried in test_beams.py, what the rows
 compute in tests/integration/test_colocated_fake.py, and every order of events in tests/sim."""
 
+import pytest
+
 from decode_worker.scheduler.request import RequestState
 from engine.messages import Ended
+from engine.step import DrawnRun
 from engine.types import BeamParams
 from tests.decode_worker.scheduler.bench import POOL, Fetching
 
@@ -164,3 +167,78 @@ def test_a_searchs_prompt_is_known_but_for_its_last_token() -> None:
     assert plan is not None and plan.rows[0].candidates
     bench.scheduler.complete(plan, [((5, -0.1), (6, -0.2), (7, -0.3), (8, -0.4))], 2.0)
     assert bench.request("a").known == 7, "what its hypotheses have is their own"
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_the_row_of_one_that_ends_by_number_is_given_away_behind_its_last_step(left: int) -> None:
+    """Guards a row for a token that nobody asked for, and one that stays empty for a step; but nobody loses its row a
+    token early."""
+    bench = Fetching(max_batch=1)
+    assert bench.place("a", _prompt(1), max_tokens=3 + left) and bench.place("b", _prompt(2), max_tokens=9)
+    bench.step()
+    bench.step()
+    bench.step()
+    batch = bench.scheduler.batch
+    assert [r.record.request for r in batch.ready] == ["b"] and bench.request("a").output_tokens == 3
+    first, _ = bench.scheduler.plan(bench.now)
+    second, _ = bench.scheduler.plan(bench.now)
+    assert first is not None and [row.request for row in first.rows] == ["a"]
+    assert second is not None and [row.request for row in second.rows] == ["b" if left == 1 else "a"]
+    assert [r.record.request for r in batch.running] == (["a", "b"] if left == 1 else ["a"])
+    bench._do(bench.scheduler.complete(first, [50], bench.now))
+    bench._do(bench.scheduler.complete(second, [51], bench.now))
+    assert "a" not in bench.scheduler._requests
+    bench.scheduler.check()
+
+
+def test_who_ends_with_the_step_under_way_needs_no_block_behind_it() -> None:
+    """Guards planning ahead in a full pool: it would wait for the room of a row that there never is."""
+    for max_tokens, goes_on in ((5, True), (6, False)):
+        bench = Fetching(growth_tokens=4, preemption="recompute")
+        assert bench.place("a", _prompt(1, 8), max_tokens=max_tokens)
+        bench.step()
+        request, kv, batch = bench.request("a"), bench.scheduler.kv, bench.scheduler.batch
+        while request.output_tokens < 4:
+            bench.step()
+        assert kv.room_tokens(request.lease) == 12 and kv.promise(b"", kv.available) is not None
+        plan, _ = bench.scheduler.plan(bench.now)
+        assert plan is not None and plan.rows[0].end == 12
+        assert batch.goes_on() == goes_on
+
+
+def test_runs_share_what_a_step_has_room_for_beside_a_token_each() -> None:
+    """Guards a step's memory: of two that are told five tokens at once the second computes one, and the
+    rest is computed in the steps behind it; a row that stops before its newest token draws none."""
+    bench = Fetching(local_chunk_tokens=4)
+    for name, number in (("a", 1), ("b", 2)):
+        assert bench.place(name, _prompt(number, 4), max_tokens=40)
+    for _ in range(3):
+        bench.step()
+    run = DrawnRun((50, 51, 52, 53, 54, 55))
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert plan is not None and [row.request for row in plan.rows] == ["a", "b"]
+    bench._do(bench.scheduler.complete(plan, [run, run], bench.now))
+    spans = []
+    for drawn in ([], [7, 8]):
+        plan, _ = bench.scheduler.plan(bench.now)
+        assert plan is not None
+        spans.append([(row.end - row.start, row.draw) for row in plan.rows])
+        bench._do(bench.scheduler.complete(plan, drawn, bench.now))
+        bench.scheduler.check()
+    assert spans == [[(5, False), (1, False)], [(1, True), (5, True)]]
+
+
+def test_beside_a_full_batch_one_prompt_is_computed_however_short() -> None:
+    """Guards the rows that a step's memory was counted for."""
+    bench = Fetching(max_batch=1, local_chunk_tokens=64)
+    assert bench.place("a", _prompt(1, 4), max_tokens=20)
+    bench.step()
+    for number, name in enumerate("bcd", 2):
+        assert bench.place(name, _prompt(number, 4))
+    plan = bench.step()
+    assert plan is not None and [row.request for row in plan.rows] == ["a", "b"]
+    wide = Fetching(max_batch=3, local_chunk_tokens=64)
+    for number, name in enumerate("abcd", 1):
+        assert wide.place(name, _prompt(number, 4))
+    plan = wide.step()
+    assert plan is not None and [row.request for row in plan.rows] == ["a", "b", "c"]

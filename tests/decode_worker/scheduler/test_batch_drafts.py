@@ -7,6 +7,7 @@ import pytest
 
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.drafting import Drafting
+from engine.drafts import EachAlone
 from engine.messages import Tokens
 from engine.step import DrawnRun, StepPlan
 from engine.types import BeamParams
@@ -24,7 +25,7 @@ class Guessing:
 
 def _bench(blocks: int = 32, most: int = 3, **config: object) -> Fetching:
     bench = Fetching(blocks, **config)
-    bench.scheduler.batch.drafting = Drafting(lambda _: Guessing(), most)
+    bench.scheduler.batch.drafting = Drafting(EachAlone(lambda _: Guessing()), most)
     return bench
 
 
@@ -88,7 +89,7 @@ def test_who_has_no_drafts(why: str) -> None:
     elif why == "it departs":
         bench.request("a").yielding = True
     elif why == "no drafter":
-        _batch(bench).drafting.new = None
+        _batch(bench).drafting.drafter = None
     assert not any(row.drafts for row in _plan(bench).rows)
 
 
@@ -96,14 +97,14 @@ def test_forced_tokens_come_before_drafts() -> None:
     """Guards drafts that would be drawn in the places of tokens that a grammar forces, and that are not computed."""
     bench = _bench()
     drafting = _batch(bench).drafting
-    drafting.new, guessing = None, drafting.new
+    drafting.drafter, guessing = None, drafting.drafter
     _running(bench, max_tokens=12)
     plan = _plan(bench)
     bench._do(bench.scheduler.complete(plan, [DrawnRun((2, 3, 4))], 1.0))
     request = bench.request("a")
     assert request.tokens == [*PROMPT, 1, 2, 3, 4] and request.known == 7
     assert _batch(bench).forced_tokens == 2
-    drafting.new = guessing
+    drafting.drafter = guessing
     plan = _plan(bench)
     assert [(row.start, row.end, row.drafts) for row in plan.rows] == [(7, 10, 0)]
     bench._do(bench.scheduler.complete(plan, [5], 2.0))
@@ -136,9 +137,9 @@ def test_nothing_is_planned_behind_a_step_with_drafts() -> None:
     batch.drafting.costs.measured(1, 0.01)
     batch.drafting.costs.measured(2, 0.1)
     assert batch.goes_on(), "and now they are not"
-    batch.drafting = Drafting(lambda _: Guessing(), 3)
+    batch.drafting = Drafting(EachAlone(lambda _: Guessing()), 3)
     assert _plan(bench).rows[0].drafts == 3
-    batch.drafting.new = None
+    batch.drafting.drafter = None
     assert not batch.goes_on(), "nobody waits for drafts, but how far the row comes is not known"
 
 
@@ -148,7 +149,7 @@ def test_a_step_has_as_many_drafts_as_a_full_batch_has_rows() -> None:
     for name in "ab":
         _running(bench, name, max_tokens=20)
     batch = _batch(bench)
-    batch.drafting = Drafting(lambda _: Guessing(), 3)
+    batch.drafting = Drafting(EachAlone(lambda _: Guessing()), 3)
     plan = _plan(bench)
     assert sum(row.drafts for row in plan.rows) == 3, "two rows leave room for two, but one row may have three"
 

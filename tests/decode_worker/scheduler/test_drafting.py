@@ -1,11 +1,15 @@
 """How many drafts a step has, by what was measured."""
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
-from decode_worker.scheduler.drafting import OTHER_WAY, Drafting, StepCosts
-from engine.types import BeamParams
+from decode_worker.scheduler.drafting import OTHER_WAY, Drafting, StepCosts, _Draft
+from engine.drafts import DraftWanted, EachAlone, Proposed
+from engine.types import BeamParams, RequestId, RequestRecord
 from tests.decode_worker.scheduler.bench import Fetching
 
 CPU = {1: 16.2, 2: 19.7, 3: 22.7, 4: 25.8, 5: 34.3, 6: 38.4, 8: 46.7}
@@ -19,7 +23,12 @@ class Counting:
 
 class _Asked:
     tokens = (0,) * 5
-    record = None
+    output_tokens = 1
+
+    def __init__(self) -> None:
+        self.record = RequestRecord(
+            request=RequestId(str(id(self))), tokens=[0] * 4, prompt_tokens=4, max_tokens=100_000, seed=0
+        )
 
 
 def _request() -> Any:
@@ -27,7 +36,7 @@ def _request() -> Any:
 
 
 def _drafting(costs: dict[int, float] = CPU) -> Drafting:
-    made = Drafting(lambda _: Counting(), 3)
+    made = Drafting(EachAlone(lambda _: Counting()), 3)
     for tokens, ms in costs.items():
         made.costs.measured(tokens, ms / 1e3)
     return made
@@ -91,7 +100,7 @@ def test_drafts_go_where_they_are_drawn() -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_room_is_kept(room: int) -> None:
-    made = Drafting(lambda _: Counting(), 3)
+    made = Drafting(EachAlone(lambda _: Counting()), 3)
     assert sum(map(len, made.propose([(_request(), 3), (_request(), 3)], 2, room).values())) == room
 
 
@@ -121,7 +130,7 @@ def test_a_search_counts_as_all_of_its_rows() -> None:
     """Guards the step's memory, and what it is measured by: drafts beside a search took the room of its hypotheses."""
     bench = Fetching(128, max_batch=12, local_chunk_tokens=32)
     batch = bench.scheduler.batch
-    batch.drafting.new = lambda _: Counting()
+    batch.drafting.drafter = EachAlone(lambda _: Counting())
     assert bench.place("search", [1, 2, 3, 4], beams=BeamParams(width=8, answers=1), max_tokens=30)
     assert all(bench.place(f"r{n}", [n, 6, 7, 8], max_tokens=30) for n in range(4))
     drafted = 0
@@ -134,3 +143,150 @@ def test_a_search_counts_as_all_of_its_rows() -> None:
         assert len(plan.rows) + drafts <= 12 + batch.drafting.most
         drafted += drafts * (len(plan.rows) == 12)
     assert drafted, "the search has never had rows beside drafts"
+
+
+class Small:
+    """A draft model by its costs alone: milliseconds of a pass, of a token that is read, and how often it is
+    right. It says no tokens that mean anything."""
+
+    takes_time = True
+
+    def __init__(self, pass_ms: float, read_ms: float, right: float, prompt: int = 40) -> None:
+        self.pass_s, self.read_s, self.right, self.prompt = pass_ms / 1e3, read_ms / 1e3, right, prompt
+        self.behind: dict[str, int] = {}
+        self.read_tokens = 0
+
+    def unread(self, asked: DraftWanted) -> int | None:
+        return self.behind.setdefault(asked.record.request, self.prompt)
+
+    def propose(self, asked: Sequence[DraftWanted]) -> Proposed:
+        read = 0
+        for one in asked:
+            count = min(self.behind[one.record.request], 64 - read)
+            self.behind[one.record.request] -= count
+            read += count
+        self.read_tokens += read
+        able = [one for one in asked if not self.behind[one.record.request]]
+        depths = [sum(one.most > at for one in able) for at in range(max([one.most for one in able], default=0))]
+        drafts = [[1] * one.most if one in able else [] for one in asked]
+        passes = tuple((rows, self.pass_s * (1 + 0.1 * rows)) for rows in depths)
+        return Proposed(drafts, read, read * self.read_s, passes)
+
+    def forget(self, request: str) -> None:
+        del self.behind[request]
+
+
+def _served(drafter: Small | None, rows: int, steps: int, length: int = 100_000) -> tuple[float, int]:
+    """Run so many steps of as many requests, of `length` tokens each; return tokens per second, and drafts."""
+    made, chosen = Drafting(drafter, 3), random.Random(5)
+    running, told = [_request() for _ in range(rows)], [0] * rows
+    seconds = tokens = drafted = 0.0
+    for _ in range(steps):
+        drafts = made.propose([(one, 3) for one in running], rows, 3 * rows)
+        count = sum(map(len, drafts.values()))
+        some = sorted(CPU)
+        lasted = CPU[max(n for n in some if n <= max(1, rows + count))] / 1e3 + made._proposing_s
+        for at, request in enumerate(running):
+            mine = drafts.get(request, [])
+            drawn = 0
+            while drawn < len(mine) and drafter is not None and chosen.random() < drafter.right:
+                drawn += 1
+            made.stepped(request, len(mine), drawn)
+            if drafter is not None and request.record.request in drafter.behind:
+                drafter.behind[request.record.request] += 1 + (drawn if not mine else 0)
+                if mine:
+                    drafter.behind[request.record.request] = 0
+            tokens += 1 + drawn
+            told[at] += 1 + drawn
+            if told[at] >= length:
+                made.forget(request)
+                running[at], told[at] = _request(), 0
+        made.lasted(rows, count, lasted, is_mixed=False)
+        seconds += lasted
+        drafted += count
+    return tokens / seconds, int(drafted)
+
+
+@pytest.mark.parametrize("length", [30, 300, 100_000])
+@pytest.mark.parametrize(("pass_ms", "read_ms"), [(2.0, 0.3), (16.0, 4.0), (60.0, 20.0)])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_draft_model_that_is_never_right_loses_little(
+    rows: int, pass_ms: float, read_ms: float, length: int
+) -> None:
+    """Guards a worker that a bad draft model slows down: it is tried within a bound of all time, which holds for one
+    that takes longer than the model itself, and for requests that come and go, each new to it."""
+    without, _ = _served(None, rows, 4000)
+    rate, drafted = _served(Small(pass_ms, read_ms, right=0.0), rows, 4000, length)
+    assert rate > 0.95 * without, f"{rate / without:.3f}"
+    assert drafted > 0, "it was tried"
+
+
+def test_a_draft_model_that_takes_as_long_as_the_model_is_not_used_however_right() -> None:
+    """Guards costs without the drafter's own: four rows cost little more than one, but each draft another pass."""
+    without, _ = _served(None, 1, 4000)
+    rate, drafted = _served(Small(16.0, 4.0, right=1.0), 1, 4000)
+    assert rate > 0.95 * without and drafted < 300
+
+
+def test_a_draft_model_that_is_quick_and_right_gains() -> None:
+    for rows, least in ((1, 1.8), (2, 1.2)):
+        without, _ = _served(None, rows, 2000)
+        rate, _ = _served(Small(1.0, 0.1, right=0.9), rows, 2000)
+        assert rate > least * without, f"{rows} rows: {rate / without:.2f}"
+
+
+def test_it_comes_back_when_it_is_right_again() -> None:
+    """Guards a worker that has given a draft model up for ever."""
+    drafter = Small(1.0, 0.1, right=0.0)
+    made, request, chosen = Drafting(drafter, 3), _request(), random.Random(1)
+    counts = []
+    for step in range(9000):
+        drafter.right = 0.0 if step < 3000 else 0.95
+        mine = made.propose([(request, 3)], 1, 3).get(request, [])
+        drawn = next((at for at in range(len(mine)) if chosen.random() >= drafter.right), len(mine))
+        made.stepped(request, len(mine), drawn)
+        drafter.behind[request.record.request] = 0 if mine else drafter.behind.get(request.record.request, 0) + 1
+        made.lasted(1, len(mine), CPU[1 + len(mine)] / 1e3 + made._proposing_s, is_mixed=False)
+        counts.append(len(mine))
+    assert sum(counts[2000:3000]) < 150 and sum(counts[-1000:]) > 2000
+
+
+def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
+    """Guards the time of all others: an answer of five tokens brings in no reading of thousands."""
+    drafter = Small(1.0, 0.1, right=0.9)
+    made, known = Drafting(drafter, 3), _request()
+    for _ in range(80):
+        mine = made.propose([(known, 3)], 1, 3).get(known, [])
+        made.stepped(known, len(mine), len(mine))
+        drafter.behind[known.record.request] = 0
+        made.lasted(1, len(mine), CPU[1 + len(mine)] / 1e3 + made._proposing_s, is_mixed=False)
+    made.forget(known)
+    for most, is_read in ((6, False), (4000, True)):
+        new, before = _request(), drafter.read_tokens
+        drafter.behind[new.record.request] = 3000
+        new.record = msgspec.structs.replace(new.record, max_tokens=most)
+        made.propose([(new, 3)], 1, 3)
+        assert (drafter.read_tokens > before) is is_read
+
+
+def test_a_step_is_measured_without_its_drafters_time() -> None:
+    """Guards costs by tokens in which a step of two rows, and one of a row with a draft, are the same."""
+    made, request = Drafting(Small(5.0, 1.0, right=1.0, prompt=10), 3), _request()
+    assert len(made.propose([(request, 3)], 1, 3)[request]) == 3
+    assert made.drafting_s == pytest.approx(0.0265) and made.read_tokens == 10
+    assert made.lasted(1, 3, 0.0265 + 0.03, is_mixed=False) == pytest.approx(0.03)
+    assert made.costs.of(4) == pytest.approx(0.03) and made.costs.reading_s(20) == pytest.approx(0.02)
+    made.lasted(1, 0, 0.02, is_mixed=False)
+    assert made.costs.of(1) == pytest.approx(0.02), "one that had none took none"
+
+
+@pytest.mark.parametrize("worth", [False, True])
+def test_one_choice_of_so_many_is_the_other_one(worth: bool) -> None:
+    """Guards what was measured once against being believed for ever: both ways, as often as said, and then all or
+    none."""
+    costs = {1: 10.0, 2: 10.0, 3: 10.0} if worth else {1: 10.0, 2: 90.0, 3: 90.0}
+    drafting = _drafting(costs)
+    ranked = [_Draft(0.5, 1, _request()), _Draft(0.25, 2, _request())]
+    chosen = [drafting._choose(1, ranked) for _ in range(2 * OTHER_WAY)]
+    usual, other = (2, 0) if worth else (0, 2)
+    assert chosen == [*[usual] * (OTHER_WAY - 1), other] * 2

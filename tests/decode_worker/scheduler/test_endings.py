@@ -3,8 +3,9 @@ tried in test_orphans.py, who takes the place of an ended parent in test_forks.p
 tests/integration/test_swap_ends.py."""
 
 from decode_worker.scheduler.events import FromPeer, PeerUp
-from engine.messages import Ended, FirstToken, Handoff, PeerAddress, Place, Stop
-from engine.types import RequestRecord
+from engine.messages import Ended, FirstToken, Handoff, PeerAddress, Place, Stop, Tokens
+from engine.types import RequestRecord, TokenLogprobs
+from tests.decode_worker.scheduler.bench import Fetching
 from tests.decode_worker.scheduler.leaving.test_departures import ME, PROMPT, SOURCE, A, Bench
 
 
@@ -36,3 +37,17 @@ def test_blocks_of_an_answer_that_has_ended_are_not_waited_for_beyond_its_deadli
     bench.step()
     assert bench.of(Stop) == [Stop(handoff)]
     assert "reserved" not in bench.pool and bench.scheduler.is_idle
+
+
+def test_tokens_that_were_forced_have_no_log_probabilities() -> None:
+    """Guards a client's list: of a run some tokens were drawn, with theirs, and the rest come without."""
+    bench = Fetching()
+    assert bench.place("a", [1, 2, 3], max_tokens=20, logprobs=1, context=b"x")
+    bench.step()
+    request = bench.request("a")
+    drawn = TokenLogprobs(50, -0.5, ())
+    before = len(request.logprobs)
+    bench._do(bench.scheduler.endings.follow(request, [drawn, 51, 52], 1.0))
+    told = bench.last(Tokens)
+    assert isinstance(told, Tokens) and told.ids == [50, 51, 52] and told.logprobs == [drawn]
+    assert len(request.logprobs) == before + 1

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from decode_worker.scheduler.events import FromPeer
-from decode_worker.scheduler.holding import MOST_MARGIN, NEVER
+from decode_worker.scheduler.holding import FADING, LATE, MOST_MARGIN, NEVER, StepHold
 from decode_worker.scheduler.request import RequestState
 from engine.messages import Cancel, Fault, Handoff, PrefillFailed, Tokens
 from engine.step import StepPlan
@@ -228,6 +228,94 @@ def test_answers_are_the_same_with_and_without() -> None:
                 said[record.request] = record.index + len(record.ids)
         told.append(said)
     assert told[0] == told[1] == {"a": 12, "b": 5}
+
+
+def test_a_row_is_about_to_land_for_less_than_so_many_times_the_mean() -> None:
+    """Guards both sides of the border, and the first rows of all, of which nothing is known."""
+    hold = StepHold(0.5)
+    assert hold.is_about_to_land(1e9), "as long as none has landed"
+    hold.landed(0.5)
+    assert hold.is_about_to_land(0.0) and hold.is_about_to_land(LATE * 0.5 - 0.01)
+    assert not hold.is_about_to_land(LATE * 0.5)
+    assert not StepHold(None).may_wait(0.0)
+
+
+def test_a_step_that_takes_all_of_the_target_is_not_waited_for() -> None:
+    hold = StepHold(0.5)
+    assert hold.may_wait(0.25) and not hold.may_wait(0.5) and not hold.may_wait(0.75)
+    hold._margin_s = 0.25
+    assert hold.may_wait(0.125) and not hold.may_wait(0.25)
+
+
+def test_a_token_in_time_to_the_moment_is_not_late() -> None:
+    """Guards the count that operators see, and the margin, which a step in time makes smaller, held or not."""
+    bench = Timed(64, itl_target_ms=500.0)
+    bench.decoding("a", 100, max_tokens=40)
+    request, hold = bench.request("a"), bench.scheduler.batch.hold
+    for gap_s, missed in ((0.25, 0), (0.5, 0), (0.75, 1)):
+        request.told_s, hold.missed_tokens = 8.0, 0
+        hold.followed(request, 8.0 + gap_s)
+        assert (request.told_s, hold.missed_tokens) == (8.0 + gap_s, missed)
+    for was_held in (False, True):
+        for gap_s, margin_s in ((0.25, 0.125 * FADING), (0.5, 0.125 * FADING), (0.625, 0.25 if was_held else 0.125)):
+            request.told_s, hold._margin_s, hold._was_held = 8.0, 0.125, was_held
+            hold.stepped([request], 8.0 + gap_s)
+            assert hold._margin_s == margin_s, (was_held, gap_s)
+    request.told_s, hold._margin_s, hold._was_held = None, 0.125, True
+    hold.stepped([request], 99.0)
+    assert hold._margin_s == 0.125 * FADING, "a first token is behind none"
+    free = StepHold(None)
+    free.stepped([request], 99.0)
+    free.followed(request, 99.0)
+    assert (request.told_s, free.missed_tokens, free._margin_s) == (99.0, 0, 0.0)
+
+
+def test_the_oldest_of_all_streams_says_when_a_step_is_due() -> None:
+    """Guards the stream that was told first, and one that was told nothing yet: it counts from when it was taken."""
+    bench = Timed(64, itl_target_ms=500.0)
+    for name, prompt in (("a", 100), ("b", 200)):
+        bench.decoding(name, prompt, max_tokens=40)
+    one, other = bench.request("a"), bench.request("b")
+    hold = StepHold(0.5)
+    for told_s, accepted, due in (((8.0, 9.0), 7.0, 8.0), ((9.0, 8.5), 7.0, 8.5), ((9.0, None), 8.25, 8.25)):
+        (one.told_s, other.told_s), other.accepted = told_s, accepted
+        assert hold.holds([one, other], True, 0.125, 8.0) and hold.due == due + 0.375
+    assert (hold.held_s, hold.filled, hold.expired) == (0.0, 0, 0)
+    assert not hold.holds([one, other], False, 0.125, 8.25) and (hold.held_s, hold.filled, hold.due) == (0.25, 1, NEVER)
+    assert not hold.holds([], True, 0.125, 8.25) and hold.filled == 1, "it was not held"
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_step_is_as_long_as_one_with_another_row(under_way: bool) -> None:
+    """Guards the target: what a step takes is that of the rows which are to be in it, not of those that wait."""
+    bench = timed(500.0)
+    bench.decoding("a", 100, max_tokens=40)
+    costs, hold = bench.scheduler.batch.drafting.costs, bench.scheduler.batch.hold
+    costs._seconds = {1: 0.001, 2: 0.125, 3: 0.4}
+    bench.coming("b", 200)
+    if not under_way:
+        assert bench.turn() is None and hold.due == pytest.approx(bench.request("a").told_s + 0.5 - 0.125)
+        costs._seconds[2] = 0.5
+        assert bench.turn() is not None, "such a step is late whenever it begins"
+        return
+    assert bench.scheduler.batch.is_under_way is False
+    bench.request("a").told_s = bench.now - 9.0
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert plan is not None, "it is due"
+    assert bench.scheduler.plan(bench.now)[0] is None, "the next may wait"
+    costs._seconds[2] = 0.5
+    assert bench.scheduler.plan(bench.now)[0] is not None, "and now it may not"
+
+
+def test_before_any_step_was_measured_none_waits() -> None:
+    bench = timed()
+    bench.decoding("a", 100, max_tokens=40)
+    bench.coming("b", 200)
+    costs = bench.scheduler.batch.drafting.costs
+    known, costs._seconds = costs._seconds, {}
+    assert bench.turn() is not None
+    costs._seconds = known
+    assert bench.turn() is None
 
 
 @pytest.mark.parametrize("wrong", [0.0, -5.0])

@@ -78,3 +78,23 @@ def test_a_pool_has_a_block_at_least() -> None:
     assert BlockPool(1).free == 1
     with pytest.raises(ValueError, match="at least one block, not 0"):
         BlockPool(0)
+
+
+def test_blocks_are_counted_by_the_layer_group_that_holds_them() -> None:
+    """Guards gauges that do not add up: a block that goes from one group to another, one that is cached and held again,
+    one that waits in quarantine."""
+    pool = BlockPool(4, groups=2)
+    (first,), (second, third) = pool.allocate(1), pool.allocate(2, BlockState.RESERVED, 1)
+    assert pool.held() == [1, 2] and [pool.group(block) for block in (first, second, third)] == [0, 1, 1]
+    pool.release(first, keep=True)
+    pool.quarantine(second)
+    assert pool.held() == [0, 2]
+    pool.retain(first)
+    pool.release(third, keep=False)
+    assert pool.held() == [1, 1]
+    (again,) = pool.allocate(1)
+    assert again == third and pool.held() == [2, 1]
+    pool.check()
+    pool._held = [1, 2]
+    with pytest.raises(AssertionError):
+        pool.check()

@@ -48,6 +48,36 @@ def test_who_goes_on_elsewhere_may_compute_the_last_token_again() -> None:
     assert LayerGroup((0,)).first_needed(50, 4) == LayerGroup((0,)).first_migrated(50, 4) == 0, "nothing is let go"
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_a_sequence_keeps_what_two_ways_of_going_on_need(window: int, size: int) -> None:
+    """Guards a window that goes before it is offered, or before its last whole block goes to a lower tier; and one that
+    is kept too long."""
+    group = LayerGroup((0,), window)
+    for tokens in range(80):
+        last, whole = max(0, tokens - 1), tokens - tokens % size
+        needed = [block for block in range(80) if any(t >= min(last, whole) - window + 1 for t in _of(block, size))]
+        assert group.first_kept(tokens, size) == needed[0]
+    assert LayerGroup((0,)).first_kept(79, size) == 0
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("ahead", [0, 1, 4, 7])
+def test_a_charge_is_never_short_and_at_most_a_block_too_large(window: int, size: int, ahead: int) -> None:
+    """Guards a promise that another's block is taken for, and a pool that holds fewer sequences than it could."""
+    group = LayerGroup((0,), window)
+    kept = [-(-(tokens + ahead) // size) - group.first_kept(tokens, size) for tokens in range(120)]
+    behind = [(at + ahead) // size + 1 - group.first_needed(at, size) for at in range(120)]
+    assert 0 <= group.most_blocks(size, ahead) - max(*kept, *behind) <= 1
+    assert 0 <= group.tail_blocks(size, ahead + 1) - max(behind) <= 1
+    assert group.tail_blocks(size) == group.tail_blocks(size, 1)
+
+
+def _of(block: int, size: int) -> range:
+    return range(block * size, (block + 1) * size)
+
+
 def test_what_goes_over_is_all_of_the_first_group_and_the_tail_of_each_window() -> None:
     """Guards a tail that is one block short, blocks in another order than the receiver's, and a model of one group."""
     groups = (LayerGroup((0,)), LayerGroup((1,), 5), LayerGroup((2,), 9))

@@ -148,3 +148,30 @@ def test_the_latest_used_comes_first(namespace: bytes) -> None:
     newest = chain(kv.cache.root_identity(namespace), [1] * (3 * SIZE), SIZE)
     (first, *_) = Holding(kv).take(100)
     assert first == (b"", b"".join(one[:SHORT_BYTES] for one in newest))
+
+
+def test_what_is_held_by_nobody_yet_is_passed_over() -> None:
+    """Guards a worker that ends because a router comes while a prompt is being computed."""
+    kv = KVCacheManager(8, SIZE, "m")
+    computing = kv.acquire(b"", [1] * 4, match_limit=0, room_tokens=4)
+    done = kv.acquire(b"", [2] * 4, match_limit=0, room_tokens=4)
+    assert computing is not None and done is not None
+    kv.commit(done, [2] * 4)
+    identities = chain(kv.cache.root_identity(b""), [2] * 4, SIZE)
+    assert Holding(kv).take(100) == [(b"", b"".join(one[:SHORT_BYTES] for one in identities))]
+
+
+def test_lower_tiers_are_told_parents_first_and_without_what_lost_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a run that no router can place: backwards, or behind a block that no tier has."""
+    one, two, three, lost, found, last = (bytes([n]) * 32 for n in range(1, 7))
+    above = {three: two, one: b"", two: one, lost: bytes(32), found: three, last: lost}
+    kv = KVCacheManager(8, SIZE, "m")
+    monkeypatch.setattr(kv, "lower", lambda: [last, found, lost, one, three])
+    monkeypatch.setattr(kv, "above", above.get)
+    holding = Holding(kv)
+    short = {ident: ident[:SHORT_BYTES] for ident in above}
+    assert holding.take(1) == [(b"", short[one] + short[two] + short[three])]
+    assert holding.take(1) == [] and holding, "whoever looks in vain has looked"
+    assert holding.take(100) == [(short[three], short[found])] and not holding
+    together = Holding(kv).take(100)
+    assert together == [(b"", b"".join(short[ident] for ident in (one, two, three, found)))], "one run goes on"

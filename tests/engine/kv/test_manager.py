@@ -7,6 +7,7 @@ from engine.identity import chain
 from engine.kv.block_pool import BlockState
 from engine.kv.ledger import BlockLedger
 from engine.kv.manager import KVCacheManager, Lease
+from engine.kv.tiers.tiers import Tiers
 
 
 def _run(kv: KVCacheManager, tokens: list[int], grow: int = 0, tail: bool = True) -> Lease:
@@ -381,3 +382,59 @@ def test_what_another_has_computed_is_adopted_behind_what_is_committed() -> None
     kv.release(second)
     assert kv.available == 16
     kv.check()
+
+
+def test_what_another_has_indexed_meanwhile_is_not_told_again() -> None:
+    """Guards a router that is told a block twice, or what is new below the wrong parent: two computed the same head."""
+    kv = KVCacheManager(16, 4, "m")
+    kv.tells_cached = True
+    short, long = list(range(8)), list(range(14))
+    leases = [kv.acquire(b"", tokens, match_limit=0, room_tokens=len(tokens)) for tokens in (short, long)]
+    first, second = (lease for lease in leases if lease is not None)
+    names = chain(kv.cache.root_identity(b""), long, 4)
+    kv.commit(first, short)
+    assert kv.take_cached() == [(b"", names[:2])]
+    kv.commit(second, long, tail=True)
+    assert kv.take_cached() == [(names[1], names[2:3])]
+    kv.release(first)
+    kv.release(second)
+    # The same again, where nobody holds the head any more: the newcomer's blocks take its place in the index.
+    third = kv.acquire(b"", long[:12], match_limit=0, room_tokens=12)
+    assert third is not None
+    kv.commit(third, long[:12])
+    assert kv.take_cached() == []
+    kv.release(third)
+    kv.check()
+
+
+def test_adopting_less_than_is_committed_changes_nothing() -> None:
+    """Guards blocks of a prompt that are swapped against themselves, and let go once too often."""
+    kv = KVCacheManager(16, 4, "m")
+    tokens = list(range(14))
+    lease = _run(kv, tokens, tail=False)
+    before = list(lease.blocks), len(lease.path), kv.available
+    for count in (3, 4, 8, 12, 14):
+        assert kv.adopt(lease, tokens[:count]) == 12
+        assert (list(lease.blocks), len(lease.path), kv.available) == before
+    kv.release(lease)
+    kv.check()
+
+
+def test_what_went_below_is_known_by_what_stands_above_it() -> None:
+    """Guards what a router is told of lower tiers: the latest last, each behind its parent, and nothing that is
+    gone."""
+    tiers = Tiers(3, 4096)
+    kv = KVCacheManager(3, 4, "m", tiers)
+    tokens = list(range(12))
+    one, two, three = chain(kv.cache.root_identity(b""), tokens, 4)
+    kv.release(_run(kv, tokens))
+    assert kv.lower() == [] and kv.above(one) is None, "it is on the device"
+    kv.release(_run(kv, list(range(50, 62))))
+    tiers.take_commands()
+    assert kv.lower() == [three, two, one]
+    assert [kv.above(ident) for ident in (one, two, three)] == [b"", one, two]
+    other = chain(kv.cache.root_identity(b""), list(range(50, 62)), 4)
+    kv.release(_run(kv, list(range(80, 84))))
+    assert kv.lower()[-1] == other[2] and kv.above(other[2]) == other[1]
+    assert kv.above(three) is None, "the host tier has forgotten it"
+    assert KVCacheManager(3, 4, "m").above(one) is None, "there is no tier"

@@ -204,3 +204,18 @@ def test_no_more_is_given_for_a_share_than_is_idle() -> None:
     for block in (2, 3, 4):
         shares.let_go(A, block)
     assert shares.excess(A) == 2, "six, of which four are its own"
+
+
+def test_what_was_entered_is_tidied_when_it_is_four_times_what_there_is() -> None:
+    """Guards memory and the time of each new block: neither grows with the blocks that were ever taken, and the order
+    is not made anew with each of them."""
+    shares: CacheShares[int] = CacheShares(100)
+    shares.took(b"a", 1)
+    shares.let_go(b"a", 1)
+    lengths = [len(shares._order)]
+    for _ in range(200):
+        shares.took(b"a", 1)
+        shares.gave(b"a")
+        lengths.append(len(shares._order))
+    assert lengths[:69] == [*range(1, 69), 1] and max(lengths) == 4 + 64
+    assert shares.loser(b"b") == b"a"

@@ -407,3 +407,16 @@ def test_an_idle_pool_takes_what_fits_it_whatever_is_cached(known: int) -> None:
     kv.landed(lease)
     kv.slide(lease, 36)
     kv.check()
+
+
+def test_adopting_less_than_is_committed_leaves_the_windows() -> None:
+    """Guards blocks that were let go behind a window and come back to a lease that does not read them."""
+    kv, tokens = _manager(), list(range(40))
+    lease = _compute(kv, _lease(kv, tokens), tokens)
+    before = [list(table) for table in lease.windows], list(lease.starts), list(lease.held), _tables(kv).charged
+    for count in (8, 36, 40):
+        assert kv.adopt(lease, tokens[:count]) == 40
+        after = [list(table) for table in lease.windows], list(lease.starts), list(lease.held), _tables(kv).charged
+        assert after == before
+        kv.check()
+    kv.release(lease)

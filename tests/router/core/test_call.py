@@ -7,6 +7,7 @@ import pytest
 
 from engine.identity import chain, root
 from engine.messages import RequestStats
+from engine.types import TokenLogprobs
 from router.core.call import Call, State
 from tests.router.core.parts import request_record
 
@@ -80,3 +81,24 @@ def test_a_chain_is_computed_once() -> None:
     """Guards placements of long prompts: every worker of a kind is asked for the same identities."""
     call = Call(request_record(tokens=64), turn=1, deadline_s=None)
     assert call.chain(("f", 16)) is call.chain(("f", 16))
+
+
+@pytest.mark.parametrize("context", [b"", b"x"])
+def test_what_another_router_may_be_told_is_kept(context: bytes) -> None:
+    """Guards log probabilities of an answer that is resumed: they were those of the tokens before the loss; and memory,
+    where nobody will ever ask."""
+    call = Call(request_record(context=context), turn=1, deadline_s=None)
+    said = [TokenLogprobs(7, -0.5, ()), TokenLogprobs(8, -1.5, ())]
+    call.emit([7, 8], said)
+    call.emit([9], [])
+    assert call.emitted.tolist() == [7, 8, 9]
+    assert list(call.logprobs.part(0)) == (said if context else [])
+
+
+@pytest.mark.parametrize("emitted", [[], [7]])
+def test_a_prompts_log_probabilities_are_told_once(emitted: list[int]) -> None:
+    """Guards the prompt's, which came with the first token: asked for again they would be computed again; and one that
+    was lost before its first token, which still wants them."""
+    call = Call(request_record(prompt_logprobs=2), turn=1, deadline_s=None, emitted=array("I", emitted))
+    call.rewrite()
+    assert call.record.prompt_logprobs == (None if emitted else 2)

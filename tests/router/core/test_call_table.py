@@ -175,3 +175,26 @@ def test_what_was_offered_is_not_kept_whole_until_its_answer_would_be_late() -> 
     again = parts.table.calls.pop(RequestId("a"))
     parts.table.calls[RequestId("a")] = replace(again, turn=again.turn + 1)
     assert parts.table.unanswered(0.0) == [], "another request of this name"
+
+
+def test_deadlines_are_not_gone_through_with_each_request() -> None:
+    """Guards a router of many open requests: the look is for what piles up, and not one for each that comes."""
+    parts = Parts()
+    for at in range(3):
+        parts.table.forget(parts.table.open(request_record(f"r{at}"), 600.0), parts.out)
+    assert len(parts.table._deadlines) == 3
+
+
+def test_who_waits_does_not_move() -> None:
+    """Guards the list of those that move, which each report of a leaving worker goes through."""
+    parts = Parts()
+    home = parts.join("d0")
+    parts.join("d1")
+    moves, waits = parts.run("a"), parts.wait("b", tokens=2000)
+    moves.yielding = True
+    parts.table.moves(moves)
+    for _ in range(2):
+        assert parts.table.around([home]) == [moves, waits]
+        assert list(parts.table._moving) == ["a"]
+    moves.yielding = False
+    assert parts.table.around([]) == [waits] and not parts.table._moving

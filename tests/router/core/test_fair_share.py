@@ -401,3 +401,48 @@ def test_the_core_charges_what_workers_report(prefills: int) -> None:
 def offered(parts: Parts) -> list[str]:
     found = [command.record for command in parts.take() if isinstance(command, TellWorker)]
     return [record.record.request for record in found if isinstance(record, Place)]
+
+
+def test_who_was_served_may_be_passed_by_as_often_again() -> None:
+    """Guards locality: what it was passed by before it was served counts no more."""
+    share = FairShare()
+    enter(share, "a1", "a2", "a3", *(f"b{number}" for number in range(5 * MOST_PASSED)))
+    order = []
+    while len(share) and len(order) < 3 * MOST_PASSED + 3:
+        request = share.next(lambda name: 900 * (name[0] == "b"))
+        assert request is not None
+        share.serve(request, 1)
+        order.append(request)
+    assert [at for at, name in enumerate(order) if name[0] == "a"] == [
+        MOST_PASSED, 2 * MOST_PASSED + 1, 3 * MOST_PASSED + 2
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [None, 50])
+def test_what_was_not_offered_has_not_begun(tokens: int | None) -> None:
+    """Guards a late word of a worker that has lost the request: it waits again, and pays when it is offered."""
+    share = FairShare()
+    enter(share, "a1")
+    share.began(RequestId("a1"), tokens)
+    share.began(RequestId("unknown"), tokens)
+    assert spent(share, "a") == 0.0
+    share.serve(RequestId("a1"), 500)
+    share.left(RequestId("a1"))
+    assert spent(share, "a") == 0.0, "no worker has begun it"
+
+
+def test_as_many_tenants_as_there_may_be_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the border: a tenant is forgotten for another only when there are more."""
+    monkeypatch.setattr(fair_share, "MAX_TENANTS", 3)
+    share = FairShare()
+    for name in ("a1", "b1", "c1"):
+        enter(share, name)
+        served(share, 10)
+        share.left(RequestId(name))
+    share._level = 100.0  # nobody owes anything
+    enter(share, "d1")
+    assert sorted(share._accounts) == ["a", "b", "c", "d"]
+    served(share, 10)
+    share.left(RequestId("d1"))
+    enter(share, "e1")
+    assert "a" not in share._accounts and "e" in share._accounts

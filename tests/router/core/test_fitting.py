@@ -162,3 +162,26 @@ def test_a_name_that_comes_back_in_another_role_has_no_fit_of_the_former() -> No
     assert fitted.s_per_token("p0") == 0.0
     fitted.reported("p0", load(s_per_prompt_token=0.005))
     assert fitted.s_per_token("p0") == 0.005
+
+
+def test_an_end_without_output_says_nothing_of_answers() -> None:
+    """Guards the length that room and steps are priced by, against requests that end before their first token."""
+    fitted = cluster()
+    fitted.ended(None, account(output=0, prefill_run=0.1))
+    assert fitted.answer_tokens == ASSUMED_ANSWER_TOKENS
+    fitted.ended(None, account(output=1, prefill_run=0.1))
+    assert fitted.answer_tokens < ASSUMED_ANSWER_TOKENS
+
+
+def test_near_and_far_have_medians_of_their_own() -> None:
+    """Guards who was never seen, and a name that nobody knows: both sides of each figure, and not one for two."""
+    fitted = cluster()
+    fitted.reported("d0", load(s_per_block={"p0": 0.001, "p1": 0.01}))
+    for _ in range(200):
+        fitted.ended((0.1, 0.2), account(prefill_run=0.1, migrate=0.1))
+        fitted.ended((0.1, 0.2), account("p1", prefill_run=0.1, migrate=0.4))
+    assert fitted.exposure("d0") == pytest.approx((0.5, 2.0))
+    assert fitted.exposure("d1") == fitted.exposure("nobody") == fitted.exposure("d0")
+    assert fitted.s_per_block("d1") == fitted.s_per_block("nobody") == (0.001, 0.01)
+    fitted.reported("d1", load(s_per_block={"p0": 0.02}))
+    assert fitted.s_per_block("d1") == (0.001, 0.02), "its own, and the median where it has none"

@@ -10,7 +10,7 @@ import pytest
 
 from router.core.call import Call
 from router.core.placement import LOCAL, demand
-from router.core.policy import Choice, Demand
+from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, Demand, cost
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import worker_info
 
@@ -243,3 +243,70 @@ def test_another_prefill_worker_for_a_request_that_runs() -> None:
     parts.join("p0", life=2)
     chosen = parts.placer.choose_prefill(call, 0.0)
     assert chosen is not None and chosen.name == "p0"
+
+
+def test_what_is_shared_takes_no_time_to_read_and_the_answer_takes_its_steps() -> None:
+    """Guards the price of the place beside another sample: nothing waits, one token is computed, and the answer is as
+    long as answers are."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("p0")
+    host, call = parts.run("a"), waiting(name="b", max_tokens=500)
+    parts.report("d0", active=4, s_per_token=0.02)
+    parts.report("p0", waiting_tokens=700, s_per_token=0.01)
+    fitted = parts.registry.fitted
+    for answer_tokens in (fitted.answer_tokens, 7.0):
+        fitted.answer_tokens = answer_tokens
+        choice = parts.placer.beside(call, host, 0.0)
+        assert choice is not None
+        assert (choice.prefill.queue_tokens, choice.prefill.outstanding, choice.prefill.s_per_token) == (0, 0, 0.0)
+        wanted = demand(call.record, parts.registry.role("decode")[0].info, answer_tokens)
+        assert choice.cost == cost(wanted, choice.prefill, choice.decode)
+        assert (choice.cost.queue_s, choice.cost.compute_s) == (0.0, ASSUMED_S_PER_TOKEN)
+
+
+def test_no_prompt_is_read_without_its_adapter() -> None:
+    """Guards wrong answers: a prefill worker without the adapter would compute the base model's KV."""
+    parts = Parts()
+    for name, adapters in (("d0", ["x"]), ("p0", []), ("p1", ["x"])):
+        worker = parts.join(name)
+        worker.info = msgspec.structs.replace(worker.info, adapters=adapters)
+    parts.report("p1", waiting_tokens=100_000, s_per_token=1.0)
+    assert pair(parts.placer.choose(waiting(adapter="x"), 0.0)) == ("p1", "d0")
+    parts.registry.leave("p1")
+    assert pair(parts.placer.choose(waiting(adapter="x"), 0.0)) == (LOCAL.name, "d0")
+    assert pair(parts.placer.choose(waiting(), 0.0)) == ("p0", "d0")
+
+
+@pytest.mark.parametrize("cached", [0, 1, 2])
+def test_the_soonest_first_token_is_behind_the_blocks_that_must_move(cached: int) -> None:
+    """Guards the bound that requests are told by: 40 tokens are three blocks, of which some are there."""
+    parts = Parts()
+    worker, call = parts.join("d0"), waiting()
+    parts.join("p0")
+    parts.report("p0", s_per_token=0.01)
+    parts.report("d0", s_per_block={"p0": 0.25})
+    parts.index.insert("d0", call.chain(worker.key)[:cached])
+    soonest = parts.placer.soonest(call, 0.0)
+    assert soonest is not None and soonest.first_token_s == pytest.approx(40 * 0.01 + (3 - cached) * 0.25)
+
+
+@pytest.mark.parametrize(("size", "compared"), [(16, {"d0", "d1", "p0"}), (32, {"d0", "d1"})])
+def test_what_others_would_lose_is_asked_of_all_that_hold_alike(
+    monkeypatch: pytest.MonkeyPatch, size: int, compared: set[str]
+) -> None:
+    """Guards a decode worker that reads a prompt which a prefill worker holds: both are compared, if their blocks are
+    of one size, and nobody else is."""
+    parts = Parts(local_prefill="auto")
+    for name in ("d0", "d1"):
+        parts.join(name)
+    parts.join("p0", block_size=size)
+    asked: list[set[str]] = []
+
+    def delaying(chain: list[bytes], held: dict[str, int], *more: object) -> dict[str, float]:
+        asked.append(set(held))
+        return dict.fromkeys(held, 0.0)
+
+    monkeypatch.setattr(parts.placer._reuse, "delaying_tokens", delaying)
+    assert parts.placer.choose(waiting(), 0.0) is not None
+    assert asked == [{"p0"}, compared]

@@ -8,8 +8,8 @@ from random import Random
 import msgspec
 import pytest
 
-from router.core.policies import POLICIES, make_policy
-from router.core.policy import Cost, DecodeView, Demand, LeastCost, PrefillView, cost
+from router.core.policies import POLICIES, make_policy, settings
+from router.core.policy import MANY_PAIRS, Cost, DecodeView, Demand, LeastCost, PrefillView, cost
 
 DEMAND = Demand(prompt_tokens=100, prompt_blocks=7, blocks=10, most_blocks=10)
 
@@ -294,3 +294,40 @@ def test_of_two_drawn_the_less_loaded_is_taken() -> None:
         assert choice is not None
         drawn[choice.prefill.name] += 1
     assert drawn["p3"] == 0 and 150 < drawn["p0"] < 250 and drawn["p1"] > drawn["p2"] > 0
+
+
+def test_of_two_decode_workers_drawn_the_less_loaded_is_taken() -> None:
+    policy, drawn = make_policy("power-of-two", 1), Counter[str]()
+    views = [decode(f"d{n}", outstanding=n) for n in range(4)]
+    for _ in range(400):
+        choice = policy.choose(DEMAND, [prefill()], views)
+        assert choice is not None
+        drawn[choice.decode.name] += 1
+    assert drawn["d3"] == 0 and 150 < drawn["d0"] < 250 and drawn["d1"] > drawn["d2"] > 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policys_constants_are_those_that_its_choices_rest_on(name: str) -> None:
+    """Guards a recording of decisions, which is made again with the constants that it names."""
+    own = {
+        "least-cost": {"many_pairs", "shortlist"},
+        "affinity-threshold": {"affinity_share", "most_more", "most_times"},
+    }
+    assert settings(name).keys() == {"assumed_s_per_token", "assumed_s_per_block", *own.get(name, ())}
+    assert all(settings(name).values())
+
+
+@pytest.mark.parametrize(("cached", "computed"), [(97, 3), (98, 2), (99, 1), (100, 1), (120, 1)])
+def test_at_least_one_token_is_computed(cached: int, computed: int) -> None:
+    assert cost(DEMAND, prefill(cached=cached), decode()).compute_s == pytest.approx(computed * 0.01)
+
+
+def test_up_to_so_many_pairs_all_are_gone_through() -> None:
+    """Guards decisions that can be made again: as long as all pairs are compared nothing is drawn by lot."""
+    for more, is_drawn in ((0, False), (1, True)):
+        random = Random(3)
+        policy, before = LeastCost(random), random.getstate()
+        readers = [prefill(f"p{n}", queue=n) for n in range(64 + more)]
+        decodes = [decode(f"d{n}", used=n % 64) for n in range(MANY_PAIRS // 64)]
+        assert policy.choose(DEMAND, readers, decodes) is not None
+        assert (random.getstate() != before) == is_drawn

@@ -3,6 +3,7 @@ What it is told of workers, and asked by the placer, is tried in test_cluster_vi
 
 import subprocess
 import sys
+from itertools import accumulate
 from random import Random
 
 import numpy as np
@@ -126,6 +127,99 @@ def test_the_newest_blocks_are_in_the_upper_tiers(device: int, host: int, disk: 
         if not disk:
             del expected["disk"]
         assert index.tiers(blocks(prompt)) == ({"a": expected} if prompt else {})
+
+
+class NaiveTiers:
+    """One worker's tiers, each with what lies in it or above it, newest last, the last tier with all."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.order: dict[str, list[Path]] = {name: [] for name in sizes}
+        self.capacity = dict(zip(sizes, accumulate(sizes.values()), strict=True))
+        *_, self.lowest = sizes
+
+    def insert(self, prompt: list[int]) -> None:
+        paths = [tuple(prompt[: n + 1]) for n in range(min(len(prompt), self.capacity[self.lowest]))]
+        for name, before in self.order.items():
+            order = [path for path in before if path not in paths] + paths[::-1]
+            self.order[name] = order[max(0, len(order) - self.capacity[name]) :]
+
+    def cut(self, gone: list[int]) -> None:
+        for name, order in self.order.items():
+            self.order[name] = [path for path in order if list(path[: len(gone)]) != gone]
+
+    def recall(self, prompt: list[int], above: int) -> None:
+        everything = self.order[self.lowest]
+        if above and tuple(prompt[:above]) not in everything:
+            return
+        newer = len(everything)
+        paths = [tuple(prompt[: n + 1]) for n in range(above, len(prompt))]
+        fresh = [path for path in paths if path not in everything]
+        for name, order in self.order.items():
+            # Where something newer lies further down, there is no room for what is older.
+            room = self.capacity[name] - len(order) if len(order) == newer else 0
+            self.order[name] = [*fresh[:room][::-1], *order]
+
+    def match(self, prompt: list[int]) -> dict[str, int]:
+        return {
+            name: sum(tuple(prompt[: n + 1]) in order for n in range(len(prompt))) for name, order in self.order.items()
+        }
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 7),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.lists(
+        st.tuples(st.sampled_from(["insert", "insert", "evict", "recall", "recall"]), PROMPTS, st.integers(0, 6)),
+        max_size=30,
+    ),
+)
+def test_each_tier_equals_a_naive_model(
+    device: int, host: int, disk: int, steps: list[tuple[str, list[int], int]]
+) -> None:
+    """Guards the price of what lies further down: blocks of one stretch in two tiers, of which some go, come back, or
+    are told of only now."""
+    sizes = {name: size for name, size in (("device", device), ("host", host), ("disk", disk)) if size}
+    index, naive = PrefixIndex(), NaiveTiers(sizes)
+    index.add("a", device, host, disk)
+    for kind, prompt, number in steps:
+        if kind == "insert":
+            index.insert("a", blocks(prompt))
+            naive.insert(prompt)
+        elif kind == "evict":
+            index.evict("a", blocks(prompt)[number : number + 1])
+            if number < len(prompt):
+                naive.cut(prompt[: number + 1])
+        else:
+            above = min(number, len(prompt))
+            index.recall("a", short(blocks(prompt)[:above][-1:]), short(blocks(prompt)[above:]))
+            naive.recall(prompt, above)
+        index.check()
+        for _, other, _ in steps:
+            expected = naive.match(other)
+            assert index.tiers(blocks(other)) == ({"a": expected} if any(expected.values()) else {})
+
+
+def test_what_is_kept_of_uses_is_bounded_by_what_is_held() -> None:
+    """Guards a router's memory: of a prompt that is asked again and again each use but the last is forgotten, and
+    forgetting changes nothing."""
+    index = PrefixIndex()
+    index.add("a", 6, 6)
+    cache, most = index._caches["a"], 0
+    long, short_one = blocks([0] * 5), blocks([1, 2])
+    index.insert("a", short_one)
+    for _ in range(100):
+        index.insert("a", long)
+        for tier in cache.tiers:
+            most = max(most, len(tier.uses) - 2 * len(cache.stretches))
+        index.check()
+    assert most == 16
+    assert index.tiers(short_one) == {"a": {"device": 1, "host": 2}} and index.match("a", long) == 5
+    index.insert("a", blocks([3] * 6))
+    assert index.tiers(long) == {"a": {"device": 0, "host": 5}} and index.tiers(short_one) == {
+        "a": {"device": 0, "host": 1}
+    }
 
 
 def test_workers_are_apart_and_can_be_forgotten() -> None:
@@ -255,3 +349,33 @@ def test_what_another_routers_request_has_cached_is_used_just_now() -> None:
     index.learn("a", b"", short(blocks([4])))
     index.check()
     assert index.match("a", blocks([4])) == 1 and index.match("a", theirs) == 4
+
+
+def test_what_is_evicted_leaves_first_or_parents_first_goes_once() -> None:
+    """Guards a report of blocks that lie below each other, and one of blocks that nobody knows."""
+    for order in ([2, 1], [1, 2], [3, 2, 1], [1], [0, 3], [3, 0], [3, 2, 1, 0]):
+        index = PrefixIndex()
+        index.add("a", 8)
+        index.insert("a", blocks([1, 2, 3, 4]))
+        index.insert("a", blocks([1, 2, 9]))
+        index.evict("a", [blocks([1, 2, 3, 4])[at] for at in order])
+        index.check()
+        assert index.match("a", blocks([1, 2, 3, 4])) == min(order)
+        assert index.match("a", blocks([1, 2, 9])) == (3 if min(order) > 1 else min(order))
+        index.evict("a", [b"unknown" * 5])
+        index.evict("a", [])
+        index.check()
+
+
+def test_of_a_run_that_is_told_as_much_is_believed_as_there_is_room_for() -> None:
+    """Guards nodes that nobody holds, and a belief in more than a worker can have."""
+    index = PrefixIndex()
+    index.add("a", 4, 2)
+    index.insert("a", blocks([1, 2]))
+    index.recall("a", short(blocks([1, 2])[-1:]), short(blocks([1, 2, 3, 4, 5, 6, 7, 8])[2:]))
+    index.check()
+    assert index.tiers(blocks([1, 2, 3, 4, 5, 6, 7, 8])) == {"a": {"device": 4, "host": 6}}
+    assert len(index._table) == 6
+    index.recall("a", b"", short(blocks([9])))
+    index.check()
+    assert index.match("a", blocks([9])) == 0

@@ -157,3 +157,25 @@ def test_a_yes_to_what_is_not_there_any_more_changes_nothing() -> None:
         parts.registry.accepted(name, RequestId("gone"))
         parts.registry.released(name, RequestId("gone"))
     assert not worker.own
+
+
+def test_a_failure_of_one_that_is_gone_or_of_its_former_life_ejects_nobody() -> None:
+    parts = Parts()
+    worker = parts.join("d0")
+    parts.join("d1")
+    for life in (("nobody", worker.life[1]), ("d0", Incarnation(999))):
+        assert all(parts.registry.failed(life, 0.0) is None for _ in range(2 * CONSECUTIVE))
+    assert [w.name for w in parts.registry.takers("decode", 0.0)] == ["d0", "d1"]
+
+
+def test_the_kinds_of_workers_are_those_that_are_connected() -> None:
+    """Guards what is looked up for each prompt: once for each kind, and for none that has gone."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("d1", block_size=24)
+    parts.join("d2", block_size=24)
+    assert parts.registry.keys == (("f", 16), ("f", 24))
+    parts.registry.leave("d1")
+    assert parts.registry.keys == (("f", 16), ("f", 24))
+    parts.registry.leave("d2")
+    assert parts.registry.keys == (("f", 16),)

@@ -179,3 +179,18 @@ def test_weights_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
         placed(other, chain(f"{n % 3}", 4), {"a": 4}, {"a": 30, "b": 0}, "a")
     for n in range(3):
         assert missed.of(chain(f"{n}", 4)[-1]) == pytest.approx(other.of(chain(f"{n}", 4)[-1])) != 0.0
+
+
+def test_what_is_just_enough_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards both borders of what is forgotten: the least that changes a price stays, and so do as many as may."""
+    missed = MissedWaits()
+    missed._tokens = {b"a": 5.0, b"b": 4.0, b"c": 6.0}
+    missed._forget(5.0)
+    assert missed._tokens == {b"a": 5.0, b"c": 6.0}
+    monkeypatch.setattr(reuse, "MOST_BEGINNINGS", 4)
+    missed._tokens = {b"b": 1.0, b"a": 2.0}
+    missed._forget(0.0)
+    assert list(missed._tokens) == [b"b", b"a"], "as they came"
+    missed._tokens = {b"b": 1.0, b"a": 2.0, b"c": 3.0}
+    missed._forget(0.0)
+    assert missed._tokens == {b"c": 3.0, b"a": 2.0}

@@ -7,7 +7,7 @@ test_call_table.py, requests of an earlier router in leaving/test_adoption.py, a
 import pytest
 
 from engine.messages import Orphan, Place
-from engine.types import FinishReason, RequestId
+from engine.types import FinishReason, RequestId, TokenLogprobs
 from router.core.call import State
 from router.core.ejection import CONSECUTIVE
 from router.core.events import Command, Fail, TellWorker
@@ -279,3 +279,16 @@ def test_room_elsewhere_is_looked_for_in_views_that_are_kept() -> None:
     kept = [w.decode_view for w in others]
     assert parts.placer.has_room_elsewhere(call, home, 4096, 0.0) is False
     assert all(w.decode_view is view for w, view in zip(others, kept, strict=True))
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_an_offer_behind_a_loss_says_what_the_client_was_told_of_its_tokens(told: bool) -> None:
+    """Guards a client that comes back to another router: of the tokens before the loss it would get none."""
+    parts = Parts()
+    parts.join("d0")
+    call = parts.wait("a", context=b"x")
+    said = [TokenLogprobs(7, -0.5, ())]
+    call.emit([7], said if told else [])
+    parts.queue.advance(0.0, parts.out)
+    (place,) = [c.record for c in parts.take() if is_told(c, Place)]
+    assert list(place.record.emitted_logprobs) == (said if told else [])

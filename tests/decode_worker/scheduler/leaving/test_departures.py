@@ -2,10 +2,14 @@
 side is tried in tests/router/core/leaving/test_moves.py, both together in tests/integration/test_leaving.py, with
 faults at every step in tests/sim."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
 from decode_worker.scheduler.events import Command, FromPeer, FromRouter, PeerUp, RouterLost, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
+from engine.kv.groups import LayerGroup
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import (
@@ -31,7 +35,7 @@ from engine.messages import (
     Yielded,
 )
 from engine.plan import STAGES
-from engine.step import DrawnRun, StepPlan
+from engine.step import DeadEnd, DrawnRun, StepPlan
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord, SamplingParams
 from transfer.handoff.commands import (
     Emit,
@@ -56,10 +60,13 @@ LINK = 4
 class Bench:
     """A scheduler of 4-token blocks; every step draws the next of 1, 2, 3 …; sends end at once, landings are told."""
 
-    def __init__(self, blocks: int = 32, tiers: Tiers | None = None, **config: int) -> None:
+    def __init__(
+        self, blocks: int = 32, tiers: Tiers | None = None, groups: Sequence[LayerGroup] = (), **config: int
+    ) -> None:
+        own = DecodeConfig(**config)  # type: ignore[arg-type]
         self.scheduler = DecodeScheduler(
-            config=DecodeConfig(**config),  # type: ignore[arg-type]
-            kv=KVCacheManager(blocks, 4, "m", tiers),
+            config=own,
+            kv=KVCacheManager(blocks, 4, "m", tiers, groups, ahead_tokens=2 * (own.local_chunk_tokens + 1)),
             receiver=KVReceiver(),
             name="decode-0",
             incarnation=ME,
@@ -503,3 +510,34 @@ def test_a_reader_that_is_lost_before_the_last_row_is_offered_no_more() -> None:
     bench.tell(ReaderLost(READER))
     bench._do(bench.scheduler.complete(plan, [77], bench.now))
     assert len(bench.of(Offer)) == 1 and not bench.of(FirstToken)
+
+
+def test_who_is_taken_back_before_its_last_row_says_nothing_yet() -> None:
+    """Guards a client's stream: all of its tokens would come again, the prompt's among them."""
+    bench = Bench()
+    bench.running(context=b"x")
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    plan, commands = bench.scheduler.plan(bench.now)
+    bench._do(commands)
+    assert plan is not None and bench.of(Yielded)
+    before = len(bench.of(Tokens))
+    bench.tell(RouterLost(LINK))
+    assert bench.scheduler._requests and len(bench.of(Tokens)) == before
+    bench._do(bench.scheduler.complete(plan, [77], bench.now))
+    bench.scheduler.check()
+
+
+def test_a_dead_end_of_one_that_is_gone_or_of_another_life_ends_nobody() -> None:
+    """Guards a departure that has the name of one that was let go while its last row was computed."""
+    bench = Bench()
+    bench.running()
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    bench.step()
+    departures, why = bench.scheduler.departures, DeadEnd("INVALID_ARGUMENT", "no token can follow")
+    (departure,) = departures._departures.values()
+    other = replace(departure.request, placement=9)
+    assert departures.give_up(other, why, 1.0) == [] and list(departures._departures.values()) == [departure]
+    for _ in range(2):
+        assert departures.give_up(departure.request, why, 1.0) == [] and not departures._departures

@@ -656,3 +656,15 @@ def test_the_longest_answer_with_log_probabilities_fits_into_a_message(alternati
     assert told.logprobs == [one] * count
     for message in (place, told):
         assert len(frames([message])[0]) < MAX_FRAME_BYTES
+
+
+def test_what_has_killed_too_many_routers_is_not_claimed_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards routers against a request that ends each of them, also where its client brings it."""
+    asked: list[int] = []
+    index: Any = SimpleNamespace(find=lambda claim: ["a", "b", "c"])
+    kept = [SimpleNamespace(request=name) for name in index.find(None)]
+    one = orphans.Orphans(30.0)
+    monkeypatch.setattr(one, "_by_key", SimpleNamespace(find=lambda claim: kept))
+    monkeypatch.setattr(one, "adopt", lambda request, link: asked.append(link) or request != "b")
+    claimed: Any = one.claim_ended(7, Claim(b"key", None))
+    assert [found.request for found in claimed] == ["a", "c"] and asked == [7, 7, 7]

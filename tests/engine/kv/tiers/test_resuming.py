@@ -1,13 +1,16 @@
 """What layer groups with windows put into lower tiers, and what is taken from there; random requests are in
 test_grouped_machine.py."""
 
+import pytest
+
 from engine import identity
 from engine.identity import in_group
 from engine.kv.groups import LayerGroup
 from engine.kv.manager import KVCacheManager
-from engine.kv.tiers.commands import Loaded, TierLoad
+from engine.kv.tiers.commands import Loaded, Store, Stored, TierLoad
 from engine.kv.tiers.fetches import Fetches
 from engine.kv.tiers.resuming import resuming
+from engine.kv.tiers.stashes import Stashes
 from engine.kv.tiers.tiers import Tiers
 
 SIZE, CHUNK, BLOCKS = 4, 8, 40
@@ -149,3 +152,52 @@ def test_a_router_is_told_of_the_first_group_alone() -> None:
     gone = rig.kv.take_evicted()
     known = identity.blocks(identity.root(b"", "m"), PROMPT, SIZE)  # with the one that is partly filled
     assert gone and set(gone) <= set(known)
+
+
+def test_a_prefix_is_worth_what_its_blocks_would_take_to_compute() -> None:
+    """Guards both sides of the price: all that is loaded, tails too, against the tokens that are saved."""
+    for faster, is_loaded in ((-0.5, True), (0.5, False)):
+        rig = Rig()
+        rig.serve(PROMPT)
+        rig.push_down()
+        found = resuming(rig.kv.cache, rig.tiers, GROUPS, b"", PROMPT, 40)
+        assert found is not None and found.saved_blocks == 10
+        rig.tiers.cost.measured(1, 1.0, 0, 0.0)
+        tokens_per_s = 40 / (len(found.identities) - faster)
+        assert (rig.fetches.wanted(b"", PROMPT, 40, tokens_per_s) is not None) == is_loaded
+
+
+@pytest.mark.parametrize("tokens", [5, 9, 13, 17, 20, 21, 24, 33])
+def test_a_stash_has_the_tails_that_going_on_from_its_end_takes(tokens: int) -> None:
+    """Guards a swap that comes back without a block that its next token sees, and host memory for those that none
+    does."""
+    rig = Rig()
+    lease = rig.kv.acquire(b"", PROMPT[:tokens], match_limit=0, room_tokens=tokens)
+    assert lease is not None
+    for end in range(1, tokens + 1):
+        rig.kv.reach(lease, end - 1, end)
+        rig.kv.commit(lease, PROMPT[:end])
+        rig.kv.slide(lease, end)
+    whole = tokens // SIZE
+    expected = list(NAMES[:whole])
+    for number, group in enumerate(GROUPS[1:], 1):
+        seen = range(max(0, whole * SIZE - group.window + 1), whole * SIZE)
+        expected += [in_group(NAMES[at], number) for at in sorted({token // SIZE for token in seen})]
+    stashes = Stashes(rig.kv, rig.tiers)
+    assert stashes.missing(lease, tokens) == len(expected)
+    stash = stashes.put(lease, tokens)
+    assert stash is not None and list(stash.identities) == expected and stash.stores
+    (store,) = rig.tiers.take_commands()
+    assert isinstance(store, Store) and len(store.blocks) == len(expected)
+    stashes.check()
+    stored = Stored(store.number, len(expected), 0.1)
+    rig.tiers.handle(stored)
+    stashes.stored(stored)
+    assert stash.lease.released and stashes.missing(lease, tokens) == 0
+    # All of it is there now: nothing is copied, and nothing is held for it.
+    again = stashes.put(lease, tokens)
+    assert again is not None and not again.stores and again.lease.released and not rig.tiers.take_commands()
+    stashes.check()
+    rig.kv.release(lease)
+    rig.kv.check()
+    assert rig.kv.available == BLOCKS

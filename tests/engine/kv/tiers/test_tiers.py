@@ -248,3 +248,20 @@ def test_a_segment_that_was_read_is_used_more_recently_than_the_others() -> None
     tiers.handle(Spilled(spill.segment))
     told = tiers.take_commands() + _demote(tiers, IDENTS[3:4])
     assert [one for one in told if isinstance(one, TierDrop)] == [TierDrop(0)]
+
+
+def test_the_next_oldest_is_written_as_soon_as_one_is() -> None:
+    """Guards blocks that would wait for the next eviction: until then they could not give way without loss."""
+    tiers = _tiers(segments=4)
+    (spill,) = [told for told in _demote(tiers, IDENTS[:4]) if isinstance(told, Spill)]
+    assert spill.identities == (IDENTS[0],)
+    tiers.handle(Spilled(spill.segment))
+    (following,) = tiers.take_commands()
+    assert isinstance(following, Spill) and following.identities == (IDENTS[1],)
+    tiers.handle(Spilled(following.segment))
+    assert tiers.take_commands() == [], "the two oldest are there"
+
+
+@pytest.mark.parametrize(("nbytes", "blocks"), [(0, 0), (3 * BYTES - 1, 2), (3 * BYTES, 3), (3 * BYTES + 1, 3)])
+def test_a_disk_holds_as_many_blocks_as_fit_into_it(nbytes: int, blocks: int) -> None:
+    assert Tiers(4, BYTES, nbytes).disk_blocks == blocks

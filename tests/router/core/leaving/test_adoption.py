@@ -361,3 +361,14 @@ def test_a_request_of_ones_own_that_is_closed_was_not_adopted() -> None:
     one = adoptions()
     one.close(A)
     assert not one.knows(A)
+
+
+def test_a_report_that_comes_before_the_first_question_is_adopted() -> None:
+    """Guards a router that hears of a request before anybody has asked it whether all have reported."""
+    bench = Bench(life=1_000)
+    adoptions = bench.router._adoptions
+    adoptions._waits_since_s = None
+    out: list[object] = []
+    adoptions.adopt("d0", orphan(5, placement=3), 7.0, out)  # type: ignore[arg-type]
+    assert any(isinstance(command, Adopt) for command in out)
+    assert bench.router._calls[A].highest == 1_000

@@ -1,0 +1,121 @@
+"""Products of 8-bit floats by PyTorch against their specification, which rounds activations as they do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import scaled_linear as scaled
+from kernels.coded_weight import CodedWeight
+from kernels.linear import linear
+from kernels.scaled_linear import Float8Error, Float8Weight, find_way, from_codes, reference, rounded
+
+CPU = torch.device("cpu")
+
+
+def coded(rows: int, columns: int, each: int) -> CodedWeight:
+    """Return a weight with a scale per row and `each` columns."""
+    noise = torch.Generator().manual_seed(rows + columns)
+    codes = torch.randn(rows, columns, generator=noise).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(rows, columns // each, generator=noise).repeat_interleave(each // 32, 1) + 0.1
+    return CodedWeight("f8", codes, scales)
+
+
+def made(weight: CodedWeight, way: scaled.Way = "unit") -> Float8Weight:
+    found = from_codes(weight, way)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("columns", "each"), [(96, 96), (256, 128), (128, 128), (384, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products(columns: int, each: int, dtype: torch.dtype) -> None:
+    """Guards scales of another row or block, the order of both scales, the bias, and rows that are padded."""
+    coarse = made(coded(48, columns, each))
+    assert coarse.part == each and coarse.way == "unit"
+    noise = torch.Generator().manual_seed(1)
+    bias = torch.randn(48, generator=noise)
+    for rows in (1, 3, 8, 21):
+        x = (torch.randn(rows, columns, generator=noise) * torch.rand(rows, 1, generator=noise) * 30).to(dtype)
+        for own in (None, bias):
+            got, want = linear(x, coarse, own), reference(x, coarse, own)
+            allowed = (2e-6 if dtype == torch.float32 else 8e-3) * float(want.abs().max())
+            assert got.dtype == dtype and got.shape == want.shape
+            assert float((got.double() - want).abs().max()) <= allowed
+
+
+def test_scales_of_rows_in_one_launch() -> None:
+    """Guards the way that takes bfloat16: the same numbers, rounded once."""
+    weight = made(coded(48, 96, 96), find_way(CPU, torch.bfloat16))
+    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = reference(x, weight, torch.ones(48))
+    assert float((linear(x, weight, torch.ones(48)).double() - want).abs().max()) <= 8e-3 * float(want.abs().max())
+
+
+def test_what_is_rounded() -> None:
+    """Guards the specification itself: by hand, ties to even, and a row of zeros."""
+    x = torch.tensor([[448.0, 17.0, -19.0, 0.0], [0.0] * 4, [0.0, 0.0, 0.0, 2.0]])
+    codes, scales = rounded(x, 4)
+    assert codes[0].float().tolist() == [448.0, 16.0, -20.0, 0.0] and scales[0] == 1.0
+    assert codes[1].float().tolist() == [0.0] * 4 and scales.isfinite().all()
+    codes, scales = rounded(torch.tensor([[1.0, 2.0, 448.0, 4.0]]), 2)
+    assert (codes.float() * scales.repeat_interleave(2, 1)).tolist() == [[1.0, 2.0, 448.0, 4.0]]
+    assert rounded(torch.tensor([[1.0, float("inf")]]), 2)[0].float().isnan().any()
+
+
+def test_activations_are_rounded() -> None:
+    """Guards a path that would widen the weights and leave activations alone: its error is smaller by far."""
+    weight = coded(48, 96, 96)
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(1))
+    exact = x.double() @ weight.widen(torch.float32).double().T
+    error = (linear(x, made(weight)).double() - exact).abs().max() / exact.abs().max()
+    assert 0.001 < float(error) < 0.1
+
+
+def test_a_rows_bits_are_its_own() -> None:
+    """Guards a scale that would be taken of several rows, and kernels that are chosen by their number."""
+    for each in (256, 128):
+        weight = made(coded(48, 256, each))
+        x = torch.randn(40, 256, generator=torch.Generator().manual_seed(2))
+        whole = linear(x, weight)
+        for first, end in ((0, 1), (3, 4), (5, 11), (7, 40), (39, 40)):
+            assert torch.equal(linear(x[first:end], weight), whole[first:end])
+
+
+def test_a_row_that_is_no_number_spoils_no_other() -> None:
+    weight = made(coded(48, 96, 96))
+    x = torch.ones(4, 96)
+    x[1, 3] = float("nan")
+    got = linear(x, weight)
+    assert got[1].isnan().all() and got[[0, 2, 3]].isfinite().all()
+
+
+def test_weights_that_stay_as_they_are() -> None:
+    """Guards scales that are finer than a row or 128 columns, and sizes that PyTorch refuses."""
+    fine = coded(48, 128, 32)
+    assert from_codes(fine, "unit") is None
+    assert from_codes(coded(48, 192, 64), "unit") is None
+    assert from_codes(coded(40, 96, 96), "unit") is None
+    assert from_codes(CodedWeight("q8", fine.codes.view(torch.int8), fine.scales), "unit") is None
+    with pytest.raises(ValueError, match="does not fit 96 columns"):
+        linear(torch.zeros(3, 32), made(coded(48, 96, 96)))
+    with pytest.raises(ValueError, match="with scales"):
+        Float8Weight(fine.codes, fine.scales)
+    assert linear(torch.zeros(0, 96), made(coded(48, 96, 96))).shape == (0, 48)
+
+
+@pytest.mark.parametrize(
+    ("product", "message"),
+    [
+        (lambda *_, **__: (_ for _ in ()).throw(RuntimeError("needs compute capability 8.9\nand more")), "8.9$"),
+        (lambda x, codes, **said: torch.zeros(len(x), codes.shape[1], dtype=said["out_dtype"]), "is off by"),
+    ],
+)
+def test_a_device_without_such_a_product(
+    product: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a start that would go on with a product that is refused at the first step, or multiplies otherwise."""
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    with pytest.raises(Float8Error, match=message):
+        find_way(CPU, torch.float32)

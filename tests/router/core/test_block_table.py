@@ -1,0 +1,38 @@
+"""The forest's arrays: that there is room for what is reserved, and as many buckets as are needed. What it answers is
+compared with a naive model in test_prefix_index.py."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from router.core.block_table import _FIRST_BUCKETS, BlockTable
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2, 5])
+def test_there_is_room_for_as_many_as_are_reserved_and_no_more_is_taken_than_twice(blocks: int) -> None:
+    """Guards a node beyond its arrays, and memory that doubles each time that workers join."""
+    table = BlockTable()
+    table.reserve(blocks)
+    arrays = (table.keys, table.parents, table.children, table._next, table._sets, table._free)
+    assert {len(array) for array in arrays} == {blocks + 1}, "node 0 stands for none"
+    table.reserve(blocks)
+    assert len(table.keys) == blocks + 1
+    table.reserve(blocks + 1)
+    assert len(table.keys) == 2 * (blocks + 1), "one more: twice as many"
+    table.reserve(9 * blocks + 9)
+    assert {len(array) for array in (table.keys, table._free)} == {9 * blocks + 10}
+
+
+def test_there_are_as_many_buckets_as_blocks_once_there_are_many() -> None:
+    """Guards lookups whose buckets grow long, and one bucket that is split where there is none."""
+    table, random = BlockTable(), Random(5)
+    keys = np.array([random.getrandbits(64) for _ in range(5 * _FIRST_BUCKETS)], np.uint64)
+    begin, end = 0, _FIRST_BUCKETS - 3
+    for more in (2, 1, 1, 1, 700, 322, 1, 1, 3000):
+        table.mark(table.extend(keys[begin:end]), 1)
+        assert table._buckets + table._split == max(_FIRST_BUCKETS, end)
+        assert 0 <= table._split < table._buckets and len(table._heads) == 2 * table._buckets
+        begin, end = end, end + more
+        assert (table.find(keys[:begin]) > 0).all() and not table.find(keys[begin:]).any()
+    table.check()
