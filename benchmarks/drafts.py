@@ -14,7 +14,6 @@ on the machine.
 """
 
 import argparse
-import os
 import sys
 import time
 from contextlib import ExitStack
@@ -31,11 +30,8 @@ from rich.table import Table
 from benchmarks import truncated
 from benchmarks.bed import random_prompt
 from benchmarks.figures import middle, show, write_json
-from benchmarks.peers import free_port, headrace, running
-from cluster.admin_client import AdminClient
-from cluster.config import ClusterConfig
+from benchmarks.peers import free_port, headrace, metrics_page, running
 from cluster.processes.spec import LaunchError
-from cluster.rundir import RunDir
 
 MODES = ("off", "ngram", "suffix")
 KINDS = ("text", "quoting", "random")
@@ -126,9 +122,7 @@ def _all(count: int, output_tokens: int, draft_layers: list[int]) -> list[DraftR
             server = headrace(port)
             server = replace(server, argv=(*server.argv, *(word for one in own for word in ("--set", one))))
             stack.enter_context(running(server, port, stack.enter_context((folder / mode).open("wb"))))
-            with AdminClient(RunDir(ClusterConfig(name=f"beside-{port}"), os.environ)) as admin:
-                (decode,) = [worker for worker in admin.overview().workers if worker.role == "decode"]
-                pages[mode] = f"http://{decode.metrics_address}/metrics"
+            pages[mode] = metrics_page(port)
         modes = [*settings]
         for kind in KINDS:
             for number in range(count):
