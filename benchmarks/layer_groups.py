@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -24,6 +25,7 @@ from engine.types import SamplingParams
 CHUNK = 256
 WARM_UP = 4
 GREEDY = SamplingParams(temperature=0.0)
+Groups = Literal["off", "on"]
 Part = tuple[list[int], Lease, int]
 """All tokens of a sequence, its lease, and how many of them are computed."""
 
@@ -31,12 +33,12 @@ Part = tuple[list[int], Lease, int]
 class Side:
     """One device, and sequences that it has read."""
 
-    def __init__(self, model_dir: Path, groups: str, rows: int, tokens: int, steps: int) -> None:
+    def __init__(self, model_dir: Path, groups: Groups, rows: int, tokens: int, steps: int) -> None:
         config = EngineConfig(
             model_dir=str(model_dir),
             layer_groups=groups,
             deterministic="off",
-            lend_cores=False,  # type: ignore[arg-type]
+            lend_cores=False,
         )
         self.device = open_device(config)
         self.kv = self.device.manager(step_tokens=CHUNK)
@@ -99,8 +101,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     told = parser.parse_args()
     model_dir = prepare(str(told.model), told.cache)
-    sides = {groups: Side(model_dir, groups, told.rows, told.tokens, told.steps) for groups in ("off", "on")}
-    took_s: dict[str, list[float]] = {groups: [] for groups in sides}
+    kinds: tuple[Groups, ...] = ("off", "on")
+    sides = {groups: Side(model_dir, groups, told.rows, told.tokens, told.steps) for groups in kinds}
+    took_s: dict[Groups, list[float]] = {groups: [] for groups in sides}
     for number in range(told.steps):
         for groups in sorted(sides, reverse=number % 2 == 1):
             took_s[groups].append(sides[groups].decode())

@@ -235,8 +235,8 @@ def _agreed(values: dict[str, object], origins: dict[str, str]) -> Resolved:
 def _agreed_on_groups(prefill: EngineConfig, decode: EngineConfig, origins: dict[str, str]) -> None:
     """Check that workers of both pools will understand each other's layer groups. Raises ConfigError."""
     ours, theirs = "prefill.engine.{}", "decode.engine.{}"
+    name, one, other = "layer_groups", str(prefill.layer_groups), str(decode.layer_groups)
     if prefill.groups_layers != decode.groups_layers:
-        name, one, other = "layer_groups", prefill.layer_groups, decode.layer_groups
         why = "both pools must keep layers alike"
     elif prefill.groups_layers and prefill.block_size != decode.block_size:
         name, one, other = "block_size", str(prefill.block_size), str(decode.block_size)
