@@ -30,7 +30,7 @@ Part = tuple[list[int], Lease, int]
 """All tokens of a sequence, its lease, and how many of them are computed."""
 
 
-class Side:
+class _Decoding:
     """One device, and sequences that it has read."""
 
     def __init__(self, model_dir: Path, groups: Groups, rows: int, tokens: int, steps: int) -> None:
@@ -102,7 +102,7 @@ def main() -> None:
     told = parser.parse_args()
     model_dir = prepare(str(told.model), told.cache)
     kinds: tuple[Groups, ...] = ("off", "on")
-    sides = {groups: Side(model_dir, groups, told.rows, told.tokens, told.steps) for groups in kinds}
+    sides = {groups: _Decoding(model_dir, groups, told.rows, told.tokens, told.steps) for groups in kinds}
     took_s: dict[Groups, list[float]] = {groups: [] for groups in sides}
     for number in range(told.steps):
         for groups in sorted(sides, reverse=number % 2 == 1):
