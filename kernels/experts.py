@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, silu
 
+from kernels.coded_weight import CodedStack
 from kernels.panels import PanelStack
 
 
@@ -42,8 +43,8 @@ class ClampedGate(NamedTuple):
     limit: float
 
 
-Stack = Tensor | PanelStack
-"""Weights `[experts, rows, columns]`."""
+Stack = Tensor | PanelStack | CodedStack
+"""Weights `[experts, rows, columns]`: plain, in panels, or in codes for a GPU."""
 
 
 class ExpertWeights(NamedTuple):
@@ -70,10 +71,11 @@ def route(logits: Tensor, routing: Routing) -> RoutedRows:
 
 def mix(x: Tensor, choice: RoutedRows, weights: ExpertWeights, row_multiple: int = 1) -> Tensor:
     """Send `x` `[rows, hidden]` through the chosen experts; returns the like. With PyTorch's kernels, one
-    expert after the other, whose rows are padded to a multiple of `row_multiple`. Raises TypeError for panels."""
+    expert after the other, whose rows are padded to a multiple of `row_multiple`. Raises TypeError for others than
+    plain weights."""
     gate_up, down = weights.gate_up, weights.down
-    if isinstance(gate_up, PanelStack) or isinstance(down, PanelStack):
-        raise TypeError("experts in panels need the native kernels")
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        raise TypeError("experts in panels need the native kernels, and those in codes a GPU's")
     rows, chosen = choice.experts.shape
     answers = x.new_empty(rows * chosen, down.shape[1])
     pairs = choice.experts.flatten()

@@ -12,7 +12,8 @@ last tile of ROWS with -1, on the device, so that a step is recorded once and re
     combine_kernel   weights * answers, slot after slot -> `[rows, hidden]`; nothing is added atomically
 
 Every step has tiles of the same height and the same chain over columns, so a row's bits do not depend on who else chose
-its experts. Specification: `kernels.reference_experts`. The plan is that of vLLM's and MegaBlocks' (arXiv 2211.15841)
+its experts. Where weights are codes, `kernels.coded_experts` has both products. Specification:
+`kernels.reference_experts`. The plan is that of vLLM's and MegaBlocks' (arXiv 2211.15841)
 padded groups.
 """
 
@@ -23,9 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.coded_experts import coded_down, coded_gate_up, launch_config
+from kernels.coded_weight import CodedStack
 from kernels.configs import ConfigKey, KernelConfig, config_for
-from kernels.experts import ExpertWeights, RoutedRows, Routing
+from kernels.experts import ClampedGate, ExpertWeights, RoutedRows, Routing
 from kernels.launch import check_interpretable
+from kernels.panels import PanelStack
 
 COLUMNS = 64
 """Columns that a product takes in one step, of 16 bits; of 32 half as many."""
@@ -297,62 +301,34 @@ def mix(x: Tensor, choice: RoutedRows, weights: ExpertWeights, configs: ExpertCo
     """Send `x` `[rows, hidden]`, contiguous, through the chosen experts; returns the like. Nothing waits for the
     device, and what is launched depends on shapes alone. Raises ValueError where shapes do not fit."""
     gate_up, down = weights.gate_up, weights.down
-    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
-        raise ValueError("the GPU's experts are plain weights")
+    if isinstance(gate_up, PanelStack) or isinstance(down, PanelStack):
+        raise ValueError("the GPU's experts are plain weights, or codes")
     (rows, hidden), (_, chosen) = x.shape, choice.experts.shape
-    experts, both, width = len(gate_up), gate_up.shape[1], gate_up.shape[1] // 2
+    (experts, both, _), width = gate_up.shape, gate_up.shape[1] // 2
     fits = gate_up.shape == (experts, both, hidden) and down.shape == (experts, hidden, width) and both == 2 * width
-    every = (x, gate_up, down, *choice)
+    every = (x, *_tensors(gate_up), *_tensors(down), *choice)
     if not fits or len(choice.experts) != rows or not all(tensor.is_contiguous() for tensor in every):
         raise ValueError(
             f"{tuple(gate_up.shape)} and {tuple(down.shape)} are no experts for {tuple(x.shape)}, or not contiguous"
         )
-    if configs.gate_up.rows != configs.down.rows:
-        raise ValueError(f"tiles of {configs.gate_up.rows} and {configs.down.rows} rows for one plan")
-    check_interpretable(x, gate_up, down)
+    of_gate_up, of_down = _launched(gate_up, "gate_up", configs.gate_up), _launched(down, "down", configs.down)
+    if of_gate_up.rows != of_down.rows:
+        raise ValueError(f"tiles of {of_gate_up.rows} and {of_down.rows} rows for one plan")
+    check_interpretable(x, *(item for item in (gate_up, down) if isinstance(item, Tensor)))
     if not rows:
         return torch.empty_like(x)
-    tiled = plan(choice.experts, experts, configs.gate_up.rows, configs.plan)
+    tiled = plan(choice.experts, experts, of_gate_up.rows, configs.plan)
     inner = torch.empty(rows * chosen, width, dtype=x.dtype, device=x.device)
     answers = torch.empty(rows * chosen, hidden, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    columns = COLUMNS if x.element_size() == 2 else COLUMNS // 2
-    tiles, clamp = len(tiled.experts), weights.clamp
-    config = configs.gate_up
-    gate_up_kernel[(tiles, triton.cdiv(width, config.tile))](
-        x,
-        gate_up,
-        gate_up if weights.gate_up_bias is None else weights.gate_up_bias,
-        *tiled,
-        inner,
-        *(clamp or (0.0, 0.0)),
-        HIDDEN=hidden,
-        WIDTH=width,
-        CHOSEN=chosen,
-        BIAS=weights.gate_up_bias is not None,
-        CLAMP=clamp is not None,
-        ROWS=config.rows,
-        TILE=config.tile,
-        COLUMNS=columns,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
-    config = configs.down
-    down_kernel[(tiles, triton.cdiv(hidden, config.tile))](
-        inner,
-        down,
-        down if weights.down_bias is None else weights.down_bias,
-        *tiled,
-        answers,
-        HIDDEN=hidden,
-        WIDTH=width,
-        BIAS=weights.down_bias is not None,
-        ROWS=config.rows,
-        TILE=config.tile,
-        COLUMNS=columns,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+    if isinstance(gate_up, Tensor):
+        _gate_up(x, gate_up, weights.gate_up_bias, weights.clamp, tiled, inner, of_gate_up)
+    else:
+        coded_gate_up(x, gate_up, weights.gate_up_bias, weights.clamp, tiled, inner, of_gate_up)
+    if isinstance(down, Tensor):
+        _down(inner, down, weights.down_bias, tiled, answers, of_down)
+    else:
+        coded_down(inner, down, weights.down_bias, tiled, answers, of_down)
     config = configs.combine
     combine_kernel[(rows, triton.cdiv(hidden, config.tile))](
         answers,
@@ -365,3 +341,71 @@ def mix(x: Tensor, choice: RoutedRows, weights: ExpertWeights, configs: ExpertCo
         num_stages=config.stages,
     )
     return out
+
+
+def _tensors(stack: Tensor | CodedStack) -> tuple[Tensor, ...]:
+    if isinstance(stack, Tensor):
+        return (stack,)
+    weight = stack.weight
+    return (weight.codes, weight.scales) if weight.offsets is None else (weight.codes, weight.scales, weight.offsets)
+
+
+def _launched(stack: Tensor | CodedStack, product: str, config: KernelConfig) -> KernelConfig:
+    """Return how a product is launched: as it is given for plain weights, by the table for codes."""
+    if isinstance(stack, Tensor):
+        return config
+    return launch_config(stack.weight.codes.device, product, stack.weight.kind)
+
+
+def _gate_up(
+    x: Tensor,
+    weights: Tensor,
+    bias: Tensor | None,
+    clamp: ClampedGate | None,
+    tiled: TilePlan,
+    out: Tensor,
+    config: KernelConfig,
+) -> None:
+    pairs, width = out.shape
+    gate_up_kernel[(len(tiled.experts), triton.cdiv(width, config.tile))](
+        x,
+        weights,
+        weights if bias is None else bias,
+        *tiled,
+        out,
+        *(clamp or (0.0, 0.0)),
+        HIDDEN=x.shape[1],
+        WIDTH=width,
+        CHOSEN=pairs // len(x),
+        BIAS=bias is not None,
+        CLAMP=clamp is not None,
+        ROWS=config.rows,
+        TILE=config.tile,
+        COLUMNS=_columns(x),
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def _down(
+    x: Tensor, weights: Tensor, bias: Tensor | None, tiled: TilePlan, out: Tensor, config: KernelConfig
+) -> None:
+    down_kernel[(len(tiled.experts), triton.cdiv(out.shape[1], config.tile))](
+        x,
+        weights,
+        weights if bias is None else bias,
+        *tiled,
+        out,
+        HIDDEN=out.shape[1],
+        WIDTH=x.shape[1],
+        BIAS=bias is not None,
+        ROWS=config.rows,
+        TILE=config.tile,
+        COLUMNS=_columns(x),
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def _columns(x: Tensor) -> int:
+    return COLUMNS if x.element_size() == 2 else COLUMNS // 2

@@ -29,7 +29,7 @@ VARIANTS = ("AVX512", "AVX2", "PLAIN")
 """Instruction sets as PyTorch names them, `PLAIN` for processors that are not x86; setup.py has their flags."""
 
 SOURCES = Path(__file__).parent / "cpu"
-STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 """The dtypes of a pool, each with its number in the C++ sources."""
 SHARED_ROWS = 32
 """The fewest rows for which work on each row alone is shared: with fewer it is done sooner than another thread could
@@ -48,12 +48,23 @@ def source_digest(folder: Path = SOURCES) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The sizes of a pool `[blocks, kv_heads, layers, 2, block_size, head_dim]`; head_dim is a multiple of 16."""
+    """The sizes of a pool `[blocks, kv_heads, layers, 2, block_size, head_dim]`; head_dim is a multiple of 16. One of
+    8 bits is the payload of `kernels.pool.eight_bit_views`, whose scales lie behind it in each head's slice."""
 
     kv_heads: int
     layers: int
     block_size: int
     head_dim: int
+
+    def at(self, pool: Tensor) -> int:
+        """Return the address of a pool's first block. Raises ValueError where its rows lie elsewhere."""
+        sizes = (self.kv_heads, self.layers, 2, self.block_size, self.head_dim)
+        scale_bytes = 4 if pool.element_size() == 1 else 0
+        token, kv, layer = self.head_dim, self.block_size * self.head_dim, 2 * self.block_size * self.head_dim
+        head = self.layers * 2 * self.block_size * (self.head_dim + scale_bytes)
+        if pool.shape[1:] != sizes or pool.stride() != (self.kv_heads * head, head, layer, kv, token, 1):
+            raise ValueError(f"no pool of {self}: {tuple(pool.shape)} by strides {pool.stride()}")
+        return pool.data_ptr()
 
 
 class Native:
@@ -243,7 +254,7 @@ class Native:
             _at(q_norm),
             _at(k_norm),
             eps,
-            _at(pool, pool.dtype),
+            shape.at(pool),
             STORAGE[pool.dtype],
             shape.kv_heads,
             shape.layers,
@@ -283,7 +294,7 @@ class Native:
             sequences.contexts.data_ptr(),
             sequences.starts.data_ptr(),
             sequences.tables.data_ptr(),
-            _at(pool, pool.dtype),
+            shape.at(pool),
             STORAGE[pool.dtype],
             shape.kv_heads,
             shape.layers,

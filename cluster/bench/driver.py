@@ -44,6 +44,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""
     slo: Slo | None = None
     search: SearchPlan | None = None
+    temperature: float = 0.0
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,10 +119,10 @@ class LoadGenerator:
             if sample.error:
                 raise ApiError(sample.error, f"the warm-up failed: {sample.message}")
 
-    async def at_once(self, concurrency: int) -> Level:
-        """Run one level of the closed loop."""
+    async def at_once(self, concurrency: int, made: Sequence[LoadSession] = ()) -> Level:
+        """Run one level of the closed loop, with the plan's sessions or with others."""
         plan = self._plan
-        made = sessions(plan.workload, [0.0] * self._chats(plan.requests), f"{plan.seed}/{concurrency}")
+        made = made or sessions(plan.workload, [0.0] * self._chats(plan.requests), f"{plan.seed}/{concurrency}")
         level = await self._measured(lambda: self.closed(made, concurrency))
         return msgspec.structs.replace(level, concurrency=concurrency)
 
@@ -230,7 +231,7 @@ class LoadGenerator:
             model=self._plan.model,
             max_tokens=turn.output_tokens,
             ignore_eos=True,
-            sampling=SamplingParams(temperature=0.0),
+            sampling=SamplingParams(temperature=self._plan.temperature),
             seed=self._plan.seed + number,
             timeout_s=self._plan.timeout_s,
         )

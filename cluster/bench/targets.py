@@ -172,6 +172,9 @@ def _body(call: GenerateCall) -> dict[str, object]:
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
+    if call.sampling.temperature:
+        # Servers have other defaults.
+        body |= {"top_p": call.sampling.top_p, "top_k": call.sampling.top_k, "min_p": call.sampling.min_p}
     if call.model is not None:
         body["model"] = call.model
     if call.timeout_s is not None:

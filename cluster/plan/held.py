@@ -2,7 +2,7 @@
 
     CPU, native kernels    matrices in panels, as small as they came; the embedding's rows, norms and biases as kept
     CPU, PyTorch's         matrices in the type that it computes in
-    GPU                    matrices in codes or in that type; those of experts never in codes
+    GPU                    matrices in codes, but for routers, or in that type
 
 Rotary tables are each process's own. Nothing is read but headers, and of some quantized files scales.
 """
@@ -69,8 +69,7 @@ def _weights(shape: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     for layer in range(shape.layers):
         for weight in family.layer_weights:
             if weight.present(shape, layer):
-                stays = not weight.each_expert and weight.name != "router"
-                yield layer_key(layer, weight.name), weight.shape(shape), stays
+                yield layer_key(layer, weight.name), weight.shape(shape), weight.name != "router"
 
 
 def _kept(sizes: tuple[int, ...], kind: str) -> int:

@@ -15,8 +15,8 @@ _LANES = 16
 
 
 class NativeAttention(TorchAttention):
-    """Attention for a model in float32. Rows need no padding: none of these kernels looks at two at once. PyTorch's
-    kernels attend where the native ones do not: over 8-bit KV, and with heads whose size is no multiple of 16."""
+    """Attention for a model in float32, over KV of any type. Rows need no padding: none of these kernels looks at two
+    at once. With heads whose size is no multiple of 16 PyTorch's kernels attend."""
 
     row_multiple = 1
 

@@ -35,7 +35,6 @@ from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV, PoolFile
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from kernels.experts import combine
 from kernels.linear import linear
-from kernels.panels import PanelStack
 
 LAYERS = 2
 """The second finds what the first has left behind."""
@@ -158,8 +157,8 @@ class _Unfilled(TorchAttention):
 
     def mix(self, x: Tensor, mixture: Mixture) -> Tensor:
         weights, chosen = mixture.experts, mixture.routing.chosen
-        if isinstance(weights.gate_up, PanelStack) or isinstance(weights.down, PanelStack):
-            raise TypeError("weights without content are in no panels")
+        if not isinstance(weights.gate_up, Tensor) or not isinstance(weights.down, Tensor):
+            raise TypeError("weights without content are in no panels, and no codes")
         logits = mixture.logits(x)
         # At most all rows go to one expert; their answers are kept for all.
         answers = x.new_empty(len(x), chosen, x.shape[1])

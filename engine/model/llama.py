@@ -36,15 +36,20 @@ from engine.model.reduction import ColumnSlices, Reduction, WholeNorm, add_in_or
 from engine.model.rope import rope_table
 from engine.model.split import Share, check_split, local_config
 from engine.storage.paged import TORCH_DTYPES, KVTensors
-from kernels.coded_weight import CodedWeight
-from kernels.experts import ClampedGate, ExpertWeights, Routing
+from kernels.coded_weight import CodedStack, CodedWeight
+from kernels.experts import ClampedGate, ExpertWeights, Routing, Stack
 from kernels.linear import Weight, linear
 from kernels.native import native
 from kernels.panels import IntegerBits, Panels, PanelStack, in_integers
 from kernels.scaled_linear import Float8Weight
 
-Weights = Mapping[str, Weight | PanelStack]
+Held = Weight | Stack
+"""One matrix, or those of all experts of a layer."""
+
+Weights = Mapping[str, Held]
 """Weights by name; norms, biases and the embedding are plain."""
+
+_CODED = CodedWeight | CodedStack | Float8Weight
 
 Summed = Weight | ColumnSlices
 """A weight whose product is a sum over columns that ranks may have in part."""
@@ -194,6 +199,7 @@ class Llama:
     def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
         """Return what the last layer leaves of every row, `[padded rows, hidden]`; see `forward`."""
         rotations = [Rotation(cos, sin, batch.positions) for cos, sin in self._tables]
+        temperature = self._temperature(batch.positions)
         x = self._embedded(batch.tokens)
         if self._embed_scale != 1.0:
             x *= self._embed_scale
@@ -204,6 +210,8 @@ class Llama:
             rotation = None if layer.rope is None else rotations[layer.rope]
             normed = self._normed(x, delta, layer.attention_norm, attention)
             qkv = self._qkv(normed, layer, attention)
+            if temperature is not None:
+                qkv[:, : self.config.heads] *= temperature
             given = LayerInput(at, qkv, rotation, batch, kv, layer.head_norms, layer.options, group)
             delta = self._summed(attention.attend(given), layer.output, layer.output_bias)
             delta = self._branch(delta, layer.attention_post_norm, attention)
@@ -215,6 +223,14 @@ class Llama:
                 delta = self._summed(attention.gate(gate_up, self.config.activation), layer.down, layer.down_bias)
             delta = self._branch(delta, layer.mlp_post_norm, attention)
         return x if delta is None else x.add_(delta)
+
+    def _temperature(self, positions: Tensor) -> Tensor | None:
+        """Return the factor of each row's queries, `[rows, 1, 1]`. It commutes with their rotation."""
+        if not self.config.query_beta:
+            return None
+        periods = torch.div(positions, self.config.query_tokens, rounding_mode="floor")
+        factors = 1.0 + self.config.query_beta * torch.log1p(periods.float())
+        return factors.to(TORCH_DTYPES[self.config.dtype])[:, None, None]
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._ranks is None:
@@ -332,7 +348,7 @@ def load_model(
         config = msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests))
         return Llama(config, {**weights, **own})
     mapped = PreparedWeights(model_dir)
-    found: Mapping[str, Weight | PanelStack]
+    found: Weights
     if panels:
         found = _panels(model_dir, mapped, integer)
     elif coded:
@@ -379,7 +395,7 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
     if options is None:
         return None
 
-    def find(name: str) -> Weight | PanelStack:
+    def find(name: str) -> Held:
         return weights[layer_key(layer, name)]
 
     def bias(name: str) -> Tensor | None:
@@ -389,7 +405,7 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
     gate_up, down = find("experts_gate_up"), find("experts_down")
     alone = Panels | CodedWeight | Float8Weight
     if isinstance(gate_up, alone) or isinstance(down, alone):
-        raise TypeError("the experts of a layer are in one stack of panels")
+        raise TypeError("the experts of a layer are in one stack")
     down_bias = bias("experts_down_bias")
     if down_bias is not None and rank:
         down_bias = torch.zeros_like(down_bias)
@@ -402,19 +418,19 @@ def _mixture(config: ModelConfig, weights: Weights, layer: int, rank: int) -> Mi
     )
 
 
-def _held_bytes(weight: Weight | PanelStack) -> int:
+def _held_bytes(weight: Held) -> int:
     if isinstance(weight, Panels | PanelStack):
         return int(weight.raw.nbytes)
-    return weight.nbytes if isinstance(weight, CodedWeight | Float8Weight) else weight.numel() * weight.element_size()
+    return weight.nbytes if isinstance(weight, _CODED) else weight.numel() * weight.element_size()
 
 
-def _matrix(weight: Weight | PanelStack) -> Weight:
-    if isinstance(weight, PanelStack):
-        raise TypeError("one matrix is not in panels of several")
+def _matrix(weight: Held) -> Weight:
+    if isinstance(weight, PanelStack | CodedStack):
+        raise TypeError("one matrix is not in a stack of several")
     return weight
 
 
-def _plain(weight: Weight | PanelStack) -> Tensor:
+def _plain(weight: Held) -> Tensor:
     if not isinstance(weight, Tensor):
         raise TypeError("only matrices that are multiplied with can be in panels or codes")
     return weight

@@ -1,118 +1,135 @@
 // Attention over paged KV, in 32 bits.
 //
-// The pool is [blocks, kv_heads, layers, 2, block_size, head_dim] of float, bfloat16 or half; keys and values are read
-// where they lie. A query's bits depend on its own prefix alone:
+// Keys and values are read where they lie (pool.h). A query's bits depend on its own prefix alone:
 //
 //   scores    per key, one chain of fused multiply-adds over head_dim; keys sixteen at a time, transposed
 //   weights   e^(score - largest); their sum lane by lane of sixteen from position 0
 //   answer    one chain of fused multiply-adds over the keys, first to last
+//
+// Of rows in 8 bits the very codes are multiplied: a key's scale multiplies its score, a value's scale its weight in the
+// answer, and no number is rounded for being widened.
 //
 // Under a window a query sees the last so many tokens, itself included: tiles before it are not read, and lanes stay
 // those of a token's position. A soft cap makes cap * tanh(score / cap) of a score; a head's sink is one more score of
 // its softmax, without a value.
 //
 // The query heads of a KV head, and a few tokens of a prompt, are computed side by side, so that a key is read and
-// transposed once for all of them.
+// transposed once for all of them. A chain waits for itself, so several are under way: of a few rows, and with many
+// registers of two tiles.
 
-#include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "crew.h"
 #include "items.h"
 #include "pool.h"
+#include "transpose.h"
 
 namespace headrace {
 
-// Sixteen keys, each `head_dim` floats, as [head_dim][16].
-static void transpose(const float *const *keys, int64_t head_dim, float *to) {
 #if defined(__AVX512F__)
-  for (int64_t d = 0; d < head_dim; d += LANES) {
-    __m512 a[LANES], b[LANES];
-    for (int i = 0; i < LANES; ++i) a[i] = _mm512_loadu_ps(keys[i] + d);
-    for (int i = 0; i < LANES; i += 2) {
-      b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-      b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < LANES; i += 4) {
-      a[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[i]), _mm512_castps_pd(b[i + 2])));
-      a[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[i]), _mm512_castps_pd(b[i + 2])));
-      a[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[i + 1]), _mm512_castps_pd(b[i + 3])));
-      a[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[i + 1]), _mm512_castps_pd(b[i + 3])));
-    }
-    // a[4g + c], 128-bit lane l: keys 4g .. 4g + 3 of dimension 4l + c.
-    for (int c = 0; c < 4; ++c) {
-      const __m512 p = _mm512_shuffle_f32x4(a[c], a[c + 4], 0x88), q = _mm512_shuffle_f32x4(a[c], a[c + 4], 0xdd);
-      const __m512 r = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0x88);
-      const __m512 s = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0xdd);
-      _mm512_storeu_ps(to + (d + c) * LANES, _mm512_shuffle_f32x4(p, r, 0x88));
-      _mm512_storeu_ps(to + (d + c + 4) * LANES, _mm512_shuffle_f32x4(q, s, 0x88));
-      _mm512_storeu_ps(to + (d + c + 8) * LANES, _mm512_shuffle_f32x4(p, r, 0xdd));
-      _mm512_storeu_ps(to + (d + c + 12) * LANES, _mm512_shuffle_f32x4(q, s, 0xdd));
-    }
-  }
+constexpr int TILES = 2, GROUPS_AHEAD = 2, ROWS_TO_SCORE = 4, ROWS_TO_WEIGH = 6, WIDEST = 4;
 #else
-  for (int64_t d = 0; d < head_dim; ++d)
-    for (int i = 0; i < LANES; ++i) to[d * LANES + i] = keys[i][d];
+constexpr int TILES = 1, GROUPS_AHEAD = 4, ROWS_TO_SCORE = 4, ROWS_TO_WEIGH = 3, WIDEST = 2;
 #endif
-}
 
-// Sixteen rows that will be wanted soon. Blocks lie anywhere, so the processor cannot guess where; asked for a row at a
-// time, between pieces of work, they are there when their turn comes.
-struct Next {
-  const uint8_t *rows[LANES];
+// Sixteen numbers as they lie, times UNIT: floats, int8, E4M3.
+static Floats wide(const float *p) { return load(p); }
+static Floats wide(const int8_t *p) { return from_int8(p); }
+static Floats wide(const uint8_t *p) { return from_e4m3_over_256(p); }
+template <typename E>
+constexpr float UNIT = 1.0f;
+template <>
+constexpr float UNIT<uint8_t> = 256.0f;
+
+// Tiles that are computed together. Blocks lie anywhere, so the processor cannot guess what comes next; asked for a row
+// at a time, between pieces of work, it is there when its turn comes.
+struct Group {
+  Tile tiles[TILES];
   int64_t row_bytes;
-  void fetch(int i) const {
-    for (int64_t at = 0; rows[i] && at < row_bytes; at += 64) __builtin_prefetch(rows[i] + at, 0, 2);
+  bool scaled;
+  // Inlined, or GCC takes a function that only prefetches for one without effects, and drops its calls.
+  __attribute__((always_inline)) void fetch(int i) const {
+    for (const Tile &tile : tiles) {
+      if (!tile.rows[i]) return;
+      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(tile.rows[i] + at, 0, 2);
+      if (scaled && (i == 0 || i == LANES - 1)) __builtin_prefetch(tile.scales[i], 0, 2);
+    }
   }
 };
 
-template <int ROWS>
-static void score(const float *const *q, const float *keys, int64_t head_dim, Floats scale, float *const *to,
-                  const Next *next) {
-  Floats total[ROWS];
-  for (int r = 0; r < ROWS; ++r) total[r] = every(0.0f);
+// The scales of a tile's rows, times `factor`: none where one is not finite, since not all codes are then numbers.
+static Floats scales_of(const Tile &tile, float factor) {
+  Floats scales;
+  if (tile.scales[LANES - 1] && tile.scales[LANES - 1] == tile.scales[0] + LANES - 1) {
+    scales = load(tile.scales[0]);
+  } else {
+    float some[LANES];
+    for (int i = 0; i < LANES; ++i) some[i] = tile.scales[i] ? *tile.scales[i] : 0.0f;
+    scales = load(some);
+  }
+  return mul(add(scales, sub(scales, scales)), every(factor));
+}
+
+// `keys`: of each tile [head_dim][16]; `factors` of each tile multiply its scores.
+template <int ROWS, int MANY, typename E>
+static void score(const float *const *q, const E *keys, int64_t head_dim, const Floats *factors, float *const *to,
+                  const Group *next) {
+  Floats total[ROWS][MANY];
+  for (int r = 0; r < ROWS; ++r)
+    for (int t = 0; t < MANY; ++t) total[r][t] = every(0.0f);
   const int64_t part = head_dim / LANES;
   for (int i = 0; i < LANES; ++i) {
     if (next) next->fetch(i);
     for (int64_t d = i * part; d < (i + 1) * part; ++d) {
-      const Floats column = load(keys + d * LANES);
-      for (int r = 0; r < ROWS; ++r) total[r] = fma(every(q[r][d]), column, total[r]);
+      Floats column[MANY];
+      for (int t = 0; t < MANY; ++t) column[t] = wide(keys + (t * head_dim + d) * LANES);
+      for (int r = 0; r < ROWS; ++r)
+        for (int t = 0; t < MANY; ++t) total[r][t] = fma(every(q[r][d]), column[t], total[r][t]);
     }
   }
-  for (int r = 0; r < ROWS; ++r) store(to[r], mul(total[r], scale));
+  for (int r = 0; r < ROWS; ++r)
+    for (int t = 0; t < MANY; ++t) store(to[r] + t * LANES, mul(total[r][t], factors[t]));
 }
 
-template <int WIDTH>
-static void weigh(const float *weights, const float *const *values, int64_t count, float *sums, const Next *next) {
-  Floats total[WIDTH];
-  for (int j = 0; j < WIDTH; ++j) total[j] = load(sums + j * LANES);
+template <int ROWS, int MANY, typename E>
+static void score_some(int rows, const float *const *q, const E *keys, int64_t head_dim, const Floats *factors,
+                       float *const *to, const Group *next) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return score_some<ROWS - 1, MANY>(rows, q, keys, head_dim, factors, to, next);
+  score<ROWS, MANY>(q, keys, head_dim, factors, to, next);
+}
+
+// Add to columns [from, from + 16 * WIDTH) of each row's sums what `count` values weigh in it.
+template <int ROWS, int WIDTH, typename E>
+static void weigh(const float *const *weights, const E *const *values, int64_t count, float *const *sums, int64_t from,
+                  const Group *next) {
+  Floats total[ROWS][WIDTH];
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < WIDTH; ++j) total[r][j] = load(sums[r] + from + j * LANES);
   for (int64_t t = 0; t < count; ++t) {
     if (next) next->fetch((int)t);
-    const Floats weight = every(weights[t]);
-    for (int j = 0; j < WIDTH; ++j) total[j] = fma(weight, load(values[t] + j * LANES), total[j]);
+    Floats value[WIDTH];
+    for (int j = 0; j < WIDTH; ++j) value[j] = wide(values[t] + from + j * LANES);
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats weight = every(weights[r][t]);
+      for (int j = 0; j < WIDTH; ++j) total[r][j] = fma(weight, value[j], total[r][j]);
+    }
   }
-  for (int j = 0; j < WIDTH; ++j) store(sums + j * LANES, total[j]);
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < WIDTH; ++j) store(sums[r] + from + j * LANES, total[r][j]);
 }
 
-static void weigh_any(int64_t vectors, const float *weights, const float *const *values, int64_t count, float *sums,
-                      const Next *next) {
-  switch (vectors) {
-    case 4: return weigh<4>(weights, values, count, sums, next);
-    case 8: return weigh<8>(weights, values, count, sums, next);
-    default:
-      for (int64_t j = 0; j < vectors; next = nullptr) {
-        const int64_t some = vectors - j >= 8 ? 8 : vectors - j >= 4 ? 4 : 1;
-        const float *shifted[LANES];
-        for (int64_t t = 0; t < count; ++t) shifted[t] = values[t] + j * LANES;
-        if (some == 8) weigh<8>(weights, shifted, count, sums + j * LANES, next);
-        if (some == 4) weigh<4>(weights, shifted, count, sums + j * LANES, next);
-        if (some == 1) weigh<1>(weights, shifted, count, sums + j * LANES, next);
-        j += some;
-      }
-  }
+template <int ROWS, typename E>
+static void weigh_some(int rows, int64_t head_dim, const float *const *weights, const E *const *values, int64_t count,
+                       float *const *sums, const Group *next) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return weigh_some<ROWS - 1>(rows, head_dim, weights, values, count, sums, next);
+  int64_t d = 0;
+  for (; d + WIDEST * LANES <= head_dim; d += WIDEST * LANES, next = nullptr)
+    weigh<ROWS, WIDEST>(weights, values, count, sums, d, next);
+  for (; d < head_dim; d += LANES, next = nullptr) weigh<ROWS, 1>(weights, values, count, sums, d, next);
 }
-
-constexpr int TILES_AHEAD = 2;
 
 struct Scratch {
   std::vector<float> scores, keys, wide, zeros;
@@ -126,26 +143,34 @@ struct Part {
   int row, rows;
 };
 
-// What `visit` is given: the position of a tile's first token, its sixteen rows as floats (zeros after the last), and
-// the rows to ask memory for meanwhile.
-template <typename Visit>
-static void each_tile(const Pool &pool, int64_t layer, int64_t head, int which, const Part &part, Scratch &scratch,
-                      Visit visit) {
+// What `visit` is given: the position of a group's first token, how many tiles it has, their rows (zeros after the
+// last) and scales, and the group to ask memory for meanwhile.
+template <typename E, typename Visit>
+static void each_group(const Pool &pool, int64_t layer, int64_t head, int which, const Part &part, Scratch &scratch,
+                       Visit visit) {
   Walk walk(pool, part.table, head, layer, which, part.from, part.to);
-  Next tiles[TILES_AHEAD + 1];
-  for (Next &tile : tiles) {
-    tile.row_bytes = pool.head_dim * pool.width();
-    walk.tile(tile.rows);
+  Group groups[GROUPS_AHEAD + 1];
+  for (Group &group : groups) {
+    group.row_bytes = pool.row_bytes(), group.scaled = pool.scaled();
+    for (Tile &tile : group.tiles) walk.tile(tile);
   }
-  const float *rows[LANES];
-  for (int64_t first = part.from, turn = 0; first < part.to; first += LANES) {
-    Next &here = tiles[turn], &last = tiles[(turn + TILES_AHEAD) % (TILES_AHEAD + 1)];
-    for (int i = 0; i < LANES; ++i)
-      rows[i] = here.rows[i] ? widened(pool, here.rows[i], scratch.wide.data() + i * pool.head_dim)
-                             : scratch.zeros.data();
-    visit(first, rows, &last);
-    walk.tile(here.rows);
-    turn = (turn + 1) % (TILES_AHEAD + 1);
+  const E *rows[TILES * LANES];
+  for (int64_t first = part.from, turn = 0; first < part.to; first += TILES * LANES) {
+    Group &here = groups[turn], &last = groups[(turn + GROUPS_AHEAD) % (GROUPS_AHEAD + 1)];
+    const int many = (int)std::min<int64_t>(TILES, (part.to - first + LANES - 1) / LANES);
+    for (int i = 0; i < many * LANES; ++i) {
+      const uint8_t *row = here.tiles[i / LANES].rows[i % LANES];
+      if (!row) {
+        rows[i] = (const E *)scratch.zeros.data();
+      } else if constexpr (std::is_same_v<E, float>) {
+        rows[i] = widened(pool, row, scratch.wide.data() + i * pool.head_dim);
+      } else {
+        rows[i] = (const E *)row;
+      }
+    }
+    visit(first, many, rows, here, &last);
+    for (Tile &tile : here.tiles) walk.tile(tile);
+    turn = (turn + 1) % (GROUPS_AHEAD + 1);
   }
 }
 
@@ -174,8 +199,9 @@ static void cap(float *scores, int64_t width, float softcap) {
 }
 
 // `count` query rows of one KV head: each attends to what it sees of the parts that name it, in their order; limits
-// ascend within a part. Without WINDOWED every `low` is 0, and nothing is computed for it.
-template <bool WINDOWED>
+// ascend within a part. Without WINDOWED every `low` is 0, and nothing is computed for it. E: what the pool's rows are of
+// as they are multiplied.
+template <bool WINDOWED, typename E>
 static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vector<Part> &parts, const Query *queries,
                    int count, const Scoring &scoring, Scratch &scratch) {
   const int64_t dim = pool.head_dim;
@@ -188,25 +214,33 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
   const auto low_of = [=](int r) -> int64_t { return WINDOWED ? queries[r].low : 0; };
   const int64_t base = WINDOWED ? down(least) : 0;
   const int64_t padded = (most - base + LANES - 1) / LANES * LANES;
-  const Floats scale = every(scoring.scale);
+  constexpr bool SCALED = !std::is_same_v<E, float>;
+  using Word = std::conditional_t<SCALED, uint8_t, float>;
   scratch.scores.resize(count * padded);
-  scratch.keys.resize(dim * LANES);
-  scratch.wide.resize(dim * LANES);
+  scratch.keys.resize(TILES * dim * LANES);
+  scratch.wide.resize(TILES * dim * LANES);
   scratch.zeros.assign(dim, 0.0f);
   for (const Part &part : parts)
-    each_tile(pool, layer, head, 0, part, scratch, [&](int64_t first, const float *const *keys, const Next *ahead) {
-      transpose(keys, dim, scratch.keys.data());
+    each_group<E>(pool, layer, head, 0, part, scratch, [&](int64_t first, int many, const E *const *keys,
+                                                           const Group &here, const Group *ahead) {
+      Word *turned = (Word *)scratch.keys.data();
+      Floats factors[TILES];
+      for (int t = 0; t < many; ++t) {
+        transpose((const Word *const *)keys + t * LANES, dim, turned + t * dim * LANES);
+        factors[t] = SCALED ? scales_of(here.tiles[t], UNIT<E> * scoring.scale) : every(scoring.scale);
+      }
       int end = part.row + part.rows;
       float *to[ROWS_AT_ONCE];
       for (int r = part.row; r < end; ++r) to[r] = &scratch.scores[r * padded + first - base];
       int r = part.row;
       // These see none of the keys: within a sequence the first rows, and under a window the last ones.
       while (r < end && limits[r] <= first) ++r;
-      while (r < end && low_of(end - 1) >= first + LANES) --end;
-      for (; r + 4 <= end; r += 4, ahead = nullptr) score<4>(q + r, scratch.keys.data(), dim, scale, to + r, ahead);
-      if (end - r == 3) score<3>(q + r, scratch.keys.data(), dim, scale, to + r, ahead);
-      if (end - r == 2) score<2>(q + r, scratch.keys.data(), dim, scale, to + r, ahead);
-      if (end - r == 1) score<1>(q + r, scratch.keys.data(), dim, scale, to + r, ahead);
+      while (r < end && low_of(end - 1) >= first + many * LANES) --end;
+      for (; r < end; r += ROWS_TO_SCORE, ahead = nullptr) {
+        const int some = std::min(ROWS_TO_SCORE, end - r);
+        const auto chosen = many == TILES ? score_some<ROWS_TO_SCORE, TILES, E> : score_some<ROWS_TO_SCORE, 1, E>;
+        chosen(some, q + r, (const E *)turned, dim, factors, to + r, ahead);
+      }
     });
   float totals[ROWS_AT_ONCE];
   for (int r = 0; r < count; ++r) {
@@ -242,13 +276,27 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
     std::fill(queries[r].out, queries[r].out + dim, 0.0f);
   }
   for (const Part &part : parts)
-    each_tile(pool, layer, head, 1, part, scratch, [&](int64_t first, const float *const *values, const Next *ahead) {
-      for (int r = part.row + part.rows - 1; r >= part.row && limits[r] > first; --r) {
-        const int64_t before = std::max<int64_t>(0, low_of(r) - first), end = std::min<int64_t>(LANES, limits[r] - first);
-        if (WINDOWED && before >= end) continue;
-        weigh_any(dim / LANES, &scratch.scores[r * padded + first - base + before], values + before, end - before,
-                  queries[r].out, ahead);
-        ahead = nullptr;
+    each_group<E>(pool, layer, head, 1, part, scratch, [&](int64_t first, int many, const E *const *values,
+                                                           const Group &here, const Group *ahead) {
+      for (int t = 0; t < many; ++t, first += LANES, values += LANES) {
+        const auto before_of = [=](int r) { return std::max<int64_t>(0, low_of(r) - first); };
+        const auto end_of = [=](int r) { return std::min<int64_t>(LANES, limits[r] - first); };
+        const Floats factors = SCALED ? scales_of(here.tiles[t], UNIT<E>) : every(1.0f);
+        for (int last = part.row + part.rows - 1; last >= part.row && limits[last] > first;) {
+          const int64_t before = before_of(last), end = end_of(last);
+          const float *weights[ROWS_TO_WEIGH];
+          float *sums[ROWS_TO_WEIGH];
+          int some = 0;
+          // Rows that see the same of these tokens.
+          for (; some < ROWS_TO_WEIGH && last >= part.row && before_of(last) == before && end_of(last) == end; ++some) {
+            float *own = &scratch.scores[last * padded + first - base];
+            if (SCALED) store(own, mul(load(own), factors));
+            weights[some] = own + before, sums[some] = queries[last--].out;
+          }
+          if (before >= end) continue;
+          weigh_some<ROWS_TO_WEIGH>(some, dim, weights, values + before, end - before, sums, ahead);
+          ahead = nullptr;
+        }
       }
     });
   for (int r = 0; r < count; ++r)
@@ -299,6 +347,9 @@ HEADRACE_API void headrace_attend(const float *qkv, int64_t heads, int64_t seque
         parts[0].rows = count;
       }
     }
-    (window ? attend<true> : attend<false>)(pool, layer, item.head, parts, queries, count, scoring, scratch);
+    const auto chosen = pool.storage == INT8   ? (window ? attend<true, int8_t> : attend<false, int8_t>)
+                        : pool.storage == E4M3 ? (window ? attend<true, uint8_t> : attend<false, uint8_t>)
+                                               : (window ? attend<true, float> : attend<false, float>);
+    chosen(pool, layer, item.head, parts, queries, count, scoring, scratch);
   });
 }

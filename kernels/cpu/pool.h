@@ -1,22 +1,30 @@
-// Paged KV: [blocks, kv_heads, layers, 2, block_size, head_dim] of float, bfloat16 or half.
+// Paged KV: [blocks, kv_heads, layers, 2, block_size, head_dim] of float, bfloat16 or half; or of int8 or E4M3, where a
+// head's slice of a block is its rows [layers, 2, block_size, head_dim] and then a float for each row, its scale.
 #pragma once
+
+#include <algorithm>
 
 #include "vector.h"
 
 namespace headrace {
 
-enum Storage { FLOAT = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Storage { FLOAT = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, E4M3 = 4 };
 
 struct Pool {
   uint8_t *data;
   int storage;
   int64_t kv_heads, layers, block_size, head_dim;
-  int64_t width() const { return storage == FLOAT ? 4 : 2; }
-  // The row of a token; `which` is 0 for its key, 1 for its value.
-  uint8_t *row(int64_t block, int64_t offset, int64_t head, int64_t layer, int which) const {
-    const int64_t slab = ((block * kv_heads + head) * layers + layer) * 2 + which;
-    return data + (slab * block_size + offset) * head_dim * width();
+  bool scaled() const { return storage == INT8 || storage == E4M3; }
+  int64_t row_bytes() const { return head_dim * (storage == FLOAT ? 4 : scaled() ? 1 : 2); }
+  // Of a head's slice of a block.
+  int64_t rows() const { return layers * 2 * block_size; }
+  uint8_t *slice(int64_t block, int64_t head) const {
+    return data + (block * kv_heads + head) * rows() * (row_bytes() + (scaled() ? 4 : 0));
   }
+  // A token's row within a slice; `which` is 0 for its key, 1 for its value.
+  int64_t row(int64_t offset, int64_t layer, int which) const { return (layer * 2 + which) * block_size + offset; }
+  uint8_t *codes(uint8_t *slice, int64_t row) const { return slice + row * row_bytes(); }
+  float *scale(uint8_t *slice, int64_t row) const { return (float *)codes(slice, rows()) + row; }
 };
 
 inline const float *widened(const Pool &pool, const uint8_t *row, float *to) {
@@ -27,22 +35,11 @@ inline const float *widened(const Pool &pool, const uint8_t *row, float *to) {
   return to;
 }
 
-inline uint16_t to_bfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-inline void write(const Pool &pool, uint8_t *row, const float *values) {
-  if (pool.storage == FLOAT) {
-    std::memcpy(row, values, pool.head_dim * sizeof(float));
-  } else if (pool.storage == BFLOAT16) {
-    for (int64_t d = 0; d < pool.head_dim; ++d) ((uint16_t *)row)[d] = to_bfloat16(values[d]);
-  } else {
-    for (int64_t d = 0; d < pool.head_dim; d += LANES) to_float16((uint16_t *)row + d, load(values + d));
-  }
-}
+// Sixteen tokens of a sequence, null after the last.
+struct Tile {
+  const uint8_t *rows[LANES];
+  const float *scales[LANES];
+};
 
 // The rows of consecutive tokens of a sequence, from one that begins a block or lies within one.
 class Walk {
@@ -50,19 +47,20 @@ class Walk {
   Walk(const Pool &pool, const int64_t *table, int64_t head, int64_t layer, int which, int64_t from, int64_t to)
       : pool_(pool), table_(table + from / pool.block_size), offset_(from % pool.block_size), left_(to - from),
         head_(head), layer_(layer), which_(which) {}
-  // Sixteen of them, null after the last.
-  void tile(const uint8_t **to) {
-    for (int i = 0; i < LANES; ++i, --left_) {
-      if (left_ <= 0) {
-        to[i] = nullptr;
-        continue;
-      }
-      if (offset_ == pool_.block_size) offset_ = 0, row_ = nullptr, ++table_;
-      if (!row_) row_ = pool_.row(*table_, offset_, head_, layer_, which_);
-      to[i] = row_;
-      row_ += pool_.head_dim * pool_.width();
-      ++offset_;
+
+  void tile(Tile &to) {
+    const int64_t count = std::max<int64_t>(0, std::min<int64_t>(LANES, left_)), bytes = pool_.row_bytes();
+    left_ -= LANES;
+    for (int64_t at = 0; at < count;) {
+      if (offset_ == pool_.block_size) offset_ = 0, ++table_;
+      uint8_t *slice = pool_.slice(*table_, head_);
+      const int64_t first = pool_.row(offset_, layer_, which_), run = std::min(count - at, pool_.block_size - offset_);
+      const uint8_t *row = pool_.codes(slice, first);
+      const float *scale = pool_.scale(slice, first);
+      for (int64_t i = 0; i < run; ++i) to.rows[at + i] = row + i * bytes, to.scales[at + i] = scale + i;
+      at += run, offset_ += run;
     }
+    for (int64_t at = count; at < LANES; ++at) to.rows[at] = nullptr, to.scales[at] = nullptr;
   }
 
  private:
@@ -71,7 +69,6 @@ class Walk {
   int64_t offset_, left_;
   const int64_t head_, layer_;
   const int which_;
-  const uint8_t *row_ = nullptr;
 };
 
 }  // namespace headrace

@@ -1,7 +1,7 @@
 // Rotary embedding, query and key norm, and the KV write.
 
 #include "crew.h"
-#include "pool.h"
+#include "store.h"
 
 namespace headrace {
 
@@ -41,9 +41,10 @@ HEADRACE_API void headrace_rotate_and_write(float *qkv, int64_t rows, int64_t he
     }
     if (r >= written) return;
     for (int64_t h = 0; h < kv_heads; ++h) {
-      const int64_t block = slots[r] / block_size, offset = slots[r] % block_size;
-      write(pool, pool.row(block, offset, h, layer, 0), row + (heads + h) * head_dim);
-      write(pool, pool.row(block, offset, h, layer, 1), row + (heads + kv_heads + h) * head_dim);
+      uint8_t *slice = pool.slice(slots[r] / block_size, h);
+      const int64_t key = pool.row(slots[r] % block_size, layer, 0), value = pool.row(slots[r] % block_size, layer, 1);
+      write(pool, slice, key, row + (heads + h) * head_dim);
+      write(pool, slice, value, row + (heads + kv_heads + h) * head_dim);
     }
   });
 }

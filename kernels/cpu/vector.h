@@ -47,12 +47,11 @@ inline void to_float16(uint16_t *p, Floats a) { _mm256_storeu_si256((__m256i *)p
 inline Floats from_int8(const int8_t *p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)))};
 }
-// 8-bit floats (E4M3): with three zeros behind the fraction they are halves of 2^-8 times the value.
-inline Floats from_e4m3(const uint8_t *p) {
-  const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
-  const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0x7f)), 7);
-  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0x80)), 8);
-  return mul({_mm512_cvtph_ps(_mm256_or_si256(rest, sign))}, every(256.0f));
+// 8-bit floats (E4M3), divided by 256: with seven zeros behind them they are halves, once bit 14, a copy of the sign, is
+// cleared.
+inline Floats from_e4m3_over_256(const uint8_t *p) {
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+  return {_mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16((short)0xbf80)))};
 }
 // Sixteen bytes of two codes each: the low halves, then the high ones.
 inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
@@ -104,12 +103,10 @@ inline __m256 eight_int8(const int8_t *p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 inline Floats from_int8(const int8_t *p) { return {eight_int8(p), eight_int8(p + 8)}; }
-inline Floats from_e4m3(const uint8_t *p) {
-  const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
-  const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0x7f)), 7);
-  const __m256i halves = _mm256_or_si256(rest, _mm256_slli_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0x80)), 8));
-  return mul({_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))},
-             every(256.0f));
+inline Floats from_e4m3_over_256(const uint8_t *p) {
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+  const __m256i halves = _mm256_and_si256(words, _mm256_set1_epi16((short)0xbf80));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
 }
 inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
   const __m256i first = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
@@ -172,8 +169,8 @@ inline void to_float16(uint16_t *p, Floats a) {
   for (int i = 0; i < LANES; ++i) p[i] = as_float16(a.v[i]);
 }
 inline Floats from_int8(const int8_t *p) { HEADRACE_EACH((float)p[i]); }
-inline Floats from_e4m3(const uint8_t *p) {
-  HEADRACE_EACH(one_float16((uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7)) * 256.0f);
+inline Floats from_e4m3_over_256(const uint8_t *p) {
+  HEADRACE_EACH(one_float16((uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7)));
 }
 inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
   for (int i = 0; i < LANES; ++i) {
@@ -184,6 +181,8 @@ inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
 #undef HEADRACE_EACH
 
 #endif
+
+inline Floats from_e4m3(const uint8_t *p) { return mul(from_e4m3_over_256(p), every(256.0f)); }
 
 // Neighbours at distance 8, 4, 2, 1 are added.
 inline float sum(Floats a) {

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.backends.attention import TorchAttention
+from engine.backends.native_attention import NativeAttention
 from engine.backends.workspace import trial_row
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
@@ -20,6 +21,7 @@ from engine.text.bundle import TextModel
 from engine.types import BlockId, Incarnation, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 from fakes.model import fake_next
+from kernels.native import native
 from tests.engine.model.test_families import reference, save_hf
 from tests.integration.fake_device import VOCAB, fake_device
 from transfer.handoff.negotiation import NegotiationError, negotiate
@@ -27,18 +29,17 @@ from transfer.handoff.negotiation import NegotiationError, negotiate
 TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 
 
-def logits_of(model: Llama, ids: list[int], kv_dtype: str) -> torch.Tensor:
+def logits_of(model: Llama, attention: TorchAttention, ids: list[int], kv_dtype: str) -> torch.Tensor:
     """float32 `[tokens, vocab]`, in chunks, so that what was kept is read again."""
     shape = model.config
     layout = shape.kv_layout(16, kv_dtype)
     kv = PagedKV(layout, layout.blocks_for(len(ids)))
-    attention = TorchAttention(shape.heads, dtype=torch.float32)
     blocks = [BlockId(block) for block in reversed(range(kv.blocks))]
     found = []
     with torch.inference_mode():
         for start in range(0, len(ids), 64):
             piece = trial_row(ids[: start + 64], start, blocks)
-            batch = ForwardBatch.build([piece], 16)
+            batch = ForwardBatch.build([piece], 16, row_multiple=attention.row_multiple)
             attention.begin(batch, kv)
             hidden = model.hidden(batch, kv, attention)[: batch.rows]
             found.append(model.logits(hidden))
@@ -47,18 +48,25 @@ def logits_of(model: Llama, ids: list[int], kv_dtype: str) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_quality_on_the_demo_model(demo_model: Path) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_quality_on_the_demo_model(demo_model: Path, kernels: str) -> None:
     """Guards scales that belong to another row, and rounding that is worse than 8 bits need be: against 16-bit KV, the
     text is as probable to within a hundredth of a nat per token, and nearly every best token stays the best."""
-    model, text = load_model(demo_model), TextModel.load(demo_model)
+    model, text = load_model(demo_model, panels=kernels == "native"), TextModel.load(demo_model)
+    attention = TorchAttention(model.config.heads, dtype=torch.float32)
+    if kernels == "native":
+        found_here = native()
+        if found_here is None:
+            pytest.skip("the native kernels were not built here: they need a C++ compiler at installation")
+        attention = NativeAttention(model.config.heads, found_here)
     ids = text.encode(TEXT.read_text(encoding="utf-8"), add_special=False)[:384]
     target = torch.tensor(ids[1:])
 
     def loss(logits: torch.Tensor) -> float:
         return float(torch.nn.functional.cross_entropy(logits[:-1], target))
 
-    half = logits_of(model, ids, "float16")
-    found = {kind: logits_of(model, ids, kind) for kind in ("int8", "fp8")}
+    half = logits_of(model, attention, ids, "float16")
+    found = {kind: logits_of(model, attention, ids, kind) for kind in ("int8", "fp8")}
     losses = {kind: loss(logits) - loss(half) for kind, logits in found.items()}
     same = {
         kind: float((logits.argmax(-1) == half.argmax(-1)).float().mean())

@@ -13,7 +13,8 @@ from tests.mutants.catalogue import ROOT, Equivalent, Mutant, Source, equivalent
 from tests.mutants.operators import States
 from tests.mutants.patch import CannotPatch, plant, running
 from tests.mutants.report import count, tell
-from tests.mutants.results import Outcome, Result, Results
+from tests.mutants.results import Outcome, Result, Results, tests_digest
+from tests.mutants.runner import MutantRunner
 
 CODE = """
 from enum import Enum
@@ -164,3 +165,20 @@ def test_mutants_of_one_file_from_end_to_end(tmp_path: Path) -> None:
     assert any("test_order.py::test_" in one.by for one in found)
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert again.returncode == 0 and len(path.read_bytes().splitlines()) == len(lines)
+
+
+@pytest.mark.parametrize(("quick_s", "expected"), [(0.0, "mabo"), (3.0, "ma"), (0.1, "m"), (3.5, "mab")])
+def test_a_first_look_asks_the_nearest_tests_for_so_long(tmp_path: Path, quick_s: float, expected: str) -> None:
+    """Guards a first look that begins with the slowest tests, or asks none; and one whose survivors count as judged."""
+    mutant = next(m for m in every() if m.package == "router/core" and m.function)
+    runner = MutantRunner("router/core", [], Results(tmp_path / "results.jsonl"), 1, {}, quick_s)
+    place = (str(ROOT / mutant.file), mutant.function, 1)
+    names = {
+        "b": ("tests/router/core/test_core.py::b", 0.5),
+        "o": ("tests/sim/test_transcripts.py::o", 0.1),
+        "a": ("tests/router/core/test_core.py::a", 0.25),
+        "m": (f"tests/router/core/test_{Path(mutant.file).name}::m", 2.75),
+    }
+    runner.enters = {place: list(names.values()), ("other.py", mutant.function, 1): [("other", 0.0)]}
+    assert [name[-1] for name, _ in runner._chosen(mutant)] == list(expected)
+    assert tests_digest("router/core", quick=True) != tests_digest("router/core")

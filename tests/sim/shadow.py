@@ -422,6 +422,7 @@ def device(
         matchers=grammar.SlowCompiler(process),
         adapters=frozenset(ADAPTERS),
         drafter=drafter,
+        draft_kv=None,
         ranks=None,
     )
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -263,3 +264,15 @@ def test_an_idle_thread_sleeps(make_pair: Callable[..., Pair]) -> None:
         before_s = time.clock_gettime(clock)
         time.sleep(0.3)
         assert time.clock_gettime(clock) - before_s < 0.05, kind
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/comm").exists(), reason="threads are named in Linux' /proc")
+def test_the_thread_has_its_name_for_others(make_pair: Callable[..., Pair]) -> None:
+    """Guards its processor time, which nobody could tell from that of other threads."""
+    pair = make_pair("shm", threaded=True)
+    thread = next(t for t in threading.enumerate() if t is pair.decode.mover._thread)
+    name = Path(f"/proc/self/task/{thread.native_id}/comm")
+    deadline = time.monotonic() + 5
+    while name.read_text() != "transfer\n" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert name.read_text() == "transfer\n"

@@ -16,7 +16,7 @@ from engine.model.prepared.shards import ShardIndex, agree, by_reference, conten
 from engine.model.prepared.streaming import stream
 from engine.model.prepared.weights import WEIGHTS_FILE
 from engine.storage.paged import TORCH_DTYPES
-from kernels.coded_weight import CodedWeight
+from kernels.coded_weight import CodedStack, CodedWeight
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +27,14 @@ Stored = Tensor | CodedWeight
 """A weight as a prepared model keeps it."""
 
 
+Multiplied = Stored | CodedStack
+"""A weight as a GPU gets it."""
+
+
 class LoadedWeights(NamedTuple):
     """Weights by name, and the digests of their files by name: none where the files were not hashed."""
 
-    weights: dict[str, Stored]
+    weights: dict[str, Multiplied]
     digests: dict[str, str]
 
 
@@ -100,13 +104,15 @@ class PreparedWeights(Mapping[str, Tensor]):
         """Return the matrices that steps multiply with, as they are kept."""
         return {name: self.stored[key] for name, key in self.matrices().items()}
 
-    def multiplied(self) -> dict[str, Stored]:
-        """Return the matrices as a GPU gets them: in codes, but for those of experts, or in the model's type."""
-        found = dict[str, Stored]()
+    def multiplied(self) -> dict[str, Multiplied]:
+        """Return the matrices as a GPU gets them: in codes, or in the model's type."""
+        found = dict[str, Multiplied]()
         for name, key in self.matrices().items():
             stored = self.stored[key]
-            in_codes = isinstance(stored, CodedWeight) and stays_coded(key)
-            found[name] = stored if in_codes else self[key]
+            if not isinstance(stored, CodedWeight) or not stays_coded(key):
+                found[name] = self[key]
+            else:
+                found[name] = CodedStack(self._experts, stored) if is_of_experts(key) else stored
         return found
 
 
@@ -116,9 +122,8 @@ def is_of_experts(name: str) -> bool:
 
 
 def stays_coded(name: str) -> bool:
-    """Say whether a GPU multiplies with a matrix's codes: no kernel does so with experts, and routers are multiplied in
-    32 bits."""
-    return not is_of_experts(name) and not name.endswith(".router")
+    """Say whether a GPU multiplies with a matrix's codes: routers are multiplied in 32 bits."""
+    return not name.endswith(".router")
 
 
 def widened(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
@@ -155,14 +160,16 @@ def load_weights(model_dir: Path, device: torch.device, progress: Progress | Non
     forms = coded_forms(load_index(codes), codes) if codes.exists() else {}
     coded = coded_weights(tensors, forms)
     pieces = {f"{name}.{kind}" for name in forms for kind in ("codes", "scales", "offsets")}
-    found: dict[str, Stored] = {name: tensor.to(dtype) for name, tensor in tensors.items() if name not in pieces}
+    found: dict[str, Multiplied] = {name: tensor.to(dtype) for name, tensor in tensors.items() if name not in pieces}
     del tensors
     for name in forms:
         weight = coded.pop(name)
-        if is_of_experts(name):
-            found[name] = widened(weight, dtype).unflatten(0, (config.expert_count, -1))
+        of_experts, in_codes = is_of_experts(name), stays_coded(name) and dtype != torch.float32
+        if in_codes:
+            found[name] = CodedStack(config.expert_count, weight) if of_experts else weight
         else:
-            found[name] = weight if stays_coded(name) and dtype != torch.float32 else widened(weight, dtype)
+            wide = widened(weight, dtype)
+            found[name] = wide.unflatten(0, (config.expert_count, -1)) if of_experts else wide
     return LoadedWeights(found, {})
 
 

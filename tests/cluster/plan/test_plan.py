@@ -9,10 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from cluster.cli import __main__ as cli
 from cluster.config import ClusterConfig, ConfigError
 from cluster.plan.check import compare
+from cluster.plan.held import held_bytes, kinds_at_hand
 from cluster.plan.planner import Pool, pool_of, token_sizes
 from cluster.plan.shapes import find_shape
 from cluster.processes.prepare import prepare_model
@@ -21,8 +23,13 @@ from engine.config import EngineConfig
 from engine.messages import MemoryUse, WorkerInfo
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
 from engine.model.families import FAMILIES
+from engine.model.llama import Llama
 from engine.model.prepared.cache import prepare
+from engine.model.prepared.loading import load_weights
+from tests.engine.model import hf_quantized as packing
+from tests.engine.model.checkpoints import build
 from tests.engine.model.quantized import Kind, write_model
+from tests.engine.model.test_quantized_families import save_both
 from tests.router.fake_cluster import worker_info
 from worker.config import DecodeConfig, PrefillConfig
 
@@ -337,3 +344,15 @@ def test_layer_groups_are_planned_as_workers_have_them(tmp_path: Path, capsys: p
         assert pool["requests"] >= 4 * max(1, before["requests"])
     assert cli.main(["plan", *flags, "--set", on[1]]) == 0
     assert "6 of up to 3 layers, a block table for each; 5 keep a window of 512 tokens" in capsys.readouterr().out
+
+
+def test_a_quantized_mixture_on_a_gpu_is_planned_in_codes(tmp_path: Path) -> None:
+    """Guards a plan that would leave room for experts in 16 bits, which a worker keeps as codes."""
+    source, _ = save_both(build("mixtral"), tmp_path, packing.awq(32))
+    folder = prepare(source, tmp_path / "cache", "bfloat16", mapped=False)
+    shape, kinds = ModelConfig.load(folder), kinds_at_hand(source, "bfloat16")
+    held = Llama(shape, load_weights(folder, torch.device("cpu")).weights)
+    planned = held_bytes(shape, "bfloat16", kinds, "cuda", native=False)
+    assert planned == held.weights_bytes + held.table_bytes
+    in_full = {key: kind if "experts" not in key else "bfloat16" for key, kind in kinds.items()}
+    assert held_bytes(shape, "bfloat16", in_full, "cuda", native=False) > 1.2 * planned

@@ -42,7 +42,7 @@ class _Tables:
         for table, group in zip(self.tables[1:], self.kv.layout.windows, strict=True):
             for at in range(group.first_needed(position, SIZE)):
                 if table[at] != GONE:
-                    self.kv.tensor[table[at]] = torch.nan
+                    self.kv.memory[table[at]] = 0xFF
                     self._free.append(table[at])
                     table[at] = GONE
 
@@ -57,8 +57,8 @@ def _logits(
     """Return the logits of every step of two sequences, prefilled in chunks and then decoded together, and the blocks
     that were held at the end."""
     kv = PagedKV(layout, BLOCKS)
-    kv.tensor.fill_(torch.nan)
-    kv.tensor[0] = 0.0  # what a masked key is read from
+    kv.memory.fill_(0xFF)  # no number as a float, or as a scale
+    kv.memory[0] = 0  # what a masked key is read from
     tables = [_Tables(kv, 1), _Tables(kv, BLOCKS // 2)]
     steps = [[(which, at, min(at + CHUNK, PROMPT))] for which in (0, 1) for at in range(0, PROMPT, CHUNK)]
     steps += [[(0, at, at + 1), (1, at, at + 1)] for at in range(PROMPT, TOKENS)]
@@ -80,9 +80,11 @@ def _logits(
     return torch.cat(found), held
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize(
+    ("kernels", "kv_dtype"), [("torch", "float32"), ("native", "float32"), ("native", "int8"), ("native", "fp8")]
+)
 @pytest.mark.parametrize("case", ["gemma3", "gemma2", "olmo3", "gpt-oss", "qwen2-window"])
-def test_the_same_bits_as_with_one_table(case: str, kernels: str, tmp_path: Path) -> None:
+def test_the_same_bits_as_with_one_table(case: str, kernels: str, kv_dtype: str, tmp_path: Path) -> None:
     """Guards a layer that reads another group's table, and a window that is cut too short."""
     found = native()
     if kernels == "native" and found is None:
@@ -96,9 +98,9 @@ def test_the_same_bits_as_with_one_table(case: str, kernels: str, tmp_path: Path
         attention = TorchAttention(config.heads)
     generator = torch.Generator().manual_seed(4)
     tokens = [torch.randint(VOCAB, (TOKENS,), generator=generator).tolist() for _ in range(2)]
-    grouped = config.kv_layout(SIZE, grouped=True)
+    one, grouped = config.kv_layout(SIZE, kv_dtype), config.kv_layout(SIZE, kv_dtype, grouped=True)
     assert len(grouped.groups) > 1
-    want, held = _logits(model, attention, config.kv_layout(SIZE), tokens)
+    want, held = _logits(model, attention, one, tokens)
     got, less = _logits(model, attention, grouped, tokens)
     assert torch.isfinite(want).all() and torch.equal(got, want)
-    assert less * grouped.block_bytes < 0.8 * held * config.kv_layout(SIZE).block_bytes
+    assert less * grouped.block_bytes < 0.8 * held * one.block_bytes

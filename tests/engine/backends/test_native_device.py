@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from engine import cores, device
+from engine.backends.attention import TorchAttention
 from engine.backends.native_attention import NativeAttention
 from engine.config import EngineConfig
 from engine.cores import Cores
@@ -123,6 +124,28 @@ def test_codes_are_multiplied_in_integers_unless_told_otherwise(
     monkeypatch.setattr(device, "find_native", lambda: None)
     with pytest.raises(ValueError, match=r"engine\.arithmetic: .* not built"):
         open_device(config)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8"])
+def test_kv_of_8_bits_is_the_native_kernels_too(
+    folder: Path, kv_dtype: Literal["float32", "int8", "fp8"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards 8-bit KV that PyTorch's kernels attend to unasked, and KV of one kind of kernels taken for the other's:
+    what rounds is named, and differs."""
+    kernels = native()
+    if kernels is None:
+        pytest.skip("the native kernels were not built here: they need a C++ compiler at installation")
+    config = EngineConfig(model_dir=str(folder), pool_bytes=1 << 20, kv_dtype=kv_dtype, deterministic="on")
+    mine = open_device(config)
+    theirs = open_device(msgspec.structs.replace(config, attention="torch"))
+    assert mine.arithmetic == f"native {kernels.sources}" and mine.arithmetic != theirs.arithmetic
+    assert mine.fingerprint == theirs.fingerprint and mine.layout == theirs.layout
+    monkeypatch.setattr(TorchAttention, "attend", None)
+    assert prefill(mine, 40)
+    with pytest.raises(TypeError, match="not callable"):
+        prefill(theirs, 40)
+    mine.kv.close()
+    theirs.kv.close()
 
 
 def test_an_engine_computes_in_what_its_model_was_prepared_in(folder: Path) -> None:

@@ -217,10 +217,8 @@ def mxfp4(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor
     return blocks, scales, (values * (2.0 ** (scales.float() - 127))[..., None]).flatten(-2)
 
 
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    """Guards gpt-oss's own files: blocks of rows of gate and up in turns, all experts in one tensor, where a plain file
-    has them transposed. What is prepared of both is the same, and on the CPU it stays in 8 bits."""
-    model = build("gpt-oss")
+def save_mxfp4(model: Any, folder: Path) -> str:
+    """Write gpt-oss with its experts packed; `model` takes on what they stand for."""
     packed: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for seed, (name, weight) in enumerate(model.named_parameters()):
@@ -229,15 +227,23 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
                 blocks, scales, values = mxfp4((experts, rows, columns), seed)
                 weight.copy_(values.transpose(1, 2))
                 packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    plain = prepare(save_hf(model, tmp_path / "plain"), tmp_path / "c")
-    source = save_hf(model, tmp_path / "packed")
-    file = tmp_path / "packed" / "model.safetensors"
+    source = save_hf(model, folder)
+    file = folder / "model.safetensors"
     kept = {name: tensor for name, tensor in load_file(file).items() if f"{name}_blocks" not in packed}
     assert len(packed) == 16 and len(kept) < len(load_file(file))
     save_file(kept | packed, file)
-    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return source
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Guards gpt-oss's own files: blocks of rows of gate and up in turns, all experts in one tensor, where a plain file
+    has them transposed. What is prepared of both is the same, and on the CPU it stays in 8 bits."""
+    model = build("gpt-oss")
+    source = save_mxfp4(model, tmp_path / "packed")
+    plain = prepare(save_hf(model, tmp_path / "plain"), tmp_path / "c")
     folder = prepare(source, tmp_path / "c")
     found, wanted = map_weights(folder), map_weights(plain)
     assert found.keys() == wanted.keys()

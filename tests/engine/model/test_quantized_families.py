@@ -17,13 +17,14 @@ from engine.model.config import ModelConfig
 from engine.model.llama import Llama, load_model
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import load_weights, map_weights
-from kernels.coded_weight import CodedWeight
+from kernels.coded_weight import CodedStack, CodedWeight
 from kernels.launch import interpreted
 from kernels.native import native
 from tests.engine.model import hf_quantized as packing
 from tests.engine.model.checkpoints import build, save_hf
 from tests.engine.model.hf_quantized import SIZES, Format, save_quantized
 from tests.engine.model.test_every_family import greedy_gap, prompt_of
+from tests.engine.model.test_experts import save_mxfp4
 from tests.engine.model.test_families import Ours, reference
 from tests.engine.model.test_hf_quantized import FORMATS
 
@@ -145,5 +146,41 @@ def test_a_format_through_the_kernels_of_a_gpu(form: str, tmp_path: Path) -> Non
         logits = model(torch.tensor([prompt])).logits[0]
         torch.testing.assert_close(step.step(prompt[:33]), logits[32], atol=1e-4, rtol=0)
         for at in range(33, 36):
+            torch.testing.assert_close(step.step(prompt[at : at + 1]), logits[at], atol=1e-4, rtol=0)
+    step.close()
+
+
+MIXTURES: dict[str, tuple[str, Any]] = {
+    "mixtral": ("awq", {}), "qwen3moe": ("fp8-rows", {"moe_intermediate_size": 64}), "gpt-oss": ("", {})
+}
+
+
+@pytest.mark.skipif(not interpreted(), reason="for Triton's interpreter")
+@pytest.mark.parametrize("case", MIXTURES)
+def test_experts_stay_codes_on_a_gpu(case: str, tmp_path: Path) -> None:
+    """Guards a mixture that would be widened when it is loaded, and codes of one expert that another multiplies."""
+    form, sizes = MIXTURES[case]
+    model = build(case, **sizes)
+    source = save_mxfp4(model, tmp_path / "packed") if not form else ""
+    if form:
+        source, model = save_both(model, tmp_path, GROUPS[form]())
+    half = prepare(source, tmp_path / "cache", "float16", mapped=False)
+    wanted, found = map_weights(half), load_weights(half, torch.device("cpu")).weights
+    stacks = {name: weight for name, weight in found.items() if isinstance(weight, CodedStack)}
+    assert len(stacks) >= 4 and all(name.rpartition(".")[2].startswith("experts_") for name in stacks)
+    for name, stack in stacks.items():
+        assert torch.equal(stack.widen(torch.float16), wanted[name]), name
+        assert stack.nbytes * 8 <= {"q4": 6, "q8": 9, "f8": 9}[stack.weight.kind] * wanted[name].numel()
+    prompt = prompt_of(40)
+    ours = load_model(prepare(source, tmp_path / "cache"), coded=True)
+    mixture = next(layer.mixture for layer in ours._layers if layer.mixture is not None)
+    assert isinstance(mixture.experts.gate_up, CodedStack)  # type: ignore[union-attr]
+    layout = ours.config.kv_layout(16)
+    step = Ours(ours, TritonAttention(ours.config, layout, "cpu", max_batch=2, programs=2))  # type: ignore[arg-type]
+    step.kv.tensor.zero_()
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt]), use_cache=False).logits[0]
+        torch.testing.assert_close(step.step(prompt[:33]), logits[32], atol=1e-4, rtol=0)
+        for at in range(33, 35):
             torch.testing.assert_close(step.step(prompt[at : at + 1]), logits[at], atol=1e-4, rtol=0)
     step.close()

@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path, **options: object) -> EngineDevice:
     config = msgspec.structs.replace(CONFIG, model_dir=str(folder), **options)
-    layout = ModelConfig.load(folder).kv_layout(16)
+    layout = ModelConfig.load(folder).kv_layout(16, config.kv_dtype_of("float32"))
     return open_device(msgspec.structs.replace(config, pool_bytes=8 * layout.block_bytes))
 
 
@@ -79,10 +79,12 @@ def answer(device: EngineDevice) -> list[object]:
     return told
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_give_the_bits_of_one_in_the_same_slices(tiny: Path, ranks: int) -> None:
-    """Guards the way from a plan to other processes: tokens, positions, block numbers and copies."""
-    alone, group = opened(tiny, sum_slices=ranks), opened(tiny, tensor_parallel=ranks)
+@pytest.mark.parametrize(("ranks", "kv_dtype"), [(2, "auto"), (3, "auto"), (2, "int8"), (3, "fp8")])
+def test_processes_give_the_bits_of_one_in_the_same_slices(tiny: Path, ranks: int, kv_dtype: str) -> None:
+    """Guards the way from a plan to other processes: tokens, positions, block numbers and copies; of 8-bit KV, where a
+    rank's scales lie."""
+    alone = opened(tiny, sum_slices=ranks, kv_dtype=kv_dtype)
+    group = opened(tiny, tensor_parallel=ranks, kv_dtype=kv_dtype)
     try:
         assert answer(group) == answer(alone)
         for block in BLOCKS[:1]:

@@ -4,6 +4,8 @@ launches by which a card is first checked; the largest that the defaults come to
 from kernels import configs
 from tests.kernels.contract.attention_cases import decode_case, merge_case, prefill_case
 from tests.kernels.contract.expert_cases import (
+    coded_down_case,
+    coded_gate_up_case,
     combine_case,
     count_case,
     down_case,
@@ -45,6 +47,8 @@ BUILDERS = {
     "plan_experts": count_case,
     "gate_up_experts": gate_up_case,
     "down_experts": down_case,
+    "coded_gate_up_experts": coded_gate_up_case,
+    "coded_down_experts": coded_down_case,
     "combine_experts": combine_case,
 }
 

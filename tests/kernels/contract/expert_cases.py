@@ -2,7 +2,7 @@
 
 import triton
 
-from kernels import configs, grouped_experts
+from kernels import coded_experts, coded_linear, configs, grouped_experts
 from tests.kernels.contract.measure import Case
 from tests.kernels.contract.shapes import case_name
 
@@ -95,6 +95,56 @@ def down_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         warps=config.warps,
         stages=config.stages,
         tile_bytes=2 * grouped_experts.COLUMNS * (config.rows + config.tile),
+    )
+
+
+def _coded(key: configs.ConfigKey, config: configs.KernelConfig) -> tuple[dict[str, str], dict[str, object]]:
+    """The arguments that both products of experts in codes have, and their constants."""
+    offsets = {"offsets_ptr": "*fp32"} if key.dtype == "q4" else {}
+    types = {
+        "x_ptr": "*bf16",
+        "codes_ptr": "*i8" if key.dtype == "q8" else "*u8",
+        "scales_ptr": "*fp32",
+        **offsets,
+        **dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16"),
+        **_PLAN,
+    }
+    constants = {
+        **({} if offsets else {"offsets_ptr": None}),
+        "HIDDEN": HIDDEN,
+        "WIDTH": WIDTH,
+        "KIND": key.dtype,
+        "PART": 32,
+        "OFFSETS": bool(offsets),
+        "BIAS": True,
+        "ROWS": config.rows,
+        "TILE": config.tile,
+        "STEP": coded_linear.STEP,
+    }
+    return types, constants
+
+
+def coded_gate_up_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    types, constants = _coded(key, config)
+    return Case(
+        name=case_name(key),
+        kernel=coded_experts.coded_gate_up_kernel,
+        types={**types, **dict.fromkeys(("alpha", "limit"), "fp32")},
+        constants={**constants, "CHOSEN": CHOSEN, "CLAMP": True},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def coded_down_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    types, constants = _coded(key, config)
+    return Case(
+        name=case_name(key),
+        kernel=coded_experts.coded_down_kernel,
+        types=types,
+        constants=constants,
+        warps=config.warps,
+        stages=config.stages,
     )
 
 

@@ -7,8 +7,10 @@ import sys
 import torch
 
 from kernels.experts import ClampedGate, ExpertWeights, Routing
-from kernels.native import Native, PoolShape, Sequences, native
+from kernels.kv_write import quantize
+from kernels.native import STORAGE, Native, PoolShape, Sequences, native
 from kernels.panels import IntegerBits, in_integers, pack_codes, pack_plain, pack_stack, stacked
+from kernels.pool import eight_bit_pool
 
 BITS: tuple[IntegerBits, ...] = (16, 23)
 
@@ -52,9 +54,18 @@ def bits_of_everything(kernels: Native) -> str:
     mixed = kernels.mix(noise(33, 96), kernels.route(noise(33, 5), routing), ExpertWeights(*stacks))
     digest.update(mixed.numpy().tobytes())
     angles = noise(50, 24)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        pool = noise(9, 2, 2, 2, 8, 48).to(dtype)
-        qkv, shape = noise(30, 10, 48), PoolShape(2, 2, 8, 48)
+    for dtype in STORAGE:
+        shape = PoolShape(2, 2, 8, 48)
+        if dtype.itemsize > 1:
+            pool = noise(9, 2, 2, 2, 8, 48).to(dtype)
+            memory = pool.view(torch.uint8)
+        else:
+            memory, eight = eight_bit_pool(9, 2, 2, 8, 48, dtype=dtype)
+            codes, scales = quantize(noise(9, 2, 2, 2, 8, 48), dtype)
+            assert eight.scales is not None
+            eight.scales.copy_(scales)
+            pool = eight.payload.copy_(codes)
+        qkv = noise(30, 10, 48)
         tables = [torch.tensor([4, 0, 7]), torch.tensor([1, 2, 3, 8, 5, 6])]
         norms, slots = (noise(48), noise(48), 1e-6), torch.arange(30) * 2
         kernels.rotate_and_write(
@@ -75,7 +86,7 @@ def bits_of_everything(kernels: Native) -> str:
         partly = noise(4, 10, 48)
         few = noise(50, 10)
         kernels.rotate_and_write(partly, 6, (few.cos(), few.sin()), torch.arange(4), None, pool, shape, 0, slots[:4])
-        for tensor in (qkv, out, answers, wide, scored, partly, pool.view(torch.uint8)):
+        for tensor in (qkv, out, answers, wide, scored, partly, memory):
             digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.native import Native, PoolShape, Sequences, native
+from tests.kernels.native.test_eight_bits import narrowed
 
 NATIVE = native()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the native kernels are not built here")
@@ -43,17 +44,28 @@ def case(
     return pool, contexts, placed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("threads", "window"), [(1, 0), (2, 0), (1, 100), (2, 30)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(9, 3, 64, 16), (4, 4, 16, 1), (8, 1, 80, 64)])
 def test_beginnings_are_shared_without_a_trace(
-    heads: int, kv_heads: int, dim: int, block_size: int, threads: int, window: int, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    threads: int,
+    window: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under a window too, of which sequences of other lengths see other parts of what they share."""
     assert NATIVE is not None
     monkeypatch.setattr(NATIVE, "threads", lambda: threads)
     shape = PoolShape(kv_heads, 1, block_size, dim)
-    for seed in range(25):
+    for seed in range(25 if dtype == torch.float32 else 4):
         pool, contexts, tables = case(seed, kv_heads, dim, block_size)
+        numbers = pool
+        if dtype != torch.float32:
+            pool, numbers = narrowed(pool, dtype)
         qkv = torch.randn(len(contexts), heads + 2 * kv_heads, dim)
         together = attend(NATIVE, qkv, heads, contexts, tables, pool, shape, window)
         alone = [
@@ -61,7 +73,8 @@ def test_beginnings_are_shared_without_a_trace(
             for i in range(len(contexts))
         ]
         assert torch.equal(together, torch.cat(alone))
-        want = reference.paged_attention(qkv[:, :heads], pool, 0, [1] * len(contexts), contexts, tables, window=window)
+        counts = [1] * len(contexts)
+        want = reference.paged_attention(qkv[:, :heads], numbers, 0, counts, contexts, tables, window=window)
         torch.testing.assert_close(together.view(len(qkv), heads, dim).double(), want, atol=3e-6, rtol=1e-5)
 
 

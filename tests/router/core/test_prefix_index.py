@@ -353,7 +353,7 @@ def test_what_another_routers_request_has_cached_is_used_just_now() -> None:
 
 def test_what_is_evicted_leaves_first_or_parents_first_goes_once() -> None:
     """Guards a report of blocks that lie below each other, and one of blocks that nobody knows."""
-    for order in ([2, 1], [1, 2], [3, 2, 1], [1], [0, 3]):
+    for order in ([2, 1], [1, 2], [3, 2, 1], [1], [0, 3], [3, 0], [3, 2, 1, 0]):
         index = PrefixIndex()
         index.add("a", 8)
         index.insert("a", blocks([1, 2, 3, 4]))
