@@ -1,5 +1,5 @@
 """Directories that are not what they should be: each is refused by a ModelError that names file and tensor or field
-when a model is prepared, which is before any worker serves; whether its weights are converted or left where they lie."""
+when a model is prepared, before any worker serves; whether its weights are converted or left where they lie."""
 
 import json
 import shutil
