@@ -19,7 +19,10 @@ from typing import IO, NamedTuple
 import httpx
 
 from benchmarks import checkpoint
+from cluster.admin_client import AdminClient
+from cluster.config import ClusterConfig
 from cluster.processes.spec import LaunchError
+from cluster.rundir import RunDir
 from engine.model.prepared.cache import find_demo_model
 
 SLOTS, CONTEXT = 8, 2048
@@ -54,6 +57,13 @@ def headrace(port: int, name: str = "headrace", flags: tuple[str, ...] = ()) -> 
     argv = [str(Path(sys.executable).with_name("headrace")), "up", "--launcher", "process"]
     argv += ["--name", f"beside-{port}", "--grpc-port", "0", "--http-port", str(port)]
     return PeerServer(name, (*argv, *flags), is_ours=True)
+
+
+def metrics_page(port: int) -> str:
+    """Return where the only decode worker of `headrace(port)` shows its metrics."""
+    with AdminClient(RunDir(ClusterConfig(name=f"beside-{port}"), os.environ)) as admin:
+        (decode,) = [worker for worker in admin.overview().workers if worker.role == "decode"]
+    return f"http://{decode.metrics_address}/metrics"
 
 
 def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> PeerServer:

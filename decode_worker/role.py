@@ -144,6 +144,8 @@ class DecodeRole:
         metrics.prompt_tokens(batch.prefilled_tokens, prefix_hit=hit_tokens, recomputed=batch.recomputed_tokens)
         drafting = batch.drafting
         metrics.drafts(drafting.drafted_tokens, drafting.drawn_tokens)
+        metrics.draft_model(drafting.drafting_s, drafting.read_tokens)
+        drafting.drafting_s, drafting.read_tokens = 0.0, 0
         for one in drafting.take_outcomes():
             metrics.drafts_of_request(one.drafted, one.drawn, one.tokens_per_step)
         drafting.drafted_tokens = drafting.drawn_tokens = 0

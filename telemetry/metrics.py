@@ -41,6 +41,12 @@ class WorkerMetrics(ProcessMetrics):
             "Tokens that were guessed, by whether the model drew them.",
             outcome=DRAFT_OUTCOMES,
         )
+        self._draft_model_s = families.counter(
+            "draft_model_seconds_total", "Time that steps waited for their drafts: a draft model's own."
+        )[()]
+        self._draft_model_read = families.counter(
+            "draft_model_read_tokens_total", "Tokens that a draft model read of requests that it was behind with."
+        )[()]
         self._held_s = families.counter("held_seconds_total", "Time that steps waited for rows about to land.")[()]
         self._held = families.counter(
             "held_steps_total",
@@ -212,6 +218,11 @@ class WorkerMetrics(ProcessMetrics):
         """Count guessed tokens, `drawn` of which the model drew."""
         self._drafts["drawn"].inc(drawn)
         self._drafts["rejected"].inc(drafted - drawn)
+
+    def draft_model(self, seconds: float, read_tokens: int) -> None:
+        """Count what a draft model took, and what it read to catch up."""
+        self._draft_model_s.inc(seconds)
+        self._draft_model_read.inc(read_tokens)
 
     def held(self, seconds: float, filled: int, expired: int, missed: int) -> None:
         """Count steps that waited, and what came later than the target."""

@@ -109,6 +109,8 @@ NEXT = {
         "Tokens behind the target": "pools: Time of a step, p99",
         "Drafts": "pools: Tokens of a step, for one request",
         "Drafts drawn, of a request's": "pools: Drafts",
+        "Time of the draft model": "pools: Tokens of a step, for one request",
+        "Read by the draft model": "pools: Time of the draft model",
         "Tokens of a step, for one request": "pools: Time of a step, mean",
     },
     "memory": {

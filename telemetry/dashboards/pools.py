@@ -197,6 +197,23 @@ POOLS = Dashboard(
                     low=1.0,
                     width=12,
                 ),
+                one(
+                    "Time of the draft model",
+                    "Seconds per second that steps waited for a draft model to propose.",
+                    "percentunit",
+                    S.rate("draft_model_seconds_total", TARGET),
+                    "{{worker}}",
+                    width=12,
+                ),
+                one(
+                    "Read by the draft model",
+                    "Tokens per second that it read of requests that it was behind with: new ones, and those that had "
+                    "had no drafts for a while.",
+                    "suffix: tok/s",
+                    S.rate("draft_model_read_tokens_total", TARGET),
+                    "{{worker}}",
+                    width=12,
+                ),
             ),
         ),
     ),

@@ -22,9 +22,13 @@ def test_answers_are_the_same_in_every_mode(
     monkeypatch.setattr(drafts, "KINDS", ("quoting",))
     monkeypatch.setattr(drafts, "MODES", ("off", "ngram"))
     figures = tmp_path / "figures.json"
-    assert drafts.main(["--rounds", "1", "--output-tokens", "12", "--json", str(figures)]) == 0
+    flags = ["--rounds", "1", "--output-tokens", "32", "--draft-layers", "3"]
+    assert drafts.main([*flags, "--json", str(figures)]) == 0
     rows = json.loads(figures.read_text())["rows"]
-    assert len(rows) == 8 and all(row["same"] and row["seconds"] > 0 for row in rows)
+    assert len(rows) == 12 and all(row["same"] and row["seconds"] > 0 for row in rows)
+    counted = {mode: sum(row["drafted"] for row in rows if row["mode"] == mode) for mode in ("off", "model-3")}
+    assert counted["off"] == 0 < counted["model-3"]
+    assert all(row["drawn"] <= row["drafted"] and row["tokens_per_step"] >= 1 for row in rows)
     capsys.readouterr()
 
 

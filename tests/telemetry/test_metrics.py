@@ -61,6 +61,7 @@ def test_worker_figures() -> None:
     metrics.prompt_tokens(computed=10, prefix_hit=7)
     metrics.generated(4, forced=1)
     metrics.drafts(5, 2)
+    metrics.draft_model(0.5, 40)
     metrics.held(0.25, filled=1, expired=2, missed=3)
     metrics.drafts_of_request(5, 2, 1.4)
     metrics.drafts_of_request(0, 0, 1.0)
@@ -85,6 +86,8 @@ def test_worker_figures() -> None:
     assert seen["headrace_generated_tokens_total", ()] == 4
     drafts = {of: seen["headrace_draft_tokens_total", (("outcome", of),)] for of in ("drawn", "rejected")}
     assert drafts == {"drawn": 2, "rejected": 3}
+    assert seen["headrace_draft_model_seconds_total", ()] == 0.5
+    assert seen["headrace_draft_model_read_tokens_total", ()] == 40
     held = {of: seen["headrace_held_steps_total", (("outcome", of),)] for of in ("filled", "due")}
     assert held == {"filled": 1, "due": 2} and seen["headrace_held_seconds_total", ()] == 0.25
     assert seen["headrace_itl_target_missed_total", ()] == 3
