@@ -1,6 +1,5 @@
 """The tensors of one step: what the runner makes of a plan, and all that a forward pass may look at."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,8 +34,8 @@ class GroupTables(NamedTuple):
     @staticmethod
     def of(rows: Sequence[Row], tables: Sequence[Sequence[BlockId]], block_size: int) -> "GroupTables":
         """`tables`: of each row, in this group. Raises ValueError for a row without a block for a token of its own."""
-        # Arrays of numbers: a tensor for each row and group takes as long as a step's smallest kernels do.
-        flat, slots, sizes = array("q"), array("q"), list[int]()
+        # One tensor of all rows: one for each takes as long as a step's smallest kernels do.
+        flat, slots, sizes = list[int](), list[int](), list[int]()
         for row, blocks in zip(rows, tables, strict=True):
             sizes.append(-(-row.end // block_size))
             flat.extend(blocks[: sizes[-1]])
@@ -46,8 +45,8 @@ class GroupTables(NamedTuple):
                 ahead = (blocks[at] - at) * block_size
                 first, last = max(row.start, at * block_size), min(row.end, (at + 1) * block_size)
                 slots.extend(range(ahead + first, ahead + last))
-        found = torch.frombuffer(flat, dtype=torch.int64).clamp_(min=0)
-        return GroupTables(torch.frombuffer(slots, dtype=torch.int64), list(found.split(sizes)))
+        found = torch.tensor(flat, dtype=torch.int64).clamp_(min=0)
+        return GroupTables(torch.tensor(slots, dtype=torch.int64), list(found.split(sizes)))
 
 
 @dataclass(frozen=True, slots=True)
