@@ -15,7 +15,8 @@ Two cases:
     1 proposing costs nothing (`ngram`, `suffix`): all are asked, and the best of what they propose is chosen.
     2 it takes time (`model`): what is chosen is asked for, and nothing else. A request of which the drafter has much
       to read first is asked for only where its answer can be long enough to bring that in. Where drafts are not worth
-      it, or what they take is not known yet, one is tried, as long as all that was tried in vain has taken less than `TRIAL_SHARE` of all time.
+      it, or what they take is not known yet, one is tried, as long as all that was tried has taken less than
+      `TRIAL_SHARE` of all time.
 """
 
 from collections import Counter
