@@ -172,6 +172,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The factor of scores; None: 1 / sqrt(head_dim)."""
     attention_softcap: float = 0.0
     """Scores s become cap * tanh(s / cap); 0: they are left alone."""
+    query_beta: float = 0.0
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / `query_tokens`)), as Ministral 3's are."""
+    query_tokens: int = 0
     sinks: bool = False
     """Each head has one more logit in its softmax, without a value."""
     embed_scale: float = 1.0
@@ -275,6 +278,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ModelError(path, f"a layer has window {options.window} and rotary table {options.rope}")
         if self.experts is not None:
             self._check_experts(path, self.experts)
+        if self.query_beta and self.query_tokens < 1:
+            raise ModelError(path, f"a temperature of queries by each {self.query_tokens} positions")
         if not 0 <= self.drawable <= self.vocab:
             raise ModelError(path, f"{self.drawable} of {self.vocab} ids can be drawn")
         return self

@@ -275,6 +275,9 @@ MISTRAL = msgspec.structs.replace(LLAMA, name="mistral", hugging_face="mistral",
 """Mistral (arXiv 2310.06825): Llama's, the first with a window on all layers. Its GGUF files say that they are Llama's.
 """
 
+MINISTRAL3 = msgspec.structs.replace(LLAMA, name="ministral3", hugging_face="ministral3", gguf="")
+"""Ministral 3: Mistral's, with YaRN, and queries that are scaled by their position."""
+
 GRANITE = msgspec.structs.replace(LLAMA, name="granite", hugging_face="granite", gguf="granite")
 """Granite 3 (IBM): Llama's, with factors of embedding, residual branches, scores and logits."""
 
@@ -382,7 +385,10 @@ GPT_OSS = Family(
 )
 """gpt-oss (arXiv 2508.10925): experts with biases and a clamped gate, sinks, every other layer local."""
 
-_ALL = (LLAMA, MISTRAL, GRANITE, SMOLLM3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, OLMO2, OLMO3, MIXTRAL, QWEN3_MOE, GPT_OSS)
+_ALL = (
+    LLAMA, MISTRAL, MINISTRAL3, GRANITE, SMOLLM3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, OLMO2, OLMO3,
+    MIXTRAL, QWEN3_MOE, GPT_OSS,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 _LATENT = "keys and values are kept as one latent row (MLA), for which there are no kernels"
@@ -391,7 +397,7 @@ _CHUNKED = "layers attend within chunks, and queries have a temperature by posit
 
 _STATE = "it keeps a state instead of keys and values"
 _SHARED = "layers share keys and values, or differ in the size of their heads"
-_TEMPERATURE = "queries have a temperature by position"
+_TEMPERATURE = "queries have a temperature by position; of Ministral 3 directories are read, and no GGUF files"
 
 REFUSED: dict[str, str] = {
     name: why
@@ -402,7 +408,7 @@ REFUSED: dict[str, str] = {
         "bamba granitemoehybrid granitehybrid falcon_h1 falcon-h1 nemotron_h nemotron-h",
         _STATE: "mamba mamba2 falcon_mamba rwkv6 rwkv7",
         _SHARED: "gemma3n gemma3n_text gemma4 gemma4_text",
-        _TEMPERATURE: "ministral3 mistral3",
+        _TEMPERATURE: "mistral3",
         "Gemma 1 is not supported, Gemma 2 and 3 are": "gemma",
     }.items()
     for name in names.split()

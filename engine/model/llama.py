@@ -199,6 +199,7 @@ class Llama:
     def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
         """Return what the last layer leaves of every row, `[padded rows, hidden]`; see `forward`."""
         rotations = [Rotation(cos, sin, batch.positions) for cos, sin in self._tables]
+        temperature = self._temperature(batch.positions)
         x = self._embedded(batch.tokens)
         if self._embed_scale != 1.0:
             x *= self._embed_scale
@@ -209,6 +210,8 @@ class Llama:
             rotation = None if layer.rope is None else rotations[layer.rope]
             normed = self._normed(x, delta, layer.attention_norm, attention)
             qkv = self._qkv(normed, layer, attention)
+            if temperature is not None:
+                qkv[:, : self.config.heads] *= temperature
             given = LayerInput(at, qkv, rotation, batch, kv, layer.head_norms, layer.options, group)
             delta = self._summed(attention.attend(given), layer.output, layer.output_bias)
             delta = self._branch(delta, layer.attention_post_norm, attention)
@@ -220,6 +223,14 @@ class Llama:
                 delta = self._summed(attention.gate(gate_up, self.config.activation), layer.down, layer.down_bias)
             delta = self._branch(delta, layer.mlp_post_norm, attention)
         return x if delta is None else x.add_(delta)
+
+    def _temperature(self, positions: Tensor) -> Tensor | None:
+        """Return the factor of each row's queries, `[rows, 1, 1]`. It commutes with their rotation."""
+        if not self.config.query_beta:
+            return None
+        periods = torch.div(positions, self.config.query_tokens, rounding_mode="floor")
+        factors = 1.0 + self.config.query_beta * torch.log1p(periods.float())
+        return factors.to(TORCH_DTYPES[self.config.dtype])[:, None, None]
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._ranks is None:

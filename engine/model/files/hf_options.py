@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Raw] = {
         "final_logit_softcapping": 30.0,
     },
     "mistral": {"sliding_window": 4096},
+    "ministral3": {"head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
     "mixtral": {"rope_theta": 1_000_000.0},
     "olmo3": {"sliding_window": 4096},
     "phi3": {"original_max_position_embeddings": 4096},
@@ -80,6 +81,17 @@ def _window_on_all(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     if not kinds <= {SLIDING if window else FULL}:
         raise ModelError(path, f"layer_types {sorted(kinds)} with sliding_window {window}: all layers have it, or none")
     return _one_table(path, raw, table, [window] * layers)
+
+
+def _ministral3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
+    """What scales queries by their position stands among the rotary parameters."""
+    (parameters, *_) = rope_parameters(path, raw).values()
+    if "llama_4_scaling_beta" not in parameters:
+        raise ModelError(path, "rope_parameters.llama_4_scaling_beta is missing")
+    return _window_on_all(path, raw, layers, table) | {
+        "query_beta": float(parameters["llama_4_scaling_beta"]),
+        "query_tokens": int(parameters["original_max_position_embeddings"]),
+    }
 
 
 def _qwen(path: Path, raw: Raw, layers: int, table: Table) -> Options:
@@ -193,6 +205,7 @@ _READERS: dict[str, Callable[[Path, Raw, int, Table], Options]] = {
     "qwen3": _qwen,
     "qwen3_moe": _qwen_moe,
     "mistral": _window_on_all,
+    "ministral3": _ministral3,
     "mixtral": _window_on_all,
     "phi3": _window_on_all,
     "granite": _granite,

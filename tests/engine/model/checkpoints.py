@@ -84,6 +84,14 @@ CASES: dict[str, Case] = {
     "qwen2-window": Case("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
     "mistral": Case("Mistral", {"sliding_window": None, "head_dim": 32}),
     "mistral-window": Case("Mistral", {"sliding_window": 8}),
+    "ministral3": Case("Ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}, "head_dim": 16}),
+    "ministral3-window": Case(
+        "Ministral3",
+        {
+            "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "sliding_window": 8,
+        },
+    ),
     "granite": Case("Granite", GRANITE),
     "granite-biases": Case("Granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "smollm3": Case("SmolLM3"),

@@ -118,6 +118,17 @@ MISTRAL_SMALL = {
         "mistral", 40, 5120, 32, 8, 32768, 131072, 131072, head_dim=128, rope_theta=1e9, sliding_window=None
     ),
 }
+MINISTRAL3 = {
+    "model_type": "mistral3",
+    "vision_config": {"hidden_size": 1024},
+    "text_config": decoder(
+        "ministral3", 34, 4096, 32, 8, 14336, 131072, 262144, sliding_window=None,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    ),
+}
 GRANITE_8B = decoder(
     "granite", 40, 4096, 32, 8, 12800, 49155, 131072, attention_multiplier=0.0078125, embedding_multiplier=12.0,
     logits_scaling=16.0, residual_multiplier=0.22, rope_theta=10000000.0, tie_word_embeddings=True,
@@ -172,6 +183,11 @@ CASES: dict[str, tuple[Raw, Raw]] = {
     "mistral-nemo": (
         decoder("mistral", 40, 5120, 32, 8, 14336, 131072, 131072, head_dim=128, rope_theta=1e6, sliding_window=None),
         {"windows": {0}, "head_dim": 128, "q_rows": 4096},
+    ),
+    "ministral-3, as its class has it": (
+        MINISTRAL3,
+        {"family": "ministral3", "head_dim": 128, "windows": {0}, "thetas": {1e6}, "scaling": YarnRope, "scale": 1.0,
+         "query_beta": 0.1, "query_tokens": 16384, "context_tokens": 262144},
     ),
     "mistral-small-3.1": (MISTRAL_SMALL, {"family": "mistral", "head_dim": 128, "thetas": {1e9}, "windows": {0}}),
     "granite-3.1-8b": (
@@ -363,3 +379,12 @@ def test_a_number_of_layers_that_no_model_has_is_refused(layers: int) -> None:
     raw = {"model_type": "qwen3", "num_hidden_layers": layers, "hidden_size": 64, "num_attention_heads": 4}
     with pytest.raises(ModelError, match=f"layers is {layers}, must be 1 to 10000"):
         model_config(path, find_family(path, "hugging_face", "model_type", "qwen3"), raw, "m")
+
+
+def test_a_temperature_that_is_not_said_is_missed() -> None:
+    """Guards a Ministral 3 that would run without one, and be right for the first positions alone."""
+    raw = deepcopy(MINISTRAL3)
+    text: Any = raw["text_config"]
+    del text["rope_parameters"]["llama_4_scaling_beta"]
+    with pytest.raises(ModelError, match="llama_4_scaling_beta is missing"):
+        read(raw)
