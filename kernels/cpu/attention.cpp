@@ -30,7 +30,7 @@ namespace headrace {
 #if defined(__AVX512F__)
 constexpr int TILES = 2, GROUPS_AHEAD = 2, ROWS_TO_SCORE = 4, ROWS_TO_WEIGH = 6, WIDEST = 4;
 #else
-constexpr int TILES = 1, GROUPS_AHEAD = 4, ROWS_TO_SCORE = 4, ROWS_TO_WEIGH = 3, WIDEST = 2;
+constexpr int TILES = 1, GROUPS_AHEAD = 4, ROWS_TO_SCORE = 4, ROWS_TO_WEIGH = 2, WIDEST = 2;
 #endif
 
 // Sixteen numbers as they lie, times UNIT: floats, int8, E4M3.
@@ -75,21 +75,21 @@ static Floats scales_of(const Tile &tile, float factor) {
 template <int ROWS, int MANY, typename E>
 static void score(const float *const *q, const E *keys, int64_t head_dim, const Floats *factors, float *const *to,
                   const Group *next) {
-  Floats total[ROWS][MANY];
-  for (int r = 0; r < ROWS; ++r)
-    for (int t = 0; t < MANY; ++t) total[r][t] = every(0.0f);
+  Floats total[MANY][ROWS];
+  for (int t = 0; t < MANY; ++t)
+    for (int r = 0; r < ROWS; ++r) total[t][r] = every(0.0f);
   const int64_t part = head_dim / LANES;
   for (int i = 0; i < LANES; ++i) {
     if (next) next->fetch(i);
     for (int64_t d = i * part; d < (i + 1) * part; ++d) {
-      Floats column[MANY];
-      for (int t = 0; t < MANY; ++t) column[t] = wide(keys + (t * head_dim + d) * LANES);
-      for (int r = 0; r < ROWS; ++r)
-        for (int t = 0; t < MANY; ++t) total[r][t] = fma(every(q[r][d]), column[t], total[r][t]);
+      for (int t = 0; t < MANY; ++t) {
+        const Floats column = wide(keys + (t * head_dim + d) * LANES);
+        for (int r = 0; r < ROWS; ++r) total[t][r] = fma(every(q[r][d]), column, total[t][r]);
+      }
     }
   }
   for (int r = 0; r < ROWS; ++r)
-    for (int t = 0; t < MANY; ++t) store(to[r] + t * LANES, mul(total[r][t], factors[t]));
+    for (int t = 0; t < MANY; ++t) store(to[r] + t * LANES, mul(total[t][r], factors[t]));
 }
 
 template <int ROWS, int MANY, typename E>

@@ -4,15 +4,16 @@
 //   x = scale_x * n, rounded to the nearest
 //   sum of x w = scale_x * (scale_w * sum of n * code) + offset_w * (scale_x * sum of n)
 //
-// 16 bits, |n| <= 32639: half of 2^-15 of the largest of 32 is lost at most. 23 bits, |n| <= 4177000: half of 2^-22, which
+// 16 bits, |n| <= 32639: half of 2^-15 of the largest of 32 is lost at most. 23 bits, |n| <= 3686000: half of 2^-21.8, which
 // is no more than what sums of 32-bit floats lose. An integer is cut into terms that a processor's instruction multiplies:
 //
-//   bytes, of 4 columns at a time     16 bits: n = 256 m + l          23 bits: n = 2^15 h + 256 m + l
-//   words, of 2 columns at a time     16 bits: n                      23 bits: n = 2^15 h + (256 m + l)
+//   bytes, of 4 columns at a time     16 bits: n = 256 m + l          23 bits: n = 2^15 h + 128 m + l
+//   words, of 2 columns at a time     16 bits: n                      23 bits: n = 2^15 h + (128 m + l)
+//   bytes, in pairs of columns                                        23 bits, 4-bit codes: pairs.h
 //
-// -128 <= h, m, l < 128. Bytes are multiplied by bytes without a sign, so 8-bit codes have 128 added, and their sums begin
-// with that much less. The sums of terms are exact in 32 bits; that of n, of 4-bit codes, is too: 32 * 4177000 * 15 < 2^31.
-// Of 8-bit codes it is made of two floats. Integers have no order, and the groups of a row are added first to last. So the
+// -128 <= h, m, l < 128; of 23 bits |h| <= 112 and -64 <= l < 64. Bytes are multiplied by bytes without a sign, so 8-bit codes
+// have 128 added, and their sums begin with that much less. The sums of terms are exact in 32 bits; that of n, of 4-bit
+// codes, is too: 32 * 3686000 * 15 < 2^31. Of 8-bit codes it is made of two floats. Integers have no order, and the groups of a row are added first to last. So the
 // bits of a product depend on its row of x and its row of W alone: not on the other rows, the number of threads, or the
 // processor.
 
@@ -24,21 +25,22 @@
 
 #include "crew.h"
 #include "ints.h"
+#include "pairs.h"
 
 namespace headrace {
 
-constexpr int HIGH_BITS = 15;
 constexpr int64_t SHARED_ROWS = 32;  // fewer are rounded before another thread could take a part
 
 constexpr bool by_words(int arithmetic) { return arithmetic == BITS_16_BY_WORDS || arithmetic == BITS_23_BY_WORDS; }
 constexpr bool is_wide(int arithmetic) { return arithmetic == BITS_23 || arithmetic == BITS_23_BY_WORDS; }
 constexpr int terms_of(int arithmetic) { return (by_words(arithmetic) ? 1 : 2) + (is_wide(arithmetic) ? 1 : 0); }
-constexpr int most_of(int arithmetic) { return is_wide(arithmetic) ? 4177000 : 32639; }
+constexpr int low_bits(int arithmetic) { return is_wide(arithmetic) ? LOW_BITS : 8; }
+constexpr int most_of(int arithmetic) { return is_wide(arithmetic) ? 3686000 : 32639; }
 constexpr int bytes_of_terms(int arithmetic) { return terms_of(arithmetic) * GROUP * (by_words(arithmetic) ? 2 : 1); }
 
-static_assert((int64_t)GROUP * 4177000 * 15 < (int64_t)1 << 31, "sums of products with 4-bit codes fit 32 bits");
+static_assert((int64_t)GROUP * 3686000 * 15 < (int64_t)1 << 31, "sums of products with 4-bit codes fit 32 bits");
 static_assert((int64_t)GROUP * 32639 * 255 < (int64_t)1 << 31, "sums of a term and 8-bit codes fit 32 bits");
-static_assert((127 << HIGH_BITS) + (1 << (HIGH_BITS - 1)) > 4177000 + 1, "the highest term is a byte");
+static_assert((112 << HIGH_BITS) + (1 << (HIGH_BITS - 1)) - 64 > 3686000 + 1, "the highest term is at most 112");
 
 // The rows that are multiplied at a time, and the vectors of a panel: what the registers hold.
 #if defined(__AVX512F__)
@@ -50,29 +52,26 @@ constexpr int AT_ONCE = 1;
 #endif
 constexpr int SPAN = VECTORS / AT_ONCE;  // a tile has every SPAN-th vector of a panel
 
-inline int32_t low_part(int32_t n, int bits) {
-  const int32_t half = 1 << (bits - 1);
-  return ((n + half) & (2 * half - 1)) - half;
-}
-
 // 32 integers -> their terms, one term of all after the other; words in the order 0, 2, 1, 3 of each four.
 template <int ARITHMETIC>
 static void cut(const int32_t *n, uint8_t *terms) {
-  int8_t *bytes = (int8_t *)terms;
-  int16_t *words = (int16_t *)terms;
-  for (int i = 0; i < GROUP; ++i) {
-    const int32_t rest = is_wide(ARITHMETIC) ? low_part(n[i], HIGH_BITS) : n[i];
-    const int32_t high = (n[i] - rest) >> HIGH_BITS, low = low_part(rest, 8);
+  constexpr bool WIDE = is_wide(ARITHMETIC);
+  int32_t words[GROUP * 2];
+  for (int i = 0; i < GROUP; i += LANES) {
+    const Ints all = load_ints(n + i), low = low_part<low_bits(ARITHMETIC)>(all);
+    const Ints more = signed_right<low_bits(ARITHMETIC)>(less(all, low)), middle = WIDE ? low_part<8>(more) : more;
+    const Ints high = signed_right<8>(less(more, middle));
     if (by_words(ARITHMETIC)) {
-      const int at = (i & ~3) + (i >> 1 & 1) + (i & 1) * 2;
-      if (is_wide(ARITHMETIC)) words[at] = (int16_t)high;
-      words[(is_wide(ARITHMETIC) ? GROUP : 0) + at] = (int16_t)rest;
+      store(words + i, WIDE ? high : all);
+      if (WIDE) store(words + GROUP + i, add(left<low_bits(ARITHMETIC)>(middle), low));
     } else {
-      if (is_wide(ARITHMETIC)) bytes[i] = (int8_t)high;
-      bytes[(is_wide(ARITHMETIC) ? GROUP : 0) + i] = (int8_t)((rest - low) >> 8);
-      bytes[(is_wide(ARITHMETIC) ? 2 * GROUP : GROUP) + i] = (int8_t)low;
+      if (WIDE) store_bytes(terms + i, high);
+      store_bytes(terms + (WIDE ? GROUP : 0) + i, middle);
+      store_bytes(terms + (WIDE ? 2 * GROUP : GROUP) + i, low);
     }
   }
+  for (int i = 0; by_words(ARITHMETIC) && i < terms_of(ARITHMETIC) * GROUP; ++i)
+    ((int16_t *)terms)[(i & ~3) + (i >> 1 & 1) + (i & 1) * 2] = (int16_t)words[i];
 }
 
 // What is no number, or infinite, makes the scale none.
@@ -96,6 +95,7 @@ static void round_group(const float *x, int parts, bool is_shifted, uint8_t *ter
   for (int i = 0; i < GROUP; i += LANES) store(n + i, to_ints(mul(load(x + i), inverse)));
   cut<ARITHMETIC>(n, terms);
   beside.scale = largest / limit;
+  if (ARITHMETIC == BITS_23 && !is_shifted && has_pairs()) beside.starts[0][0] = start_of_pairs(terms);
   const int count = GROUP / parts;
   for (int part = 0; part < parts; ++part) {
     int32_t sum = 0;
@@ -155,43 +155,53 @@ template <int KIND, int ARITHMETIC>
 inline Floats sum_of(const Ints *total) {
   constexpr bool WIDE = is_wide(ARITHMETIC);
   const Ints *rest = total + WIDE;
-  const Ints low = by_words(ARITHMETIC) ? rest[0] : add(left<8>(rest[0]), rest[by_words(ARITHMETIC) ? 0 : 1]);
+  const Ints low =
+      by_words(ARITHMETIC) ? rest[0] : add(left<low_bits(ARITHMETIC)>(rest[0]), rest[by_words(ARITHMETIC) ? 0 : 1]);
   if (!WIDE) return to_floats(low);
   if (KIND == Q4) return to_floats(add(left<HIGH_BITS>(total[0]), low));
   return fma(to_floats(total[0]), every((float)(1 << HIGH_BITS)), to_floats(low));
 }
 
-// One part of 32 columns: ROWS rows by the vectors of one tile.
+// One part of 32 columns: ROWS rows by the vectors of one tile. Loops that GCC does not unroll early keep totals in memory.
 template <int ROWS, int KIND, int ARITHMETIC, int COUNT, typename Quad>
 static inline void tile_of(const uint8_t *x, const Beside *beside, const float *by, int part, int tile, float *sums,
                            Quad quad) {
   constexpr int TERMS = terms_of(ARITHMETIC), SIZE = bytes_of_terms(ARITHMETIC), QUADS = GROUP / 4 / parts_of(KIND);
   Ints total[ROWS][COUNT][TERMS];
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
     for (int j = 0; j < COUNT; ++j)
+#pragma GCC unroll 8
       for (int t = 0; t < TERMS; ++t) total[r][j][t] = every(KIND == Q4 ? 0 : beside[r].starts[part][t]);
   for (int q = part * QUADS; q < (part + 1) * QUADS; ++q) {
     Ints w[COUNT];
     quad(q, w);
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
       for (int t = 0; t < TERMS; ++t) {
         const uint8_t *at = x + r * SIZE + (t * GROUP + 4 * q) * (by_words(ARITHMETIC) ? 2 : 1);
         if (by_words(ARITHMETIC)) {
           const Ints even = every(four_bytes(at)), odd = every(four_bytes(at + 4)), low = every(0x00ff00ff);
+#pragma GCC unroll 8
           for (int j = 0; j < COUNT; ++j) {
             total[r][j][t] = add_words(total[r][j][t], both(w[j], low), even);
             total[r][j][t] = add_words(total[r][j][t], both(right<8>(w[j]), low), odd);
           }
         } else {
           const Ints bytes = every(four_bytes(at));
+#pragma GCC unroll 8
           for (int j = 0; j < COUNT; ++j) total[r][j][t] = add_bytes(total[r][j][t], w[j], bytes);
         }
       }
   }
   by += part * part_floats(KIND);
+#pragma GCC unroll 8
   for (int j = 0; j < COUNT; ++j) {
     const int column = (tile + j * (VECTORS / COUNT)) * LANES;
     const Floats scale = load(by + column), offset = has_offsets(KIND) ? load(by + PANEL + column) : scale;
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       float *at = sums + r * PANEL + column;
       Floats sum = fma(mul(sum_of<KIND, ARITHMETIC>(total[r][j]), scale), every(beside[r].scale), load(at));
@@ -221,6 +231,10 @@ static void few_rows(const uint8_t *x, const Beside *beside, const uint8_t *grou
 // The same from bytes [8][64][4] that were made of them before.
 template <int ROWS, int KIND, int ARITHMETIC>
 static void more_rows(const uint8_t *x, const Beside *beside, const uint8_t *group, const uint8_t *quads, float *sums) {
+  if (KIND == Q4 && ARITHMETIC == BITS_23 && has_pairs()) {
+    for (int j = 0; j < SPAN; ++j) multiply_pairs<ROWS, AT_ONCE>(x, beside, (const float *)group, quads, j, sums);
+    return;
+  }
   for (int part = 0; part < parts_of(KIND); ++part)
     for (int tile = 0; tile < SPAN; ++tile)
       tile_of<ROWS, KIND, ARITHMETIC, AT_ONCE>(
@@ -241,23 +255,25 @@ static void some_rows(int rows, const uint8_t *x, const Beside *beside, const ui
 }
 
 template <int KIND>
-static void widen_group(const uint8_t *group, uint8_t *quads) {
+static void widen_group(const uint8_t *group, bool in_pairs, uint8_t *quads) {
   const uint8_t *codes = group + parts_of(KIND) * part_floats(KIND) * sizeof(float);
   for (int q = 0; q < GROUP / 4; ++q)
     for (int j = 0; j < VECTORS; ++j)
       store(quads + (q * VECTORS + j) * LANES * 4, quad_of<KIND>(codes + q * 4 * code_bytes(KIND), j));
+  if (in_pairs) make_pairs(quads);
   for (int64_t at = 0; at < group_bytes(KIND); at += 64) fetch(group + AHEAD + at);
 }
 
 template <int KIND, int ARITHMETIC>
 static void multiply_codes(const WholeRows &x, int64_t rows, int64_t groups, const uint8_t *panel, float *sums) {
   constexpr int HEIGHT = tile_rows(ARITHMETIC);
-  alignas(64) uint8_t quads[GROUP * PANEL];
+  alignas(64) uint8_t quads[GROUP * PANEL + PANEL * sizeof(int32_t)];
+  const bool in_pairs = KIND == Q4 && ARITHMETIC == BITS_23 && has_pairs();
   for (int64_t g = 0; g < groups; ++g, panel += group_bytes(KIND)) {
     const WholeRows here = x.from(g * x.rows);
     // Few rows: codes are multiplied where they lie. More go in tiles of nearly the same height.
     const bool is_few = rows <= HEIGHT;
-    if (!is_few) widen_group<KIND>(panel, quads);
+    if (!is_few) widen_group<KIND>(panel, in_pairs, quads);
     int64_t tiles = (rows + HEIGHT - 1) / HEIGHT, some = 0;
     for (int64_t r = 0; r < rows; r += some, --tiles) {
       some = (rows - r + tiles - 1) / tiles;
@@ -288,22 +304,6 @@ void multiply_whole(int kind, const WholeRows &x, int64_t rows, int64_t columns,
     case H8: return multiply_codes<H8>(x, rows, groups, panel, arithmetic, sums);
     default: return multiply_codes<X8>(x, rows, groups, panel, arithmetic, sums);
   }
-}
-
-static bool multiplies_bytes() {
-#if defined(__AVX512F__)
-  static const bool found = __builtin_cpu_supports("avx512vnni");
-#elif defined(__AVX2__)
-  // Not one of the names that __builtin_cpu_supports knows in every compiler.
-  static const bool found = [] {
-    unsigned a = 7, b = 0, c = 1, d = 0;
-    if (__builtin_cpu_supports("avx2")) __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    return (a >> 4 & 1) != 0;
-  }();
-#else
-  static const bool found = false;
-#endif
-  return found;
 }
 
 int possible(int arithmetic) {

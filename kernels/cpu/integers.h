@@ -12,7 +12,7 @@ namespace headrace {
 enum Arithmetic { FLOATS = 0, BITS_16 = 1, BITS_23 = 2, BITS_16_BY_WORDS = 3, BITS_23_BY_WORDS = 4 };
 
 // What goes with the 32 integers of a row: their scale; and for each part of the columns the scale times their sum, and
-// with what the sums of products with codes begin, term by term.
+// with what the sums of products with 8-bit codes begin, term by term; with 4-bit codes, in pairs, starts[0][0] (pairs.h).
 struct Beside {
   float scale, sums[2];
   int32_t starts[2][3];

@@ -15,6 +15,7 @@ inline Ints load_ints(const void *p) { return {_mm512_loadu_si512(p)}; }
 inline void store(void *p, Ints a) { _mm512_storeu_si512(p, a.v); }
 inline Ints every(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints less(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline Ints both(Ints a, Ints b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline Ints differing(Ints a, Ints b) { return {_mm512_xor_si512(a.v, b.v)}; }
 template <int BITS>
@@ -29,6 +30,8 @@ template <int BITS>
 inline Ints signed_right(Ints a) {
   return {_mm512_srai_epi32(a.v, BITS)};
 }
+// The lowest byte of each.
+inline void store_bytes(void *p, Ints a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a.v)); }
 inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 // total + the products of the four bytes of each of `a`, without a sign, by those of `b`, with one.
@@ -36,6 +39,10 @@ inline Ints add_bytes(Ints total, Ints a, Ints b) {
   // The intrinsic wants a target of its own, and GCC 12 copies `total` before each.
   __asm__("vpdpbusd %2, %1, %0" : "+v"(total.v) : "v"(a.v), "v"(b.v));
   return total;
+}
+// The sums of their bytes.
+inline Ints sums_of_bytes(Ints a, Ints b) {
+  return {_mm512_add_epi8(a.v, b.v)};
 }
 // total + the products of the two words of each, with signs.
 inline Ints add_words(Ints total, Ints a, Ints b) {
@@ -56,6 +63,7 @@ inline void store(void *p, Ints x) {
 }
 inline Ints every(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline Ints add(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline Ints less(Ints x, Ints y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline Ints both(Ints x, Ints y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline Ints differing(Ints x, Ints y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 template <int BITS>
@@ -69,6 +77,11 @@ inline Ints right(Ints x) {
 template <int BITS>
 inline Ints signed_right(Ints x) {
   return {_mm256_srai_epi32(x.a, BITS), _mm256_srai_epi32(x.b, BITS)};
+}
+inline void store_bytes(void *p, Ints x) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+  _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(low, high));
 }
 inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
@@ -99,6 +112,7 @@ inline Ints load_ints(const void *p) {
 inline void store(void *p, Ints a) { std::memcpy(p, a.v, sizeof a.v); }
 inline Ints every(int32_t x) { HEADRACE_EACH(x); }
 inline Ints add(Ints a, Ints b) { HEADRACE_EACH(a.v[i] + b.v[i]); }
+inline Ints less(Ints a, Ints b) { HEADRACE_EACH(a.v[i] - b.v[i]); }
 inline Ints both(Ints a, Ints b) { HEADRACE_EACH(a.v[i] & b.v[i]); }
 inline Ints differing(Ints a, Ints b) { HEADRACE_EACH(a.v[i] ^ b.v[i]); }
 template <int BITS>
@@ -112,6 +126,9 @@ inline Ints right(Ints a) {
 template <int BITS>
 inline Ints signed_right(Ints a) {
   HEADRACE_EACH(a.v[i] >> BITS);
+}
+inline void store_bytes(void *p, Ints a) {
+  for (int i = 0; i < LANES; ++i) ((int8_t *)p)[i] = (int8_t)a.v[i];
 }
 inline Floats to_floats(Ints a) {
   Floats r;
@@ -131,5 +148,28 @@ inline Ints add_words(Ints total, Ints a, Ints b) {
 #undef HEADRACE_EACH
 
 #endif
+
+// The lowest bits of each, with a sign.
+template <int BITS>
+inline Ints low_part(Ints a) {
+  return signed_right<32 - BITS>(left<32 - BITS>(a));
+}
+
+// Whether this processor has `add_bytes`.
+inline bool multiplies_bytes() {
+#if defined(__AVX512F__)
+  static const bool found = __builtin_cpu_supports("avx512vnni");
+#elif defined(__AVX2__)
+  // Not one of the names that __builtin_cpu_supports knows in every compiler.
+  static const bool found = [] {
+    unsigned a = 7, b = 0, c = 1, d = 0;
+    if (__builtin_cpu_supports("avx2")) __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    return (a >> 4 & 1) != 0;
+  }();
+#else
+  static const bool found = false;
+#endif
+  return found;
+}
 
 }  // namespace headrace

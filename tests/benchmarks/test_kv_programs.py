@@ -15,6 +15,7 @@ from benchmarks import (
     block_size,
     cache_overhead,
     eviction,
+    kv_attention,
     kv_bits,
     memory_waste,
     preemption,
@@ -27,11 +28,14 @@ from benchmarks import (
 from benchmarks.compressed_tree import CompressedTree
 from benchmarks.shapes_of_work import SHAPES
 from cluster.bench.traces import TraceRow, read
+from engine.backends.attention import TorchAttention
+from engine.backends.native_attention import NativeAttention
 from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
 from engine.types import BlockId
+from kernels.native import native
 from tests.engine.model.test_families import reference, save_hf
 from tests.integration.fake_device import fake_device
 
@@ -215,6 +219,25 @@ def test_contiguous_memory_and_static_batches_run_fewer_at_once() -> None:
             most[off] = (max(running), sum(running) / len(running))
     assert most["paging"][0] <= 2 < most["nothing"][0]
     assert most["batching"][1] < most["nothing"][1]
+
+
+def test_attention_is_timed_by_kernels_and_kv(tmp_path: Path) -> None:
+    """Guards a side that is timed under another's name: every kind of kernels and KV does each kind of work."""
+    kernels = native()
+    if kernels is None:
+        pytest.skip("the native kernels were not built here: they need a C++ compiler at installation")
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = load_model(prepare(save_hf(reference(**shape), tmp_path / "model"), tmp_path / "cache"), panels=True)
+    sides = kv_attention.sides_of(model, kernels, requests=3, context=40)
+    lines = kv_attention.measure(sides, rounds=2)
+    told = [(str(line["work"]), str(line["kernels, KV"])) for line in lines]
+    assert len(set(told)) == 3 * len(kv_attention.SIDES) == len(told)
+    assert all(float(line["least ms"]) > 0 for line in lines)
+    assert {line["ratio of medians"] for line in lines if line["kernels, KV"] == "native, float32"} == {1.0}
+    kinds = {name: (type(side._attention), side.kv.layout.dtype) for name, side in sides.items()}
+    assert kinds["native, int8"] == (NativeAttention, "int8") and kinds["torch, int8"] == (TorchAttention, "int8")
+    for side in sides.values():
+        side.kv.close()
 
 
 def test_fewer_bits_of_kv_are_compared_with_more(tmp_path: Path) -> None:

@@ -43,7 +43,12 @@ class HFModel:
         self.config = model_config(path / "config.json", self.family, raw, folder_name(path))
         self._raw = raw
         self.shards = [SafetensorsFile(shard) for shard in shards(path)]
-        self._where = {name: shard for shard in self.shards for name in shard.tensors}
+        self._where: dict[str, SafetensorsFile] = {}
+        for shard in self.shards:
+            for name in shard.tensors:
+                if name in self._where:
+                    raise ModelError(shard.path, f"tensor {name} is in {self._where[name].path.name} too")
+                self._where[name] = shard
         self._wrapping = self._wrapped()
         said = raw.get("quantization_config") or whole.get("quantization_config")
         self._quantization = None if not said else Quantization(path / "config.json", said, self._where)
@@ -162,7 +167,7 @@ def _activation(path: Path, family: Family, raw: dict[str, Any]) -> Activation:
         said = raw.get("hidden_activation") or "gelu_pytorch_tanh"
     else:
         said = raw.get("hidden_act", "silu")
-    if said not in _ACTIVATIONS:
+    if not isinstance(said, str) or said not in _ACTIVATIONS:
         raise ModelError(path, f"activation {said!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[said]
 
@@ -197,4 +202,4 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
     except KeyError as error:
         raise ModelError(path, f"{error.args[0]} is missing") from error
     except (TypeError, ValueError) as error:
-        raise ModelError(path, f"a size is not a number: {error}") from error
+        raise ModelError(path, f"a field is not of the kind that it should be: {error}") from error

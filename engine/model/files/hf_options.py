@@ -67,7 +67,7 @@ def _one_table(path: Path, raw: Raw, table: Table, windows: Sequence[int]) -> Op
 
 
 def _no_window(path: Path, raw: Raw, layers: int, table: Table) -> Options:
-    kinds = set(raw.get("layer_types") or ())
+    kinds = set(_layer_types(path, raw))
     if not kinds <= {FULL}:
         raise ModelError(path, f"layer_types {sorted(kinds)} are not supported here, only {FULL}")
     if raw.get("sliding_window") and raw.get("use_sliding_window", True):
@@ -77,7 +77,7 @@ def _no_window(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 
 def _window_on_all(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     window = _window(path, raw)
-    kinds = set(raw.get("layer_types") or ())
+    kinds = set(_layer_types(path, raw))
     if not kinds <= {SLIDING if window else FULL}:
         raise ModelError(path, f"layer_types {sorted(kinds)} with sliding_window {window}: all layers have it, or none")
     return _one_table(path, raw, table, [window] * layers)
@@ -183,7 +183,7 @@ def _two_tables(everywhere: RopeTable, local: RopeTable, windows: Sequence[int])
 
 def _windows(path: Path, raw: Raw, layers: int, kinds: Sequence[str]) -> list[int]:
     """Return each layer's window; `kinds` where `layer_types` does not say."""
-    kinds = raw.get("layer_types") or kinds
+    kinds = _layer_types(path, raw) or kinds
     if len(kinds) != layers or not set(kinds) <= set(LAYER_TYPES):
         known = ", ".join(LAYER_TYPES)
         raise ModelError(path, f"layer_types {sorted(set(kinds))} of {len(kinds)} layers, of {layers}; known: {known}")
@@ -191,6 +191,14 @@ def _windows(path: Path, raw: Raw, layers: int, kinds: Sequence[str]) -> list[in
     if SLIDING in kinds and not window:
         raise ModelError(path, f"layer_types has {SLIDING}, and sliding_window is missing")
     return [window if kind == SLIDING else 0 for kind in kinds]
+
+
+def _layer_types(path: Path, raw: Raw) -> list[str]:
+    """Return what is said of layers; none where nothing is."""
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ModelError(path, f"layer_types is {kinds!r}, not a list of names")
+    return kinds
 
 
 def _window(path: Path, raw: Raw) -> int:

@@ -57,6 +57,8 @@ class Quantization:
 
     def __init__(self, config: Path, said: Mapping[str, Any], where: Mapping[str, SafetensorsFile]) -> None:
         self._config, self._where = config, where
+        if not isinstance(said, dict):
+            raise ModelError(config, f"quantization_config is {said!r}, not a table")
         method = said.get("quant_method")
         if method not in METHODS:
             raise ModelError(config, f"quant_method {method!r} is not supported; known: {', '.join(METHODS)}")

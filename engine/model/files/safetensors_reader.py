@@ -62,6 +62,10 @@ class SafetensorsFile:
             for first, last in [entry.data_offsets]
         }
 
+        # A name that comes twice is one in the table; a quotation mark within a string has another sign before it.
+        if (count := self.header.count(b'"data_offsets"')) > len(self.tensors):
+            raise ModelError(path, f"has {count} tensors by {len(self.tensors)} names: one has been given twice")
+
     def raw(self, name: str) -> NDArray[np.uint8]:
         """Return the tensor's bytes, mapped; KeyError if the file does not have it."""
         tensor = self.tensors[name]

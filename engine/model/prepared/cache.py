@@ -231,7 +231,10 @@ def _source_files(path: Path) -> list[Path]:
 
 
 def _digest(path: Path, parts: list[Path], cache: Path) -> str:
-    stamp = [Stamp.of(part.resolve()) for part in parts]
+    try:
+        stamp = [Stamp.of(part.resolve()) for part in parts]
+    except RuntimeError as error:  # as pathlib says it
+        raise ModelError(path, str(error)) from error
     memory = cache / "seen" / f"{_hash(str(path.resolve()))}.json"
     try:
         seen = msgspec.json.decode(memory.read_bytes(), type=_Seen)

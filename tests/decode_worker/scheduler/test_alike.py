@@ -186,3 +186,15 @@ def test_who_leaves_ends_the_wait_of_its_own_and_of_nobody_else() -> None:
     bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
     assert {r.record.request: shared for r, (_, shared) in waits.items()} == {"b": 0, "y": 20}
     assert "y" not in chunks(bench.step())
+
+
+def test_who_waited_in_vain_looks_for_another_to_wait_for() -> None:
+    """Guards a burst whose first is cancelled before it has computed anything: all others would compute the same."""
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    for name in "abc":
+        assert bench.place(name, [*SHARED, ord(name)])
+    bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    assert [chunks(bench.step()) for _ in range(2)] == [{"b": (0, 8)}, {"b": (8, 16)}]
+    assert bench.scheduler.batch.alike.saved_tokens == 0
+    bench.step()
+    assert "c" in chunks(bench.step()) and bench.scheduler.batch.alike.saved_tokens == 20

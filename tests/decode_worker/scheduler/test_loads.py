@@ -309,3 +309,17 @@ def test_a_swap_whose_copy_failed_is_counted_once_and_measures_nothing() -> None
     bench.tell(Stored(store.number, 0, 9.0, "it failed"))
     swapping = bench.scheduler.swapping
     assert request.stash is None and swapping.fallbacks["failed"] == 1 and swapping.costs.store_s == 0.0
+
+
+@pytest.mark.parametrize(("spared", "state"), [(2, RequestState.LOADING), (3, RequestState.LOCAL)])
+def test_what_was_swapped_is_loaded_where_more_than_a_block_is_missing(spared: int, state: RequestState) -> None:
+    """Guards both sides of the border: of thirteen tokens five are missing, the newest among them, or it alone."""
+    bench = Tiered(preemption="swap", local_chunk_tokens=1)
+    request = _fetched(bench, list(range(12)))
+    bench.scheduler.preemption.preempt([request], bench.now)
+    (store,) = bench.commands(Store)
+    assert isinstance(store, Store)
+    bench.tell(Stored(store.number, 3, 0.1))
+    bench.evict(spared=spared)
+    bench.scheduler.plan(bench.now)
+    assert request.state is state

@@ -36,3 +36,29 @@ def test_there_are_as_many_buckets_as_blocks_once_there_are_many() -> None:
         begin, end = end, end + more
         assert (table.find(keys[:begin]) > 0).all() and not table.find(keys[begin:]).any()
     table.check()
+
+
+def test_blocks_of_one_bucket_are_told_apart_up_to_the_first_that_is_not_known() -> None:
+    """Guards a prefix that would be cut where a bucket is shared, or empty."""
+    table = BlockTable()
+    shared = np.array([_FIRST_BUCKETS * (n + 1) for n in range(5)], np.uint64)
+    nodes = table.extend(shared)
+    table.mark(nodes, 1)
+    for unknown in (_FIRST_BUCKETS * 9, 7):
+        keys = np.append(shared, np.uint64(unknown))
+        assert table.lead(keys).tolist() == nodes.tolist() and table.find(keys).tolist() == [*nodes.tolist(), 0]
+        keys = np.insert(shared, 3, np.uint64(unknown))
+        assert table.lead(keys).tolist() == nodes[:3].tolist()
+    table.check()
+
+
+def test_numbers_of_sets_that_nobody_has_any_more_are_given_again() -> None:
+    """Guards memory: workers come and go, and with each the sets that it was in."""
+    table = BlockTable()
+    nodes = table.extend(np.array([3, 4, 5], np.uint64))
+    table.mark(nodes, 1)
+    for bit in range(1, 200):
+        table.mark(nodes[:2], 1 << bit)
+        table.drop(nodes[:2], 1 << bit)
+        table.check()
+    assert len(table._masks) <= 4

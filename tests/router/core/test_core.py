@@ -5,7 +5,7 @@ import pytest
 
 from engine import identity
 from engine.messages import Accepted, Cancel, Fault, Finish, HeldRun, HoldingTold, NeedPrefill, Place, Refused, Tokens
-from engine.types import FinishReason, RequestId
+from engine.types import FinishReason, RequestId, TokenLogprobs
 from router.core.events import (
     Begin,
     ClientLeft,
@@ -455,3 +455,14 @@ def test_what_an_answer_has_written_is_believed_to_be_cached() -> None:
     assert bench.router.index.held_blocks("d0") == 2
     bench.hear(ended(output_tokens=25))
     assert bench.router.index.held_blocks("d0") == 4
+
+
+def test_of_tokens_that_are_told_again_only_the_new_ones_bring_log_probabilities() -> None:
+    """Guards a client whose log probabilities would be those of other tokens behind a duplicate."""
+    bench = Bench()
+    bench.submit()
+    bench.accept()
+    said = [TokenLogprobs(token, -0.5 * token, ()) for token in (1, 2, 3, 4)]
+    bench.hear(Tokens(A, 1, 0, [1, 2], said[:2]))
+    told = bench.hear(Tokens(A, 1, 1, [2, 3, 4], said[1:]))
+    assert told == [Ignored("duplicate", 1), Deliver(A, [3, 4], said[2:])]

@@ -446,3 +446,12 @@ def test_as_many_tenants_as_there_may_be_are_kept(monkeypatch: pytest.MonkeyPatc
     share.left(RequestId("d1"))
     enter(share, "e1")
     assert "a" not in share._accounts and "e" in share._accounts
+
+
+def test_as_many_wait_as_stand_in_the_lines() -> None:
+    share = FairShare()
+    for expected, name in enumerate(("a1", "a2", "b1")):
+        assert len(share) == expected
+        enter(share, name)
+    share.serve(RequestId("a1"), 10)
+    assert len(share) == 2

@@ -185,3 +185,19 @@ def test_near_and_far_have_medians_of_their_own() -> None:
     assert fitted.s_per_block("d1") == fitted.s_per_block("nobody") == (0.001, 0.01)
     fitted.reported("d1", load(s_per_block={"p0": 0.02}))
     assert fitted.s_per_block("d1") == (0.001, 0.02), "its own, and the median where it has none"
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("nobody", "d0"), ("p0", "nobody"), ("nobody", "nobody")])
+def test_an_end_on_a_worker_that_is_gone_teaches_nobody(prefill: str, decode: str) -> None:
+    """Guards the router against the account of a request whose worker has left meanwhile."""
+    fitted = cluster()
+    fitted.ended((0.1, 0.2), account(prefill, decode, prefill_run=9.0, migrate=9.0))
+    assert (fitted.delay("p0"), fitted.exposure("d0")) == (1.0, (1.0, 1.0))
+
+
+def test_the_least_step_is_that_with_one_more_request() -> None:
+    """Guards the bound: the line of steps at one row more than run, and never more than was measured."""
+    fitted = cluster()
+    fitted._line.s_per_row, fitted._line._seconds, fitted._line._rows = 0.5, 4.0, 4.0
+    assert fitted._line.alone_s == 2.0
+    assert [fitted.least_step_s("d0", 4.0, rows) for rows in (0, 1, 3, 9)] == [2.5, 3.0, 4.0, 4.0]

@@ -10,7 +10,7 @@ import pytest
 
 from router.core.call import Call
 from router.core.placement import LOCAL, demand
-from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, Demand, cost
+from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, Demand, PrefillView, cost
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import worker_info
 
@@ -310,3 +310,40 @@ def test_what_others_would_lose_is_asked_of_all_that_hold_alike(
     monkeypatch.setattr(parts.placer._reuse, "delaying_tokens", delaying)
     assert parts.placer.choose(waiting(), 0.0) is not None
     assert asked == [{"p0"}, compared]
+
+
+def test_a_prefill_worker_with_just_enough_blocks_reads() -> None:
+    """Guards the largest prompt that fits: 40 tokens are three blocks."""
+    for blocks, expected in ((2, LOCAL.name), (3, "p0")):
+        parts = Parts()
+        parts.join("d0")
+        parts.join("p0", blocks=blocks)
+        assert pair(parts.placer.choose(waiting(), 0.0)) == (expected, "d0")
+
+
+def test_an_answer_that_is_all_there_takes_no_more_steps() -> None:
+    info = worker_info("d0", "decode")
+    for history, likely in ((0, 5.0), (20, 4.0), (23, 1.0), (24, 0.0)):
+        record = msgspec.structs.replace(request_record(tokens=40, max_tokens=24), tokens=list(range(40 + history)))
+        assert demand(record, info, 5.0).answer_tokens == likely
+
+
+@pytest.mark.parametrize(("size", "views"), [(16, ["d0", "p0"]), (32, ["p0"])])
+def test_who_reads_is_compared_with_all_that_were_asked_and_are_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch, size: int, views: list[str]
+) -> None:
+    """Guards what is missed of beginnings: a decode worker that could have read is one of those, and a worker whose
+    blocks are of another size holds other beginnings."""
+    parts = Parts(local_prefill="auto")
+    parts.join("d0", block_size=size)
+    parts.join("p0")
+    parts.report("p0", s_per_token=0.001)
+    parts.report("d0", s_per_prompt_token=1.0)
+    asked: list[list[str]] = []
+
+    def placed(chain: list[bytes], tokens: int, size: int, seen: list[PrefillView], *more: object) -> None:
+        asked.append(sorted(view.name for view in seen))
+
+    monkeypatch.setattr(parts.placer._reuse.missed, "placed", placed)
+    assert pair(parts.placer.choose(waiting(), 0.0)) == ("p0", "d0")
+    assert asked == [views]

@@ -379,3 +379,14 @@ def test_of_a_run_that_is_told_as_much_is_believed_as_there_is_room_for() -> Non
     index.recall("a", b"", short(blocks([9])))
     index.check()
     assert index.match("a", blocks([9])) == 0
+
+
+def test_who_had_all_that_was_believed_is_believed_as_before() -> None:
+    """Guards the last block of a chain, and one beyond it, against a worker that had just as much, or more."""
+    index = PrefixIndex()
+    index.add("a", 8)
+    index.insert("a", blocks([1, 2, 3]))
+    for actual, left in ((9, 3), (3, 3), (2, 2), (0, 0)):
+        index.correct("a", blocks([1, 2, 3]), actual)
+        index.check()
+        assert index.match("a", blocks([1, 2, 3])) == left

@@ -538,6 +538,9 @@ def test_a_dead_end_of_one_that_is_gone_or_of_another_life_ends_nobody() -> None
     departures, why = bench.scheduler.departures, DeadEnd("INVALID_ARGUMENT", "no token can follow")
     (departure,) = departures._departures.values()
     other = replace(departure.request, placement=9)
-    assert departures.give_up(other, why, 1.0) == [] and list(departures._departures.values()) == [departure]
+    drawn = departure.drawn
+    assert departures.give_up(other, why, 1.0) == departures.complete(other, (9,), 1.0) == []
+    assert list(departures._departures.values()) == [departure] and departure.drawn == drawn
     for _ in range(2):
         assert departures.give_up(departure.request, why, 1.0) == [] and not departures._departures
+    assert departures.complete(departure.request, (9,), 1.0) == []

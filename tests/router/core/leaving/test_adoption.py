@@ -16,7 +16,7 @@ from engine.messages import (
     UsePrefill,
     Yield,
 )
-from engine.types import FinishReason, RequestId, RequestRecord
+from engine.types import FinishReason, RequestId, RequestRecord, TokenLogprobs
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
 from router.core.events import (
@@ -372,3 +372,12 @@ def test_a_report_that_comes_before_the_first_question_is_adopted() -> None:
     adoptions.adopt("d0", orphan(5, placement=3), 7.0, out)  # type: ignore[arg-type]
     assert any(isinstance(command, Adopt) for command in out)
     assert bench.router._calls[A].highest == 1_000
+
+
+def test_each_token_comes_with_its_own_log_probabilities() -> None:
+    """Guards a client that resumes: one token's would come twice, or with the next one."""
+    bench = Bench()
+    said = [TokenLogprobs(token, -0.5 * token, ()) for token in (5, 6, 7)]
+    told = bench.hear(orphan(5, 6, 7, logprobs=said))
+    delivered = [c for c in told if isinstance(c, Deliver)]
+    assert [(c.ids, list(c.logprobs)) for c in delivered] == [([one.token], [one]) for one in said]

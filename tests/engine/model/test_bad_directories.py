@@ -1,0 +1,173 @@
+"""Directories that are not what they should be: each is refused by a ModelError that names file and tensor or field
+when a model is prepared, before any worker serves; whether its weights are converted or left where they lie."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.model.config import ModelError
+from engine.model.prepared.cache import prepare
+from tests.engine.model.checkpoints import build, save_hf
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+Change = Callable[[Path], object]
+
+
+def said(**fields: Any) -> Change:
+    """Put fields into config.json; without a value they are taken out."""
+
+    def change(folder: Path) -> None:
+        raw = json.loads((folder / "config.json").read_text()) | fields
+        (folder / "config.json").write_text(json.dumps({key: item for key, item in raw.items() if item is not None}))
+
+    return change
+
+
+def tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    def change(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        edit(found)
+        save_file(found, folder / WEIGHTS)
+
+    return change
+
+
+def header(edit: Callable[[bytes], bytes]) -> Change:
+    def change(folder: Path) -> None:
+        raw = (folder / WEIGHTS).read_bytes()
+        end = 8 + struct.unpack("<Q", raw[:8])[0]
+        new = edit(raw[8:end])
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(new)) + new + raw[end:])
+
+    return change
+
+
+def content(name: str, raw: bytes) -> Change:
+    return lambda folder: (folder / name).write_bytes(raw)
+
+
+def cut(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-40])
+
+
+def linked(name: str, to: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / to)
+
+    return change
+
+
+def in_place(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return change
+
+
+def removed(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def indexed(edit: Callable[[dict[str, Any]], object]) -> Change:
+    def change(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        edit(index)
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+TWICE = b'"' + DOWN.encode() + b'":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+UNSOUND = rf"{WEIGHTS}: not a sound safetensors file"
+CASES: dict[str, tuple[Change, str]] = {
+    "zero bytes": (content(WEIGHTS, b""), UNSOUND),
+    "a header of 2^60 bytes": (content(WEIGHTS, struct.pack("<Q", 1 << 60) + bytes(99)), UNSOUND),
+    "cut": (cut(WEIGHTS), UNSOUND),
+    "unknown dtype": (header(lambda raw: raw.replace(b'"F32"', b'"F99"', 1)), UNSOUND),
+    "a name twice": (header(lambda raw: raw[:1] + TWICE + raw[1:]), rf"{WEIGHTS}: has \d+ tensors by \d+ names"),
+    "one tensor in two files": (
+        lambda folder: shutil.copy(folder / WEIGHTS, folder / "more.safetensors"),
+        r"tensor .* is in model.safetensors too",
+    ),
+    "missing": (tensors(lambda found: found.pop(DOWN)), f"tensor {DOWN} is missing"),
+    "shape": (
+        tensors(lambda found: found.update({DOWN: found[DOWN][:-1].contiguous()})),
+        rf"{DOWN} has shape \(63, 96\), expe",
+    ),
+    "dtype": (tensors(lambda found: found.update({DOWN: found[DOWN].int()})), f"{DOWN}: dtype I32 is not supported"),
+    "FP8 unsaid": (
+        tensors(lambda found: found.update({DOWN: found[DOWN].to(torch.float8_e4m3fn)})),
+        f"{DOWN}: dtype F8_E4M3",
+    ),
+    "a link to itself": (linked(WEIGHTS, WEIGHTS), "Symlink loop|Too many levels"),
+    "a link to nothing": (linked(WEIGHTS, "nothing"), "No such file"),
+    "a folder": (in_place(WEIGHTS), f"{WEIGHTS}: .*(Is a directory|cannot be read)"),
+    "none": (removed(WEIGHTS), r"holds no \*.safetensors file"),
+    "pickles": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), "holds only pickled weights"),
+    "no config": (removed("config.json"), "config.json: cannot be read"),
+    "empty config": (content("config.json", b""), "config.json: not a JSON object"),
+    "config of no text": (content("config.json", b"\xff\xfe"), "config.json: not a JSON object"),
+    "nested config": (content("config.json", b'{"a":' * 100_000), "config.json: not a JSON object"),
+    "config links to itself": (linked("config.json", "config.json"), "config.json: cannot be read"),
+    "no hidden_size": (said(hidden_size=None), "config.json: hidden_size is missing"),
+    "no rms_norm_eps": (said(rms_norm_eps=None), "config.json: rms_norm_eps is missing"),
+    "no model_type": (said(model_type=None), "config.json: unknown model_type None"),
+    "a size of words": (said(hidden_size="wide"), "config.json: a field is not of the kind"),
+    "no heads": (said(num_attention_heads=0), "config.json: heads is 0"),
+    "too many layers": (said(num_hidden_layers=10**9), "config.json: layers is 1000000000"),
+    "activation": (said(hidden_act=["silu"]), r"activation \['silu'\] is not supported"),
+    "layer_types": (said(layer_types=3), "layer_types is 3, not a list of names"),
+    "nested layer_types": (said(layer_types=[["a"]]), "layer_types is .*, not a list of names"),
+    "quantization of a word": (said(quantization_config="fp8"), "quantization_config is 'fp8', not a table"),
+    "quantization of a list": (said(quantization_config=[1]), r"quantization_config is \[1\], not a table"),
+    "unknown quantization": (said(quantization_config={"quant_method": "hqq"}), "quant_method 'hqq' is not supported"),
+    "no tokenizer": (removed("tokenizer.json"), "tokenizer.json: cannot be read"),
+    "no tokenizer in it": (content("tokenizer.json", b"{}"), "tokenizer.json: not a tokenizer"),
+    "tokenizer_config": (content("tokenizer_config.json", b"[1]"), "tokenizer_config.json: not a JSON object"),
+}
+SHARDED: dict[str, tuple[Change, str]] = {
+    "a shard is missing": (removed("model-00002-of-00016.safetensors"), "model-00002-of-00016.safetensors: .*No such"),
+    "a shard is cut": (cut("model-00002-of-00016.safetensors"), "model-00002-of-00016.safetensors: not a sound"),
+    "a shard of no bytes": (content("model-00002-of-00016.safetensors", b""), "model-00002-of-00016.*: not a sound"),
+    "no map": (indexed(lambda index: index.pop("weight_map")), f"{INDEX}: weight_map is not a table"),
+    "numbers in the map": (indexed(lambda index: index.update(weight_map={"a": 3})), f"{INDEX}: weight_map is not"),
+    "a file elsewhere": (
+        indexed(lambda index: index["weight_map"].update({DOWN: "../../x.safetensors"})),
+        "No such file",
+    ),
+    "no text": (content(INDEX, b"\xff"), f"{INDEX}: not a JSON object"),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    save_hf(build("mistral"), folder / "one")
+    save_hf(build("mistral"), folder / "sharded", max_shard_size="60KB")
+    for name in ("one", "sharded"):
+        prepare(str(folder / name), folder / "cache")  # sound before it is changed
+    return folder / "one", folder / "sharded"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("name", [*CASES, *SHARDED])
+def test_is_refused_by_name(name: str, mapped: bool, sources: tuple[Path, Path], tmp_path: Path) -> None:
+    """Guards a traceback, or a model that runs and is wrong, in place of a word about the file."""
+    change, message = (CASES | SHARDED)[name]
+    folder = tmp_path / "model"
+    shutil.copytree(sources[name in SHARDED], folder)
+    change(folder)
+    with pytest.raises(ModelError, match=message) as caught:
+        prepare(str(folder), tmp_path / "cache", mapped=mapped)
+    assert str(folder) in str(caught.value) or "x.safetensors" in str(caught.value)
