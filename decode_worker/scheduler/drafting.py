@@ -15,7 +15,8 @@ Two cases:
     1 proposing costs nothing (`ngram`, `suffix`): all are asked, and the best of what they propose is chosen.
     2 it takes time (`model`): what is chosen is asked for, and nothing else. A request of which the drafter has much
       to read first is asked for only where its answer can be long enough to bring that in. Where drafts are not worth
-      it, one is tried, as long as all that was tried in vain has taken less than `TRIAL_SHARE` of all time.
+      it, or what they take is not known yet, one is tried, as long as all that was tried has taken less than
+      `TRIAL_SHARE` of all time.
 """
 
 from collections import Counter
@@ -114,7 +115,8 @@ class StepCosts:
 
     def worth(self, rows: int, gains: Sequence[float], depths: Sequence[int] = ()) -> int:
         """Return how many drafts a step of `rows` should have, where the i-th adds `gains[i]` tokens, the most first.
-        All of them as long as no step was measured; none where none without drafts was."""
+        All of them as long as no step was measured; none where none without drafts was, or the drafter's time is not
+        known."""
         return self.weighed(rows, gains, depths)[0]
 
     def weighed(self, rows: int, gains: Sequence[float], depths: Sequence[int] = ()) -> tuple[int, float]:
@@ -123,6 +125,8 @@ class StepCosts:
         base = self._seconds.get(rows, 0.0)
         if not base:
             return (0, 0.0) if self._seconds else (len(gains), float("inf"))
+        if depths and not self._depth_s:
+            return 0, 0.0
         expected, drafting_s, count, best = float(rows), 0.0, 0, rows / base
         asked = Counter[int]()
         for drafts, gain in enumerate(gains, 1):
@@ -215,6 +219,7 @@ class Drafting:
             return {}
         ranked = self._ranked(able)[:room]
         count, saved_s = self._weighed(rows, ranked)
+        self._is_trial = not self.costs.is_measured
         if not count and self._may_try(rows):
             self._is_trial = True
             return {min(able, key=lambda one: unread[one[0]] or 0)[0]: 1}

@@ -290,3 +290,17 @@ def test_one_choice_of_so_many_is_the_other_one(worth: bool) -> None:
     chosen = [drafting._choose(1, ranked) for _ in range(2 * OTHER_WAY)]
     usual, other = (2, 0) if worth else (0, 2)
     assert chosen == [*[usual] * (OTHER_WAY - 1), other] * 2
+
+
+def test_a_drafter_whose_time_is_not_known_is_on_trial() -> None:
+    """Guards a worker that has just started: it read whole prompts with a draft model before it knew at what cost."""
+    drafter = Small(60.0, 20.0, right=0.0, prompt=200)
+    made, request, all_s, longest_s = Drafting(drafter, 3), _request(), 0.0, 0.0
+    for _ in range(400):
+        made.propose([(request, 3)], 1, 3)
+        longest_s = max(longest_s, made._proposing_s)
+        lasted = CPU[1] / 1e3 + made._proposing_s
+        made.lasted(1, 0, lasted, is_mixed=False)
+        all_s += lasted
+    assert drafter.read_tokens == 64, "once: 1.3 s, and 6.5 s of steps are no fifty times that"
+    assert made.drafting_s == longest_s
