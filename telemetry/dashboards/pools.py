@@ -204,6 +204,7 @@ POOLS = Dashboard(
                     S.rate("draft_model_seconds_total", TARGET),
                     "{{worker}}",
                     width=12,
+                    high=1,
                 ),
                 one(
                     "Read by the draft model",

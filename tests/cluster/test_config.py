@@ -61,6 +61,8 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
             value = "0.5"
         if key.endswith("engine.device"):
             value = "cuda:1"
+        if key == "decode.engine.draft_model":
+            extra = ["--set", "decode.engine.speculation=model"]
         if key == "router.policy":
             value = "random"
         if key == "router.cors_origins":

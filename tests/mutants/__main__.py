@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tests.mutants import report
 from tests.mutants.catalogue import PACKAGES, ROOT, Equivalent, Mutant, Source, equivalents, sample, sources
-from tests.mutants.results import FOLDER, Outcome, Result, Results, digest, tests_digest
+from tests.mutants.results import FOLDER, Outcome, Result, Results, digest, digest_of_tests
 from tests.mutants.simulate import UNMADE, find
 
 SIMULATOR = ("tests/sim",)
@@ -80,7 +80,7 @@ def _gone(listed: list[Equivalent], every: list[Mutant]) -> list[Equivalent]:
 
 def _by_tests(wanted: list[Mutant], path: Path, jobs: int, quick_s: float) -> None:
     for package in PACKAGES:
-        known, tests = Results(path), tests_digest(package, quick=quick_s > 0)
+        known, tests = Results(path), digest_of_tests(package, quick=quick_s > 0)
         due = [m for m in wanted if m.package == package and known.is_due(m, "tests", tests)]
         if not due:
             continue

@@ -26,7 +26,7 @@ import pytest
 
 from tests.mutants.catalogue import PACKAGES, ROOT, Mutant, Source, sources
 from tests.mutants.patch import CannotPatch, Place, place_of, plant, running
-from tests.mutants.results import Outcome, Result, Results, digest, tests_digest
+from tests.mutants.results import Outcome, Result, Results, digest, digest_of_tests
 
 MEMORY_BYTES = 2 << 30
 """What a mutant's process may have beyond its parent: an endless loop that collects shall end."""
@@ -83,7 +83,7 @@ class MutantRunner:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Failed("the tests cannot be collected")
-        self.tests = tests_digest(self.package, quick=self.quick_s > 0)
+        self.tests = digest_of_tests(self.package, quick=self.quick_s > 0)
         files = {str(ROOT / path) for path in self.sources}
         functions = running(files)
         self._measure(session, files)

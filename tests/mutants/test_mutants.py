@@ -13,7 +13,7 @@ from tests.mutants.catalogue import ROOT, Equivalent, Mutant, Source, equivalent
 from tests.mutants.operators import States
 from tests.mutants.patch import CannotPatch, plant, running
 from tests.mutants.report import count, tell
-from tests.mutants.results import Outcome, Result, Results, tests_digest
+from tests.mutants.results import Outcome, Result, Results, digest_of_tests
 from tests.mutants.runner import MutantRunner
 
 CODE = """
@@ -181,4 +181,4 @@ def test_a_first_look_asks_the_nearest_tests_for_so_long(tmp_path: Path, quick_s
     }
     runner.enters = {place: list(names.values()), ("other.py", mutant.function, 1): [("other", 0.0)]}
     assert [name[-1] for name, _ in runner._chosen(mutant)] == list(expected)
-    assert tests_digest("router/core", quick=True) != tests_digest("router/core")
+    assert digest_of_tests("router/core", quick=True) != digest_of_tests("router/core")

@@ -342,7 +342,7 @@ def test_layer_groups_are_planned_as_workers_have_them(tmp_path: Path, capsys: p
         assert pool["blocks"] == (384 << 20) // layout.block_bytes
         assert pool["blocks"] // 6 == before["blocks"]
         assert pool["requests"] >= 4 * max(1, before["requests"])
-    assert cli.main(["plan", *flags, "--set", on[1]]) == 0
+    assert cli.main(["plan", *flags, "--set", on[0], "--set", on[1]]) == 0
     assert "6 of up to 3 layers, a block table for each; 5 keep a window of 512 tokens" in capsys.readouterr().out
 
 
