@@ -39,7 +39,10 @@ inline int32_t start_of_pairs(const uint8_t *terms) {
   const __m256i low = pairs(_mm256_loadu_si256((const __m256i *)terms + 2), second(2));
   const __m256i all = _mm256_add_epi32(
       _mm256_add_epi32(_mm256_slli_epi32(high, HIGH_BITS), _mm256_slli_epi32(middle, LOW_BITS)), low);
-  return _mm512_reduce_add_epi32(_mm512_sub_epi32(_mm512_setzero_si512(), _mm512_zextsi256_si512(all)));
+  // By hand: _mm512_reduce_add_epi32 ends in an addition of two ints, which must not overflow.
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  return _mm_cvtsi128_si32(_mm_sub_epi32(_mm_setzero_si128(), sum));  // the second and fourth are zeros
 }
 
 // Quads [8][64][4] of 4-bit codes: add 128 to each second one, and write behind them [64] what only W decides of the

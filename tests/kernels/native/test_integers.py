@@ -1,11 +1,15 @@
 """Products in integers of 16 and 23 bits: against the float64 product of the very codes, at the ends of what a term and
 32 bits hold, and with bits that depend on nothing but a row's own values."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.native import Native, native
+from kernels.native import SOURCES, Native, native
 from kernels.panels import GROUP, WHOLE, IntegerBits, Kind, Panels, in_integers, pack_codes, stacked, unpack
 from tests.kernels.native.digest import bits_of_everything
 from tests.kernels.native.test_native import weight_of
@@ -17,6 +21,30 @@ pytestmark = pytest.mark.skipif(
 KINDS: list[Kind] = ["q4", "q8", "a8", "h8", "x8"]
 MOST: dict[IntegerBits, int] = {16: 32639, 23: 3686000}
 """The largest integer of so many bits."""
+
+
+WRAPPING = """
+#include "pairs.h"
+
+using namespace headrace;
+
+static const int8_t ENDS[3][4] = {{-112, 112, 0, 1}, {-128, 127, 0, 1}, {-64, 63, 0, 1}};
+
+int main() {
+  if (!has_pairs()) return 3;
+  uint32_t state = 1;
+  for (int turn = 0; turn < 10000; ++turn) {
+    int8_t terms[3][GROUP];
+    for (int term = 0; term < 3; ++term)
+      for (int8_t &of_column : terms[term]) of_column = ENDS[term][(state = state * 1664525 + 1013904223) >> 30];
+    uint32_t want = 0;
+    for (int i = 0; i < GROUP; i += i % 8 == 3 ? 5 : 1)
+      want -= ((uint32_t)((terms[0][i] + 128) * terms[0][i + 4]) << HIGH_BITS) +
+              ((uint32_t)(128 * terms[1][i + 4]) << LOW_BITS) + (uint32_t)((terms[2][i] + 128) * terms[2][i + 4]);
+    if ((uint32_t)start_of_pairs((const uint8_t *)terms) != want) return 1;
+  }
+}
+"""
 
 
 @pytest.fixture
@@ -117,6 +145,23 @@ def test_every_term_at_its_ends(kernels: Native, bits: IntegerBits, kind: Kind) 
         kernels.by_words = True
         assert torch.equal(got, kernels.linear(n, integer(weight, bits)).double())
         kernels.by_words = False
+
+
+def test_what_a_row_decides_of_pairs_wraps(kernels: Native, tmp_path: Path) -> None:
+    """Guards sums modulo 2^32 that a compiler may take for ones that never overflow: the program is made to end where
+    a sum of ints does, and computes the same in unsigned integers."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if kernels.variant != "AVX512" or compiler is None:
+        pytest.skip("columns are multiplied in pairs with AVX-512 alone, and this needs a compiler")
+    (tmp_path / "wrapping.cpp").write_text(WRAPPING)
+    flags = ["-std=c++17", "-O1", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", f"-I{SOURCES}"]
+    flags += ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+    program = tmp_path / "wrapping"
+    subprocess.run([compiler, *flags, str(tmp_path / "wrapping.cpp"), "-o", str(program)], check=True)
+    told = subprocess.run([str(program)]).returncode
+    if told == 3:
+        pytest.skip("this processor multiplies no columns in pairs")
+    assert told == 0
 
 
 def test_23_bits_lose_no_more_than_floats(kernels: Native) -> None:
