@@ -17,6 +17,7 @@ its experts. Where weights are codes, `kernels.coded_experts` has both products.
 padded groups.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -312,6 +313,11 @@ def mix(x: Tensor, choice: RoutedRows, weights: ExpertWeights, configs: ExpertCo
             f"{tuple(gate_up.shape)} and {tuple(down.shape)} are no experts for {tuple(x.shape)}, or not contiguous"
         )
     of_gate_up, of_down = _launched(gate_up, "gate_up", configs.gate_up), _launched(down, "down", configs.down)
+    # A plan has tiles of one height: beside codes, plain weights are multiplied in theirs.
+    if isinstance(gate_up, Tensor) and not isinstance(down, Tensor):
+        of_gate_up = replace(of_gate_up, rows=of_down.rows)
+    elif isinstance(down, Tensor) and not isinstance(gate_up, Tensor):
+        of_down = replace(of_down, rows=of_gate_up.rows)
     if of_gate_up.rows != of_down.rows:
         raise ValueError(f"tiles of {of_gate_up.rows} and {of_down.rows} rows for one plan")
     check_interpretable(x, *(item for item in (gate_up, down) if isinstance(item, Tensor)))

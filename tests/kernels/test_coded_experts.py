@@ -69,16 +69,20 @@ def test_mixtures(
 
 @pytest.mark.parametrize("plain", ["gate_up", "down"])
 def test_one_product_of_codes_and_one_of_plain_weights(plain: str) -> None:
-    """Guards a layer whose `down` has columns that fill no groups, and stays in the model's type."""
+    """Guards a layer whose `down` has columns that fill no groups, and stays in the model's type: the table has other
+    heights of tiles for plain weights than for codes."""
     x, choice, weights = coded_case(("q4", "q8"), 7, 64, 96, 4, 2, True, torch.float32)
     stack = getattr(weights, plain)
     mixed = weights._replace(**{plain: stack.widen(torch.float32)})
     want = wanted(x, choice, weights)
-    got = grouped_experts.mix(x, choice, mixed, CONFIGS)
-    torch.testing.assert_close(got.cpu().double(), want, atol=3e-5 * float(want.abs().max()), rtol=0)
-    other = replace(SMALL, rows=32)
+    higher = replace(SMALL, rows=32)
+    for configs in (CONFIGS, CONFIGS._replace(gate_up=higher, down=higher)):
+        got = grouped_experts.mix(x, choice, mixed, configs)
+        torch.testing.assert_close(got.cpu().double(), want, atol=3e-5 * float(want.abs().max()), rtol=0)
+    wide = [item.widen(x.dtype) for item in (weights.gate_up, weights.down) if isinstance(item, CodedStack)]
+    both = ExpertWeights(wide[0], wide[1], *weights[2:])
     with pytest.raises(ValueError, match="tiles of"):
-        grouped_experts.mix(x, choice, mixed, CONFIGS._replace(gate_up=other, down=other))
+        grouped_experts.mix(x, choice, both, CONFIGS._replace(gate_up=higher))
 
 
 def test_experts_that_nobody_chose_are_not_read() -> None:
