@@ -201,5 +201,5 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
         ).check(path).without_idle_windows()
     except KeyError as error:
         raise ModelError(path, f"{error.args[0]} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(path, f"a field is not of the kind that it should be: {error}") from error

@@ -158,9 +158,11 @@ def _gemma3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 def _gemma(path: Path, raw: Raw) -> Options:
     if raw.get("use_bidirectional_attention"):
         raise ModelError(path, "use_bidirectional_attention: only causal attention is supported")
+    if (scalar := float(raw.get("query_pre_attn_scalar", 256))) <= 0:
+        raise ModelError(path, f"query_pre_attn_scalar is {scalar}, not a positive number")
     return {
         "embed_scale": float(raw["hidden_size"]) ** 0.5,
-        "attention_scale": float(raw.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "attention_scale": scalar**-0.5,
         "attention_softcap": float(raw.get("attn_logit_softcapping") or 0.0),
         "final_softcap": float(raw.get("final_logit_softcapping") or 0.0),
     }

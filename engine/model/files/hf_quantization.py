@@ -123,7 +123,7 @@ class Quantization:
                     self._group_size(size if strategy in ("group", None) else None, f"{where}.weights.group_size"),
                     bool(weights.get("symmetric", True)),
                     self._block(block, f"{where}.weights.block_structure") if strategy == "block" else None,
-                    tuple(str(one) for one in group.get("targets") or ()),
+                    self._targets(group.get("targets") or [], f"{where}.targets"),
                 )
             )
         return found
@@ -171,6 +171,16 @@ class Quantization:
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
             raise ModelError(self._config, f"{where} is {block!r}, not rows and columns")
         return block[0], block[1]
+
+    def _targets(self, targets: object, where: str) -> tuple[str, ...]:
+        if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+            raise ModelError(self._config, f"{where} is {targets!r}, not a list of names")
+        for pattern in (one for one in targets if one.startswith("re:")):
+            try:
+                re.compile(pattern.removeprefix("re:"))
+            except re.error as error:
+                raise ModelError(self._config, f"{where}: {pattern!r} is no pattern: {error}") from error
+        return tuple(targets)
 
     def _group(self, stem: str) -> Weights:
         """Return how a module is quantized: by a group that names it, or else by one for all linears."""

@@ -165,8 +165,11 @@ def mxfp4() -> Format:
     return Format({"quant_method": "mxfp4"}, pack, "q8")
 
 
-def compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+def compressed(
+    form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None, targets: Any = ("Linear",)
+) -> dict[str, Any]:
+    targets = list(targets) if isinstance(targets, tuple) else targets
+    group = {"targets": targets, "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
         "format": form,

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.model.config import ModelError
 from engine.model.prepared.cache import prepare
 from tests.engine.model.checkpoints import build, save_hf
+from tests.engine.model.hf_quantized import compressed
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -87,6 +88,11 @@ def indexed(edit: Callable[[dict[str, Any]], object]) -> Change:
     return change
 
 
+def targets(of_group: Any) -> Change:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    return said(quantization_config=compressed("float-quantized", weights, targets=of_group))
+
+
 TWICE = b'"' + DOWN.encode() + b'":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
 UNSOUND = rf"{WEIGHTS}: not a sound safetensors file"
 CASES: dict[str, tuple[Change, str]] = {
@@ -131,6 +137,21 @@ CASES: dict[str, tuple[Change, str]] = {
     "quantization of a word": (said(quantization_config="fp8"), "quantization_config is 'fp8', not a table"),
     "quantization of a list": (said(quantization_config=[1]), r"quantization_config is \[1\], not a table"),
     "unknown quantization": (said(quantization_config={"quant_method": "hqq"}), "quant_method 'hqq' is not supported"),
+    "targets of a number": (targets(-1), "group_0.targets is -1, not a list of names"),
+    "targets of numbers": (targets([1]), r"group_0.targets is \[1\], not a list of names"),
+    "targets of no pattern": (targets(["re:("]), r"group_0.targets: 're:\(' is no pattern: missing \)"),
+    "a division by nothing": (
+        said(model_type="granite", sliding_window=None, logits_scaling=0),
+        "config.json: a field is not of the kind that it should be: float division by zero",
+    ),
+    "an infinite scale": (
+        said(model_type="gemma2", query_pre_attn_scalar=0),
+        "config.json: query_pre_attn_scalar is 0.0, not a positive number",
+    ),
+    "a complex scale": (
+        said(model_type="gemma2", query_pre_attn_scalar=-1),
+        "config.json: query_pre_attn_scalar is -1.0, not a positive number",
+    ),
     "no tokenizer": (removed("tokenizer.json"), "tokenizer.json: cannot be read"),
     "no tokenizer in it": (content("tokenizer.json", b"{}"), "tokenizer.json: not a tokenizer"),
     "tokenizer_config": (content("tokenizer_config.json", b"[1]"), "tokenizer_config.json: not a JSON object"),
