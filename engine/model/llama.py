@@ -344,7 +344,10 @@ def load_model(
     ]
     if device.type != "cpu" or by_reference(model_dir):
         weights, digests = load_weights(model_dir, device, progress)
-        own = float8_weights(weights, device, TORCH_DTYPES[config.dtype]) if float8 else {}
+        # The rows of an embedding are read; where it is the output matrix too, only that is multiplied with.
+        multiplied = {"head": weights["embedding"], **weights}
+        del multiplied["embedding"]
+        own = float8_weights(multiplied, device, TORCH_DTYPES[config.dtype]) if float8 else {}
         config = msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests))
         return Llama(config, {**weights, **own})
     mapped = PreparedWeights(model_dir)

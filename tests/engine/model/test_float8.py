@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.backends.gpu.attention import TritonAttention
 from engine.config import EngineConfig
 from engine.device import open_device
+from engine.model import llama
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import load_weights
@@ -72,6 +74,7 @@ def test_logits_are_those_of_rounded_activations(form: str, kernels: str, tmp_pa
     assert apart > 0.01, "rounding that nobody sees would prove nothing"
     device = open_device(config_of(folder, attention=kernels))
     assert "activations in 8-bit floats" in device.arithmetic
+    assert torch.__version__ in device.arithmetic  # whose product it is
     if kernels != "triton":
         assert device.is_deterministic
     device.kv.close()
@@ -96,6 +99,26 @@ def test_a_gpus_loader_makes_them_of_the_codes_it_copied(tmp_path: Path) -> None
     made = scaled_linear.from_codes(loaded, "rows")
     assert made is not None and made.codes.data_ptr() == loaded.codes.data_ptr()
     assert made.nbytes == 256 * 384 + 4 * 256 < loaded.nbytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gpus_embedding_in_codes_is_read_and_its_head_multiplied(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a loader that would make of the embedding what no row can be read from. `by_reference` leads to what a
+    GPU's worker loads with, in memory of the CPU."""
+    model = reference(**{**SIZES, "tie_word_embeddings": tied})
+    source = save_quantized(model, tmp_path / "model", packing.fp8_whole())
+    stored, name = load_file(tmp_path / "model" / "model.safetensors"), "model.embed_tokens.weight"
+    packed = packing.fp8_whole().pack(stored[name])
+    stored |= {name: packed.tensors["weight"], f"{name}_scale": packed.tensors["weight_scale"]}
+    save_file(stored, tmp_path / "model" / "model.safetensors")
+    folder = prepare(source, tmp_path / "cache", "bfloat16", mapped=False)
+    monkeypatch.setattr(llama, "by_reference", lambda _: True)
+    ours = load_model(folder, float8=True)
+    assert isinstance(ours._head, Float8Weight) == tied
+    rows = torch.tensor([3, 0, 17])
+    assert torch.equal(ours._rows(rows), packed.weight[rows].to(torch.bfloat16))
 
 
 def test_what_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
