@@ -8,8 +8,11 @@ other rows of the step wait for beside the drafts themselves. Each depth is one 
 likeliest token is proposed: at temperatures above 0 the served model may draw another one.
 
 Where the pool has no room for a sequence, those give way that were not asked for in this call, the longest unasked for
-first, and are read anew. Source: speculative decoding (Leviathan et al. 2211.17192), but for how drafts are accepted
-(`engine.step.accepted`).
+first, and are read anew. Where they hold too little, it gives up what it holds itself, so that others can go on; and
+until one of them is forgotten or not asked for, nothing is begun that would not leave as much room as it takes: or
+else what has given way would be read again and again.
+
+Source: speculative decoding (Leviathan et al. 2211.17192), but for how drafts are accepted (`engine.step.accepted`).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,8 +56,8 @@ class _Sequence:
 
 
 class ModelDrafter:
-    """Drafts of a model, whose runner nobody else uses. Mutable state: the free blocks, and what was read of each
-    request. Owner: the engine's thread."""
+    """Drafts of a model, whose runner nobody else uses. Mutable state: the free blocks, whether somebody has found too
+    few of them, and what was read of each request. Owner: the engine's thread."""
 
     takes_time = True
 
@@ -72,6 +75,7 @@ class ModelDrafter:
         self._clock = clock
         self._of: dict[RequestId, _Sequence] = {}
         self._calls = 0
+        self._is_full = False
 
     def unread(self, asked: DraftWanted) -> int | None:
         own, length = self._of.get(asked.record.request), len(asked.tokens)
@@ -112,8 +116,9 @@ class ModelDrafter:
 
     def forget(self, request: RequestId) -> None:
         own = self._of.pop(request, None)
-        if own is not None:
-            self._free += own.blocks
+        if own is not None and own.blocks:
+            self._give_up(own)
+            self._is_full = False
 
     def check(self) -> None:
         """Recompute the invariants."""
@@ -133,19 +138,28 @@ class ModelDrafter:
         own.is_readable = own.is_readable and (not more or max(more) < self._vocab)
 
     def _reserve(self, own: _Sequence, tokens: int) -> bool:
-        """Give it blocks for so many tokens. False: there is no room."""
+        """Give it blocks for so many tokens. False: there is no room, and it has none."""
         missing = -(-tokens // self._block_size) - len(own.blocks)
-        if missing > len(self._free):
+        begins_late = self._is_full and not own.blocks
+        if begins_late or missing > len(self._free):
             idle = [one for one in self._of.values() if one.asked_at < self._calls and one.blocks]
+            if begins_late and not idle and len(self._free) < min(2 * missing, self._blocks):
+                return False
+            if missing > len(self._free) + sum([len(one.blocks) for one in idle]):
+                # If each kept its part of a full pool, none would ever have the next block.
+                self._give_up(own)
+                self._is_full = True
+                return False
             for one in sorted(idle, key=lambda one: one.asked_at):
-                self._free += one.blocks
-                one.blocks, one.read = [], 0
                 if missing <= len(self._free):
                     break
-        if missing > len(self._free):
-            return False
+                self._give_up(one)
         own.blocks += [self._free.pop() for _ in range(missing)]
         return True
+
+    def _give_up(self, own: _Sequence) -> None:
+        self._free += own.blocks
+        own.blocks, own.read = [], 0
 
     def _catch_up(self, sequences: list[_Sequence]) -> tuple[int, float]:
         """Read what those that are behind have before their last token, who lacks the least first. Return how many

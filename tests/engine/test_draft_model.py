@@ -162,6 +162,43 @@ def test_who_was_not_asked_for_gives_way_first() -> None:
     runner.take()
 
 
+def test_a_full_pool_is_not_held_by_who_cannot_go_on() -> None:
+    """Guards sequences that each hold their part of a full pool, and none of which gets its next block: nobody had
+    drafts until one ended."""
+    drafter, _ = _drafter(blocks=8)
+    texts = [_text(n, 13) for n in range(2)]
+    for turn in range(8):
+        told = drafter.propose([_asked(str(n), text) for n, text in enumerate(texts)])
+        drafter.check()
+        assert [*map(bool, told.drafts)] == [turn < 2, True], turn
+        texts = [[*text, 5] for text in texts]
+    drafter.forget(RequestId("1"))
+    assert drafter.propose([_asked("0", texts[0])]).drafts == [_right(texts[0], 3)]
+
+
+def test_who_gave_way_in_a_full_pool_is_not_read_in_turns() -> None:
+    """Guards a draft model that reads, in each call, what gives way in the next one."""
+    drafter, _ = _drafter(blocks=40)
+    lengths = (6, 33, 34, 35, 36)
+    texts, read = [_text(n, length) for n, length in enumerate(lengths)], 0
+    for _ in range(60):
+        told = drafter.propose([_asked(str(n), text) for n, text in enumerate(texts)])
+        drafter.check()
+        read += told.read_tokens
+        assert any(told.drafts)
+        texts = [[*text, 5] for text in texts]
+    assert read < sum(lengths) + 10, "each of them once"
+
+
+def test_nobody_gives_way_in_vain() -> None:
+    """Guards what was read of a sequence against one for which there is no room with that either."""
+    drafter, _ = _drafter(blocks=6)
+    idle, held, long = _text(1, 3), _text(2, 7), _text(3, 15)
+    drafter.propose([_asked("idle", idle), _asked("held", held)])
+    assert drafter.propose([_asked("held", held), _asked("long", long)]).drafts == [_right(held, 3), []]
+    assert drafter.unread(_asked("idle", idle)) == 1
+
+
 def test_what_it_cannot_read_it_says_nothing_of() -> None:
     """Guards a table of positions that ends, an embedding that has no such row, and a draft that the model has not."""
     drafter, runner = _drafter(context_tokens=12)
