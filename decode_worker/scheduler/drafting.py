@@ -14,9 +14,9 @@ Two cases:
 
     1 proposing costs nothing (`ngram`, `suffix`): all are asked, and the best of what they propose is chosen.
     2 it takes time (`model`): what is chosen is asked for, and nothing else. A request of which the drafter has much
-      to read first is asked for only where its answer can be long enough to bring that in. Where drafts are not worth
-      it, or what they take is not known yet, one is tried, as long as all that was tried has taken less than
-      `TRIAL_SHARE` of all time.
+      to read first is asked for only where its answer can be long enough to bring that in. Where drafts, or reading
+      for them, are not worth it, or what they take is not known yet, one is tried, as long as all that was tried has
+      taken less than `TRIAL_SHARE` of all time.
 """
 
 from collections import Counter
@@ -190,8 +190,7 @@ class Drafting:
         able = [(request, self.most) for request in requests]
         if not self.drafter.takes_time:
             return self._choose(rows, self._ranked(able)) > 0
-        able = [one for one in able if self.drafter.unread(_asked(*one)) is not None]
-        return bool(able) and (self._choose(rows, self._ranked(able)) > 0 or self._may_try(rows))
+        return bool(self._wanted(self.drafter, able, rows, self.most * len(able))[0])
 
     def propose(self, requests: Sequence[tuple[Request, int]], rows: int, room: int) -> dict[Request, list[int]]:
         """Return the drafts of a step of `rows`: for each of `requests` up to as many as stand beside it, and `room` in
@@ -200,7 +199,8 @@ class Drafting:
             return {}
         able = [(request, min(most, self.most)) for request, most in requests]
         if self.drafter.takes_time:
-            return self._asked_for(self._wanted(self.drafter, able, rows, room))
+            wanted, self._is_trial = self._wanted(self.drafter, able, rows, room)
+            return self._asked_for(wanted)
         told = self.drafter.propose([_asked(*one) for one in able])
         drafts = {request: some for (request, _), some in zip(able, told.drafts, strict=True)}
         ranked = self._ranked([(request, len(some)) for request, some in drafts.items()])[:room]
@@ -211,25 +211,26 @@ class Drafting:
 
     def _wanted(
         self, drafter: Drafter, able: Sequence[tuple[Request, int]], rows: int, room: int
-    ) -> dict[Request, int]:
-        """Return for which requests drafts are worth the time, and how many."""
+    ) -> tuple[dict[Request, int], bool]:
+        """Return for which requests drafts are worth the time, and how many; True: or one that is tried."""
         unread = {request: drafter.unread(_asked(request, most)) for request, most in able}
         able = [one for one in able if unread[one[0]] is not None]
         if not able:
-            return {}
+            return {}, False
         ranked = self._ranked(able)[:room]
         count, saved_s = self._weighed(rows, ranked)
-        self._is_trial = not self.costs.is_measured
-        if not count and self._may_try(rows):
-            self._is_trial = True
-            return {min(able, key=lambda one: unread[one[0]] or 0)[0]: 1}
+        chosen = self._or_other_way(count, len(ranked))
+        if count and not chosen:
+            return {}, False
         wanted: Counter[Request] = Counter()
-        for draft in ranked[: self._choose(rows, ranked)]:
+        for draft in ranked[:chosen]:
             request = draft.request
             left = request.record.max_tokens - request.output_tokens
             if self.costs.reading_s(unread[request] or 0) <= left * saved_s:
                 wanted[request] += 1
-        return wanted
+        if not wanted and self._may_try(rows):
+            return {min(able, key=lambda one: unread[one[0]] or 0)[0]: 1}, True
+        return wanted, not self.costs.is_measured
 
     def _asked_for(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
         assert self.drafter is not None
@@ -260,12 +261,15 @@ class Drafting:
         return self.costs.knows(rows) and self._trials_s <= TRIAL_SHARE * self._all_s
 
     def _choose(self, rows: int, ranked: Sequence[_Draft]) -> int:
-        count, _ = self._weighed(rows, ranked)
+        return self._or_other_way(self._weighed(rows, ranked)[0], len(ranked))
+
+    def _or_other_way(self, count: int, most: int) -> int:
+        """Return how many drafts a step has, of up to `most`, of which `count` are worth it."""
         self._choices += 1
         if self._choices % OTHER_WAY:
             return count
         assert self.drafter is not None
-        return 0 if count or self.drafter.takes_time else len(ranked)
+        return 0 if count or self.drafter.takes_time else most
 
     def _weighed(self, rows: int, ranked: Sequence[_Draft]) -> tuple[int, float]:
         assert self.drafter is not None

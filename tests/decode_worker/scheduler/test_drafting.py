@@ -261,12 +261,36 @@ def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
         drafter.behind[known.record.request] = 0
         made.lasted(1, len(mine), CPU[1 + len(mine)] / 1e3 + made._proposing_s, is_mixed=False)
     made.forget(known)
+    made._trials_s = made._all_s  # no trial is due
     for most, is_read in ((6, False), (4000, True)):
         new, before = _request(), drafter.read_tokens
         drafter.behind[new.record.request] = 3000
         new.record = msgspec.structs.replace(new.record, max_tokens=most)
+        assert made.awaits([new], 1) is is_read, "a step that is planned ahead waits for nothing"
         made.propose([(new, 3)], 1, 3)
         assert (drafter.read_tokens > before) is is_read
+
+
+def test_a_reading_that_once_took_long_is_not_believed_for_ever() -> None:
+    """Guards a draft model that is quick and right: one reading that had waited for a disk, and nothing was ever read
+    again, since no request that was new seemed worth it."""
+    drafter = Small(1.0, 0.1, right=1.0, prompt=10)
+    made, counts = Drafting(drafter, 3), list[int]()
+    for number in range(30):
+        request = _request()
+        request.record = msgspec.structs.replace(request.record, max_tokens=300)
+        drafted = 0
+        for step in range(100):
+            drafter.read_s = 0.2 if (number, step) == (1, 0) else 1e-4
+            mine = made.propose([(request, 3)], 1, 3).get(request, [])
+            made.stepped(request, len(mine), len(mine))
+            made.lasted(1, len(mine), CPU[1 + len(mine)] / 1e3 + made._proposing_s, is_mixed=False)
+            drafted += len(mine)
+        made.forget(request)
+        drafter.prompt = 500
+        counts.append(drafted)
+    assert counts[0] > 200 and made.costs.reading_s(500) < 3.0
+    assert min(counts[-5:]) > 200, counts
 
 
 def test_a_step_is_measured_without_its_drafters_time() -> None:
