@@ -205,6 +205,7 @@ POOLS = Dashboard(
                     "{{worker}}",
                     width=12,
                     high=1,
+                    proof=Proof.SHOWN,
                 ),
                 one(
                     "Read by the draft model",
@@ -214,6 +215,7 @@ POOLS = Dashboard(
                     S.rate("draft_model_read_tokens_total", TARGET),
                     "{{worker}}",
                     width=12,
+                    proof=Proof.SHOWN,
                 ),
             ),
         ),
