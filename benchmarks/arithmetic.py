@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from math import exp
 from pathlib import Path
@@ -125,6 +125,13 @@ def compare(
     return [tally.line(name) for name, tally in tallies.items()]
 
 
+def windows_of(folder: Path, texts: Sequence[Path], tokens: int, window: int) -> list[list[int]]:
+    """Return the first `tokens` of the texts in windows of at least two, with the tokenizer of a prepared model."""
+    text = "\n".join(path.read_text() for path in texts)
+    ids = TextModel.load(folder).encode(text, add_special=False)[:tokens]
+    return [ids[at : at + window] for at in range(0, len(ids) - 1, window)]
+
+
 class WindowReader:
     """The native kernels on a prepared model, one window at a time in a pool of its size."""
 
@@ -188,10 +195,7 @@ def main(argv: list[str]) -> int:
         return 1
     torch.set_num_threads(options.threads)
     folder = prepare(None, options.cache_dir)
-    text = "\n".join(path.read_text() for path in options.text or sorted(PAGES.glob("*.md")))
-    tokens = TextModel.load(folder).encode(text, add_special=False)[: options.tokens]
-    windows = [tokens[at : at + options.window] for at in range(0, len(tokens), options.window)]
-    windows = [window for window in windows if len(window) > 1]
+    windows = windows_of(folder, options.text or sorted(PAGES.glob("*.md")), options.tokens, options.window)
     with ExitStack() as stack:
         sides: dict[str, Side] = {}
         ours: dict[str, IntegerBits] = {"engine float32": 0, "engine integers": 23, "engine 16 bits": 16}

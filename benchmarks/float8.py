@@ -14,13 +14,12 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.arithmetic import PAGES, Side, WindowReader, compare
+from benchmarks.arithmetic import PAGES, Side, WindowReader, compare, windows_of
 from benchmarks.figures import show, write_json
 from engine.model.config import ModelConfig
 from engine.model.llama import Llama
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import PreparedWeights
-from engine.text.bundle import TextModel
 from kernels.linear import Weight
 from kernels.native import native
 from kernels.scaled_linear import MOST, Float8Weight
@@ -63,21 +62,15 @@ def main(argv: list[str]) -> int:
         return 1
     torch.set_num_threads(options.threads)
     folder = prepare(None, options.cache_dir)
-    text = "\n".join(path.read_text() for path in sorted(PAGES.glob("*.md")))
-    tokens = TextModel.load(folder).encode(text, add_special=False)[: options.tokens]
-    windows = [tokens[at : at + options.window] for at in range(0, len(tokens), options.window)]
+    windows = windows_of(folder, sorted(PAGES.glob("*.md")), options.tokens, options.window)
     with ExitStack() as stack:
         sides: dict[str, Side] = {
             name: stack.enter_context(closing(WindowReader(model, kernels, options.window)))
             for name, model in models(folder).items()
         }
-        lines = compare([window for window in windows if len(window) > 1], sides["its own weights"], sides, {})
-        dequantized = compare(
-            [window for window in windows if len(window) > 1],
-            sides["FP8 weights"],
-            {name: sides[name] for name in ("FP8 weights", "FP8 activations too")},
-            {},
-        )
+        lines = compare(windows, sides["its own weights"], sides, {})
+        rounded = {name: sides[name] for name in ("FP8 weights", "FP8 activations too")}
+        dequantized = compare(windows, sides["FP8 weights"], rounded, {})
     for title, found in (("beside its own weights", lines), ("beside the rounded weights", dequantized)):
         table = Table(title=f"{found[0].positions} positions of text, {title}", title_justify="left")
         for column in ("", "same best token", "error of logits, rms", "worst", "perplexity"):

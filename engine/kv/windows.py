@@ -61,8 +61,6 @@ class WindowTables:
         """Return the most blocks that a sequence of `blocks` blocks holds of each group at once."""
         return [min(blocks, most) for most in self._most]
 
-    # what a match has
-
     def for_fork(self, blocks: int) -> list[int]:
         """Return what a fork to come is charged that will have `blocks` blocks, shared ones included: one more, for the
         boundary block that it copies, which is held beside its table."""
