@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.coded_linear import STEP
 from kernels.coded_weight import CodedStack
 from kernels.configs import ConfigKey, KernelConfig, config_for
+from kernels.expert_tiles import add_bias, gated, load_rows, store_rows
 from kernels.experts import ClampedGate
 from kernels.launch import arch_of
 from kernels.panels import FACTORS, GROUP
@@ -51,12 +52,6 @@ def _widen(
     if OFFSETS:
         wide += tl.load(offsets_ptr + factors, mask=inside, other=0.0)
     return wide
-
-
-@triton.jit
-def _load_rows(x_ptr, rows, columns, there, COLUMNS: tl.constexpr):
-    inside = there[:, None] & (columns < COLUMNS)[None, :]
-    return tl.load(x_ptr + (rows * COLUMNS)[:, None] + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -107,7 +102,7 @@ def coded_gate_up_kernel(
             else:
                 gate_codes, up_codes = gates, ups
             own = columns + 16 * high
-            x = _load_rows(x_ptr, row, own, there, HIDDEN)
+            x = load_rows(x_ptr, row, own, there, HIDDEN)
             wide = _widen(gate_codes, scales_ptr, offsets_ptr, first + dims, wanted, own, HIDDEN, KIND, PART, OFFSETS)
             gate = tl.dot(x, wide.to(x.dtype), gate, input_precision="ieee")
             wide = _widen(
@@ -115,15 +110,9 @@ def coded_gate_up_kernel(
             )
             up = tl.dot(x, wide.to(x.dtype), up, input_precision="ieee")
     if BIAS:
-        gate += tl.load(bias_ptr + first + dims, mask=wanted, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + first + WIDTH + dims, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    if CLAMP:
-        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        gated = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
-    else:
-        gated = gate * tl.sigmoid(gate) * up
-    place = (pair * WIDTH)[:, None] + dims[None, :]
-    tl.store(out_ptr + place, gated.to(out_ptr.dtype.element_ty), mask=there[:, None] & wanted[None, :])
+        gate = add_bias(gate, bias_ptr, first + dims, wanted)
+        up = add_bias(up, bias_ptr, first + WIDTH + dims, wanted)
+    store_rows(out_ptr, gated(gate, up, alpha, limit, CLAMP), pair, dims, there, wanted, WIDTH)
 
 
 @triton.jit
@@ -163,13 +152,12 @@ def coded_down_kernel(
         for high in tl.static_range(2 if KIND == "q4" else 1):
             own_codes = (codes >> 4 if high else codes & 15) if KIND == "q4" else codes
             own = columns + 16 * high
-            x = _load_rows(x_ptr, pair, own, there, WIDTH)
+            x = load_rows(x_ptr, pair, own, there, WIDTH)
             wide = _widen(own_codes, scales_ptr, offsets_ptr, first + dims, wanted, own, WIDTH, KIND, PART, OFFSETS)
             answer = tl.dot(x, wide.to(x.dtype), answer, input_precision="ieee")
     if BIAS:
-        answer += tl.load(bias_ptr + first + dims, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    place = (pair * HIDDEN)[:, None] + dims[None, :]
-    tl.store(out_ptr + place, answer.to(out_ptr.dtype.element_ty), mask=there[:, None] & wanted[None, :])
+        answer = add_bias(answer, bias_ptr, first + dims, wanted)
+    store_rows(out_ptr, answer, pair, dims, there, wanted, HIDDEN)
 
 
 @cache

@@ -28,6 +28,7 @@ from torch import Tensor
 from kernels.coded_experts import coded_down, coded_gate_up, launch_config
 from kernels.coded_weight import CodedStack
 from kernels.configs import ConfigKey, KernelConfig, config_for
+from kernels.expert_tiles import add_bias, gated, load_rows, store_rows
 from kernels.experts import ClampedGate, ExpertWeights, RoutedRows, Routing
 from kernels.launch import check_interpretable
 from kernels.panels import PanelStack
@@ -116,12 +117,6 @@ def place_kernel(
 
 
 @triton.jit
-def _load_tile(at_ptr, rows, columns, there, LENGTH: tl.constexpr):
-    inside = there[:, None] & (columns < LENGTH)[None, :]
-    return tl.load(at_ptr + (rows * LENGTH)[:, None] + columns[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
 def gate_up_kernel(
     x_ptr,
     weights_ptr,
@@ -152,21 +147,15 @@ def gate_up_kernel(
     up = tl.zeros([ROWS, TILE], tl.float32)
     for start in range(0, HIDDEN, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        x = _load_tile(x_ptr, row, columns, there, HIDDEN)
-        gate_tile = _load_tile(weights_ptr, first + dims, columns, inside, HIDDEN)
-        up_tile = _load_tile(weights_ptr, first + WIDTH + dims, columns, inside, HIDDEN)
+        x = load_rows(x_ptr, row, columns, there, HIDDEN)
+        gate_tile = load_rows(weights_ptr, first + dims, columns, inside, HIDDEN)
+        up_tile = load_rows(weights_ptr, first + WIDTH + dims, columns, inside, HIDDEN)
         gate = tl.dot(x, tl.trans(gate_tile), gate, input_precision="ieee")
         up = tl.dot(x, tl.trans(up_tile), up, input_precision="ieee")
     if BIAS:
-        gate += tl.load(bias_ptr + first + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + first + WIDTH + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if CLAMP:
-        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        gated = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
-    else:
-        gated = gate * tl.sigmoid(gate) * up
-    at = (pair * WIDTH)[:, None] + dims[None, :]
-    tl.store(out_ptr + at, gated.to(out_ptr.dtype.element_ty), mask=there[:, None] & inside[None, :])
+        gate = add_bias(gate, bias_ptr, first + dims, inside)
+        up = add_bias(up, bias_ptr, first + WIDTH + dims, inside)
+    store_rows(out_ptr, gated(gate, up, alpha, limit, CLAMP), pair, dims, there, inside, WIDTH)
 
 
 @triton.jit
@@ -195,13 +184,12 @@ def down_kernel(
     answer = tl.zeros([ROWS, TILE], tl.float32)
     for start in range(0, WIDTH, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        x = _load_tile(x_ptr, pair, columns, there, WIDTH)
-        down = _load_tile(weights_ptr, first + dims, columns, inside, WIDTH)
+        x = load_rows(x_ptr, pair, columns, there, WIDTH)
+        down = load_rows(weights_ptr, first + dims, columns, inside, WIDTH)
         answer = tl.dot(x, tl.trans(down), answer, input_precision="ieee")
     if BIAS:
-        answer += tl.load(bias_ptr + first + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
-    at = (pair * HIDDEN)[:, None] + dims[None, :]
-    tl.store(out_ptr + at, answer.to(out_ptr.dtype.element_ty), mask=there[:, None] & inside[None, :])
+        answer = add_bias(answer, bias_ptr, first + dims, inside)
+    store_rows(out_ptr, answer, pair, dims, there, inside, HIDDEN)
 
 
 @triton.jit
