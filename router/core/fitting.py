@@ -99,14 +99,14 @@ class StepLine:
 class _WorkerFit:
     """What is fitted of one worker: of either role, as much as applies."""
 
-    __slots__ = ("delay", "exposure", "host", "s_per_token", "steps", "ways_s")
+    __slots__ = ("delay", "exposure", "host", "s_per_token", "step_s", "steps", "ways_s")
 
     def __init__(self, host: int) -> None:
         self.host = host
         self.delay = PredictionFactor()
         self.exposure = PredictionFactor(), PredictionFactor()
         self.steps = PredictionFactor()
-        self.s_per_token = 0.0
+        self.s_per_token = self.step_s = 0.0
         self.ways_s = 0.0, 0.0
 
 
@@ -146,7 +146,7 @@ class Coefficients:
         if (fit := self._prefills.get(name)) is not None:
             fit.s_per_token = load.s_per_token
         elif (fit := self._decodes.get(name)) is not None:
-            fit.s_per_token = load.s_per_prompt_token
+            fit.s_per_token, fit.step_s = load.s_per_prompt_token, load.s_per_token
             if load.running_requests and 0.0 < load.s_per_token < float("inf"):
                 self._line.measured(load.running_requests, load.s_per_token)
                 fit.steps.observed(self._line.step_s(load.running_requests), load.s_per_token)
@@ -194,10 +194,12 @@ class Coefficients:
 
     def step(self, name: str, measured_s: float) -> tuple[float, float]:
         """Return the time of a step of a decode worker without rows, and what each row adds. `measured_s` is that of
-        its steps now, all that there is until the line is known."""
+        its steps now, all that there is until the line is known; 0.0: it has run none, and has the median of the
+        others, or else it would seem to decode in no time."""
         line, fit = self._line, self._decodes.get(name)
         if not line.s_per_row:
-            return measured_s, measured_s / ASSUMED_ROWS
+            step_s = measured_s or self._pools().step_s
+            return step_s, step_s / ASSUMED_ROWS
         factor = fit.steps.value if fit is not None and fit.steps.is_known else 1.0
         return factor * line.alone_s, factor * line.s_per_row
 
@@ -246,6 +248,7 @@ class Coefficients:
                 _median(fit.delay.value for fit in prefills if fit.delay.is_known) or 1.0,
                 (near, far),
                 (_median(fit.ways_s[0] for fit in decodes), _median(fit.ways_s[1] for fit in decodes)),
+                _median(fit.step_s for fit in decodes),
             )
         return self._medians
 
@@ -258,6 +261,7 @@ class _Medians(NamedTuple):
     delay: float
     exposure: tuple[float, float]
     ways_s: tuple[float, float]
+    step_s: float
 
 
 def _median(figures: Iterable[float]) -> float:

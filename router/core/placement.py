@@ -322,11 +322,16 @@ class Placer:
 
     def _decode_view(self, worker: WorkerEntry, cached_blocks: int) -> DecodeView:
         """A view, which the worker keeps for the next request that it holds as much of: coefficients too are those of
-        its last report, dispatch or end."""
+        its last report, dispatch or end. One that has run no step has the steps of the others, of whose reports it
+        is not told."""
         view = worker.decode_view
-        if view is not None and view.cached_blocks == cached_blocks:
-            return view
         load, fitted, name = worker.load, self._fitted, worker.name
+        if (
+            view is not None
+            and view.cached_blocks == cached_blocks
+            and (view.s_per_step or view.alone_s == fitted.step(name, 0.0)[0])
+        ):
+            return view
         step_s = load.s_per_token if load else 0.0
         alone_s, s_per_row = fitted.step(name, step_s)
         view = worker.decode_view = DecodeView(

@@ -131,6 +131,17 @@ def test_who_was_never_seen_is_like_the_others() -> None:
     assert fitted.delay("p0") == 1.0, "a new life begins anew"
 
 
+def test_who_has_run_no_step_does_not_decode_in_no_time() -> None:
+    """Guards a next turn, which left its cached prompt for an idle worker that had run nothing yet."""
+    fitted = cluster()
+    assert fitted.step("d1", 0.0) == (0.0, 0.0), "nobody has run any"
+    fitted.reported("d0", load(s_per_token=0.008))
+    assert fitted.step("d1", 0.0) == fitted.step("d0", 0.008) == (0.008, 0.008 / ASSUMED_ROWS)
+    assert fitted.step("d1", 0.002) == (0.002, 0.002 / ASSUMED_ROWS), "its own, once it has any"
+    fitted.forget("d0")
+    assert fitted.step("d1", 0.0) == (0.0, 0.0)
+
+
 def test_a_decode_worker_that_reads_prompts_has_its_own_speed() -> None:
     fitted = cluster()
     fitted.reported("p0", load(s_per_token=0.003))

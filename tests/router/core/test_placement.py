@@ -104,6 +104,20 @@ def test_one_pool_is_priced_worker_by_worker() -> None:
     assert choice is not None and choice.decode.name == second.name
 
 
+def test_who_has_run_no_step_is_not_thought_to_decode_in_no_time() -> None:
+    """Guards a next turn in a new cluster, also where the idle worker's view was made before anybody had run a step."""
+    parts = Parts()
+    first, _ = parts.join("d0"), parts.join("d1")
+    for name in ("d0", "d1"):
+        parts.report(name, s_per_prompt_token=0.001)
+    call = waiting()
+    assert parts.placer.choose(call, 0.0) is not None
+    parts.index.insert("d0", call.chain(first.key))
+    parts.report("d0", s_per_prompt_token=0.001, s_per_token=0.007)
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and pair(choice) == (LOCAL.name, "d0") and choice.reason == "affinity"
+
+
 def test_a_sample_beside_its_host_adds_one_token_to_the_queue() -> None:
     """Guards one pool against queues of prompts that nobody computes: its sample shares the host's."""
     parts = Parts()
