@@ -30,6 +30,7 @@ class Sampled(OnePool):
         return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_answers_with_a_draft_model_are_those_without(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

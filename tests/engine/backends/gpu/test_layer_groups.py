@@ -138,6 +138,7 @@ def test_each_layer_reads_and_writes_by_its_group_s_table() -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_recorded_steps_find_the_tables_of_every_group() -> None:
     """Guards tables and slots of a group that are frozen into a recording, or lie where another group's do."""
     ours = Side("triton", recorded=True)
@@ -148,6 +149,7 @@ def test_recorded_steps_find_the_tables_of_every_group() -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_steps_behind_steps_that_were_not_waited_for() -> None:
     """Guards a window of which a block is let go when a step has ended, while the next one is under way."""
     ours, reference = Side("triton", recorded=True), Side("torch")
