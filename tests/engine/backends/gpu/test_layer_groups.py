@@ -3,6 +3,7 @@ kernels over one table, as steps are, recorded, planned ahead; what a window has
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from msgspec.structs import replace
 
