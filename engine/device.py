@@ -36,6 +36,7 @@ from kernels.native import native as find_native
 
 if TYPE_CHECKING:
     from engine.constraints.matchers import Matchers
+    from engine.ranks.devices import Devices
     from engine.ranks.group import RankGroup
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def open_device(
     host_tier_bytes: int = 0,
     progress: Progress | None = None,
     transport_bytes: int = 0,
+    devices: "Devices | None" = None,
 ) -> EngineDevice:
     """Load the prepared model and allocate the pool. Sets this process's compute threads. `progress` hears of weights
     that are copied to a device, in bytes.
@@ -99,7 +101,7 @@ def open_device(
     `transport_bytes` out of one that is sized by a GPU's. Raises ModelError for a model that is not whole, ValueError
     for a pool too small to hold one block, for a profile without limits, for kernels that do not run on the device, for
     another dtype than the model was prepared in, for a pool beside which a GPU has no room for a step, for a model that
-    cannot be divided among the ranks asked for, where `deterministic` is on and cannot be kept, and where products in
+    cannot be divided among the ranks asked for, for ranks on GPUs without `devices`, which they have one each of, where `deterministic` is on and cannot be kept, and where products in
     8-bit floats are asked for and cannot be had; RankError for a rank that cannot be opened.
     """
     torch.set_num_threads(config.threads)
@@ -113,6 +115,8 @@ def open_device(
     if config.arithmetic == "fp8" and max(config.tensor_parallel, config.sum_slices) > 1:
         raise ValueError("engine.arithmetic: fp8 rounds whole rows, of which tensor-parallel ranks have parts")
     if config.tensor_parallel > 1:
+        if config.device != "cpu":
+            return _open_device_ranks(config, model_dir, limits, transport_bytes, progress, devices)
         return _open_ranks(config, model_dir, limits, host_tier_bytes)
     native = _native(config)
     alone: AbstractContextManager[None] = nullcontext()
@@ -157,10 +161,11 @@ def _device(
     arithmetic: str,
     draft: OpenDraft | None,
     ranks: "RankGroup | None" = None,
+    pools: int = 1,
 ) -> EngineDevice:
-    """`shape`: of the whole model."""
+    """`shape`: of the whole model. `pools`: how many there are like that in `opened`, on other ranks' devices."""
     model_dir = Path(config.model_dir)
-    memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
+    memory = MemoryUse(weights_bytes, opened.workspace_bytes, pools * opened.kv.nbytes)
     if draft is not None:
         memory = msgspec.structs.replace(
             memory, draft_weights_bytes=draft.weights_bytes, draft_kv_bytes=draft.kv.nbytes
@@ -217,9 +222,8 @@ def _open_ranks(
     config: EngineConfig, model_dir: Path, limits: StepLimits | None, host_tier_bytes: int
 ) -> EngineDevice:
     """Open a model whose parts several processes compute, of which this one is rank 0."""
-    if config.device != "cpu" or config.kernels == "triton":
-        where = f"on {config.device} with {config.kernels} kernels"
-        raise ValueError(f"engine.tensor_parallel: ranks compute on the CPU, not {where}")
+    if config.kernels == "triton":
+        raise ValueError("engine.tensor_parallel: ranks on the CPU have its own kernels, not triton")
     if config.sum_slices > 1:
         raise ValueError("engine.sum_slices: is for one process, and engine.tensor_parallel asks for more")
     shape = ModelConfig.load(model_dir)
@@ -240,6 +244,42 @@ def _open_ranks(
             config, part.model, layout, part.native, stable, limits, weights_bytes, host_tier_bytes, draft, group
         )
         device = _device(config, shape, layout, opened, weights_bytes, stable, arithmetic, draft, group)
+        closing.pop_all()
+    return device
+
+
+def _open_device_ranks(
+    config: EngineConfig,
+    model_dir: Path,
+    limits: StepLimits | None,
+    transport_bytes: int,
+    progress: Progress | None,
+    devices: "Devices | None",
+) -> EngineDevice:
+    """Open a model whose ranks have a device each, with a pool of their own heads, of which this one is rank 0's."""
+    from engine.ranks.device_opening import check_devices, of_each, open_device_part
+    from engine.ranks.group import RankGroup
+
+    check_devices(config)
+    if devices is None:
+        raise ValueError(f"engine.tensor_parallel: nothing connects the ranks on {config.device}")
+    shape = ModelConfig.load(model_dir)
+    check_split(shape, config.tensor_parallel)
+    with ExitStack() as closing:
+        devices.open(config, 0)
+        name = devices.unique_id()
+        group = RankGroup(config, shape, devices.program, name, limits, transport_bytes)
+        closing.callback(group.close)
+        part = open_device_part(config, 0, name, limits, devices, group, progress)
+        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
+        arithmetic = arithmetic_of(config, None, part.model, layout)
+        _, weights_bytes = group.ready(
+            RankReady(f"{part.fingerprint}/{layout.dtype}", arithmetic, part.weights_bytes, False)
+        )
+        opened = part.opener.sized(of_each(config), part.memory, part.weights_bytes, transport_bytes)
+        group.timed()
+        ranks = config.tensor_parallel
+        device = _device(config, shape, layout, opened, weights_bytes, False, arithmetic, None, group, ranks)
         closing.pop_all()
     return device
 

@@ -91,6 +91,18 @@ class StepGraphs(Protocol):
     def sample(self, step: Any, logits: Tensor, draws: list[Row]) -> Tensor | QueuedDraws | Sequence[Drawn]: ...
 
 
+class StepRanks(Protocol):
+    """The other ranks of a model that have a pool and a runner each, as rank 0's runner sees them: fulfilled by
+    `engine.ranks.device_group.DeviceGroup`. Raises RankError."""
+
+    def tell(self, plan: StepPlan, followed: Followed | None) -> AbstractContextManager[None]:
+        """Tell them to carry out a step, whose rows of one token come first, with what these follow; within what is
+        returned, this rank does. They draw nothing."""
+
+    def wait(self, ended: Callable[[], None]) -> None:
+        """Wait for a step of all ranks by `ended`."""
+
+
 class HostMark:
     """Stands for `torch.cuda.Event` where the device is the CPU, which has done what it was told."""
 
@@ -122,7 +134,12 @@ class _Marked:
     def __init__(self, began: Any, ended: Any, scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list) -> None:
         self._began = began
         self._ended = ended
+        self._synchronize: Callable[[], None] = ended.synchronize
         self.scores = scores
+
+    def waited_by(self, ranks: StepRanks) -> None:
+        """Let `ranks` wait, which know what to do when the device never ends."""
+        self._synchronize = partial(ranks.wait, self._ended.synchronize)
 
     def idle_s(self, before: "_Marked") -> float:
         return max(0.0, float(before._ended.elapsed_time(self._began)) * 1e-3)
@@ -142,7 +159,7 @@ class Done(_Marked):
         self._drawn = drawn
 
     def wait(self) -> Sequence[Drawn]:
-        self._ended.synchronize()
+        self._synchronize()
         return self._drawn
 
 
@@ -174,7 +191,7 @@ class Queued(_Marked):
         super().__init__(began, _mark(tokens.device), scores)
 
     def wait(self) -> Sequence[Drawn]:
-        self._ended.synchronize()
+        self._synchronize()
         if self._drawn is None:
             drawn = self._host.tolist()
             if self._logprobs is not None:
@@ -203,9 +220,12 @@ class ModelRunner:
         cores: Cores | None = None,
         matchers: "Matchers | None" = None,
         mixed: StepGraphs | None = None,
+        ranks: StepRanks | None = None,
     ) -> None:
-        """`matchers` say what rows with a constraint may draw; a scheduler plans none where there are none."""
+        """`matchers` say what rows with a constraint may draw; a scheduler plans none where there are none. `ranks`:
+        others that are to carry out every step too, each with a runner of its own, whose steps are `follow`ed."""
         self.kv = kv
+        self._ranks = ranks
         self.matchers = matchers
         self._model = model
         self._attention = attention
@@ -225,11 +245,20 @@ class ModelRunner:
         with self._at_work(), self._on_device(), torch.inference_mode():
             return self._launch(plan)
 
+    def follow(self, plan: StepPlan, followed: Followed | None = None) -> None:
+        """Carry out another rank's step, which draws nothing here, and wait for nothing: its rows of one token come
+        first, and what they follow is with them."""
+        with self._at_work(), self._on_device(), torch.inference_mode():
+            self.kv.copy(list(plan.copies))
+            if plan.rows:
+                self._compute(plan.rows, followed, plan.is_scored, _mark(self._model.device))
+
     def _launch(self, plan: StepPlan) -> Queued | Done:
         device = self._model.device
         began = _mark(device)
-        self.kv.copy(list(plan.copies))
         if not plan.rows:
+            with self._told(plan, None):
+                self.kv.copy(list(plan.copies))
             return Done([], began, _mark(device))
         order = sorted(range(len(plan.rows)), key=lambda at: plan.rows[at].end - plan.rows[at].start > 1)
         drawing = [at for at in order if plan.rows[at].draw]
@@ -239,24 +268,12 @@ class ModelRunner:
             rows = [self._latest.resolved(row) for row in rows]
         wanted = [one for row in rows if row.draw for one in draws_of(row)]
         masks = self._begin_masks(wanted)
+        with self._told(StepPlan(tuple(rows), plan.copies, is_scored=plan.is_scored), followed):
+            self.kv.copy(list(plan.copies))
+            logits, sample, prompts = self._compute(rows, followed, plan.is_scored, began)
         scores: Callable[[], Sequence[Sequence[TokenLogprobs]]] = list
-        sample = self._attention.sample
-        if plan.is_scored:
-            batch = self._batch(rows, followed)
-            self._begins(began)
-            hidden = self._model.hidden(batch, self.kv, self._attention)
-            logits = self._model.logits(hidden[batch.logit_rows])
-            scored = [at for at in order if plan.rows[at].scored]
-            scores = partial(_in_order, prompt_scores(self._model.logits, hidden, rows).to_host(), scored)
-        elif (graphs := next((some for some in self._graphs if some.takes(rows)), None)) is not None:
-            loaded = graphs.load(rows, followed)
-            self._begins(began)
-            logits = graphs.replay(loaded)
-            sample = partial(graphs.sample, loaded)
-        else:
-            batch = self._batch(rows, followed)
-            self._begins(began)
-            logits = self._model.forward(batch, self.kv, self._attention)
+        if prompts is not None:
+            scores = partial(_in_order, prompts.to_host(), [at for at in order if plan.rows[at].scored])
         # The device computes; what a penalty or a grammar needs of the step before is there, or is before that ends.
         draws = [self._latest.resolved(row) if needs_tokens(row) else row for row in wanted]
         dead, masked = self._mask(draws, masks)
@@ -272,8 +289,32 @@ class ModelRunner:
             told = [dead.get(at, token) for at, token in enumerate(drawn)]
             told = told if finished is None else finished(told)
             launched = Done([told[at] for at in places], began, _mark(device), scores)
+        if self._ranks is not None:
+            launched.waited_by(self._ranks)
         self._latest = LatestDraws(plan.rows, launched)
         return launched
+
+    def _told(self, plan: StepPlan, followed: Followed | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.tell(plan, followed)
+
+    def _compute(
+        self, rows: Sequence[Row], followed: Followed | None, is_scored: bool, began: Any
+    ) -> tuple[Tensor, Callable[[Tensor, list[Row]], Any], PromptScores | None]:
+        """Queue a step, rows of one token first. Return the logits of rows that draw, what draws from them, and what is
+        said of prompts' tokens. All ranks choose alike how: what they send each other is a part of it."""
+        if is_scored:
+            batch = self._batch(rows, followed)
+            self._begins(began)
+            hidden = self._model.hidden(batch, self.kv, self._attention)
+            logits = self._model.logits(hidden[batch.logit_rows])
+            return logits, self._attention.sample, prompt_scores(self._model.logits, hidden, rows)
+        if (graphs := next((some for some in self._graphs if some.takes(rows)), None)) is not None:
+            loaded = graphs.load(rows, followed)
+            self._begins(began)
+            return graphs.replay(loaded), partial(graphs.sample, loaded), None
+        batch = self._batch(rows, followed)
+        self._begins(began)
+        return self._model.forward(batch, self.kv, self._attention), self._attention.sample, None
 
     def _begin_masks(self, draws: list[Row]) -> "Future[list[Mask]] | None":
         """Begin to compute what rows with a constraint may draw, where all their tokens are known, and nobody else has
@@ -341,7 +382,7 @@ class ModelRunner:
         places = [latest.places[self._latest.number(row)] if row.follows else -1 for row in ones]
         return Followed(latest.tokens, places)
 
-    def _batch(self, rows: list[Row], followed: Followed | None) -> ForwardBatch:
+    def _batch(self, rows: Sequence[Row], followed: Followed | None) -> ForwardBatch:
         multiple = self._attention.row_multiple
         batch = ForwardBatch.build(rows, self.kv.layout.block_size, self._model.device, multiple, followed)
         self._attention.begin(batch, self.kv)

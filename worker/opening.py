@@ -31,6 +31,7 @@ from transfer.mover import Mover
 from transfer.registry import open_transports
 from transfer.transport import Transport
 from worker.config import DecodeConfig, PrefillConfig
+from worker.rank_devices import CudaDevices, check_ranks
 from worker.rpc import RpcLoop, dialable
 from worker.streams import Readers, RouterStream, methods
 
@@ -68,7 +69,7 @@ def open_parts(
 ) -> Parts:
     """Load the model, open pool, tiers, transports and metrics, compile all that can be, and listen for those that have
     one of `secrets`; `closing` closes all of it. `progress` hears of weights that are loaded, in bytes. Raises what
-    `open_device` raises, ValueError for tiers or a host that cannot be, AccessError for a page that strangers could
+    `open_device` raises, ValueError for tiers, ranks or a host that cannot be, AccessError for a page that strangers could
     read, and for TLS that cannot be, and OSError for a taken port."""
     host, transfer = dialable(host), config.transfer
     guard = guard_page(config.access, host, name)
@@ -77,7 +78,11 @@ def open_parts(
     incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
     inbox = Inbox()
 
-    device = open_device(config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes)
+    check_ranks(config.engine, role, config.tiers)
+    device = open_device(
+        *(config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes),
+        devices=CudaDevices(),
+    )
     closing.callback(device.kv.close)
     if device.draft_kv is not None:
         closing.callback(device.draft_kv.close)

@@ -27,7 +27,7 @@ from engine.batch import ForwardBatch
 from engine.model.config import ModelConfig, ModelError, Progress
 from engine.model.families import FAMILIES, layer_key
 from engine.model.prepared.float8 import float8_weights
-from engine.model.prepared.loading import PreparedWeights, load_weights
+from engine.model.prepared.loading import PreparedWeights, load_weights, widened
 from engine.model.prepared.packed import packed_weights, wide_weights
 from engine.model.prepared.panels import panel_weights
 from engine.model.prepared.shards import by_reference, fingerprint_of
@@ -321,12 +321,12 @@ def load_model(
     is kept, streamed from its files; `progress` hears of it.
 
     `ranks`: load only what this rank has of the model, and let it add up sums with the others. `sum_slices`: load all
-    of it, but compute sums in the slices in which so many ranks would. `float8`: multiply matrices in 8-bit floats with
+    of it, but compute sums in the slices in which so many ranks would, on the CPU. `float8`: multiply matrices in 8-bit floats with
     activations that are rounded to them (`engine.model.prepared.float8`).
 
     Raises ModelError where the folder is not whole or its family is not one of this file's, ValueError for panels of
-    a model in another dtype than float32, for a model that cannot be divided so, for parts on another device than
-    the CPU, and where `float8` cannot be had.
+    a model in another dtype than float32, for a model that cannot be divided so, for parts of one that is
+    prepared by reference, and where `float8` cannot be had.
     """
     config = ModelConfig.load(model_dir)
     if config.family not in FAMILIES:
@@ -334,10 +334,13 @@ def load_model(
     if panels and config.dtype != "float32":
         raise ValueError(f"panels are for float32, not {config.dtype}")
     device = torch.device(device)
-    if (ranks is not None or sum_slices > 1) and (device.type != "cpu" or by_reference(model_dir)):
-        raise ValueError(f"a rank's part of a model is on the CPU and prepared there, not on {device}")
+    if (ranks is not None or sum_slices > 1) and by_reference(model_dir):
+        raise ValueError(f"a rank's part is of a model that is prepared as a whole, which {model_dir} is not")
+    if sum_slices > 1 and device.type != "cpu":
+        raise ValueError(f"slices are computed on the CPU, not on {device}")
     if ranks is not None:
-        return Llama(*_part(model_dir, config, ranks.share, panels, integer), ranks)
+        config, part = _part(model_dir, config, ranks.share, panels, integer)
+        return Llama(config, part if device.type == "cpu" else _copied(part, device, TORCH_DTYPES[config.dtype]), ranks)
     slices = [
         _part(model_dir, config, Share(at, sum_slices), panels, integer)
         for at in range(sum_slices if sum_slices > 1 else 0)
@@ -378,6 +381,19 @@ def _part(
         return local_config(config, share), {**mapped.others(), **_panels(model_dir, mapped, integer)}
     multiplied = {name: mapped[key] for name, key in mapped.matrices().items()}
     return local_config(config, share), {**mapped.others(), **multiplied}
+
+
+def _copied(weights: Weights, device: torch.device, dtype: torch.dtype) -> Weights:
+    """Return a rank's part on its device, in `dtype`: codes are widened."""
+
+    def copied(weight: Held) -> Tensor:
+        if isinstance(weight, CodedWeight):
+            weight = widened(weight, dtype)
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"a {type(weight).__name__} is not copied to {device}")
+        return weight.to(device, dtype)
+
+    return {name: copied(weight) for name, weight in weights.items()}
 
 
 def _columns(parts: Sequence[Summed]) -> ColumnSlices:

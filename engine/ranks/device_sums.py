@@ -30,7 +30,7 @@ class Exchange(Protocol):
 
     def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         """Enqueue, on the current stream, what goes to each rank and comes from each: contiguous tensors, of which none
-        is empty. Fulfilled by `transfer.nccl.exchange.NcclExchange`."""
+        is empty. Fulfilled over `transfer.nccl.exchange.NcclExchange`. Raises RankError."""
 
 
 class DeviceSums:
@@ -76,6 +76,8 @@ class DeviceSums:
 
     def gathered(self, x: Tensor) -> Tensor:
         x = x.contiguous()
+        if not len(x):  # a step that draws nothing
+            return x if self.share.rank else x.new_empty(0, self._columns[-1].stop)
         if self.share.rank:
             self._link.exchange([(0, x)], [])
             return x

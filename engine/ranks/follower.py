@@ -9,8 +9,10 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -37,32 +39,40 @@ from engine.ranks.orders import (
 from engine.ranks.sums import RankError, RankSums, bytes_of, places_bytes
 from engine.storage.paged import PoolFile, header_bytes
 
+if TYPE_CHECKING:
+    from engine.ranks.devices import Devices
+
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
+def main(devices: "Devices | None" = None) -> None:
+    """`devices`: where ranks have one each, how this process reaches its own."""
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSetup)
     _end_with_rank_0()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {setup.rank} %(levelname)s %(name)s: %(message)s")
     orders = socket.socket(fileno=setup.orders_fd)
     try:
         with torch.inference_mode():
-            Follower(setup, orders).run()
+            if devices is None:
+                Follower(setup, orders).run()
+            else:
+                from engine.ranks.device_follower import DeviceFollower
+
+                DeviceFollower(setup, orders, devices).run()
     except RankError as error:
-        _say(orders, RankFailed(error.rank, error.problem))
+        say(orders, RankFailed(error.rank, error.problem))
         raise SystemExit(1) from error
     except Exception as error:
-        _say(orders, RankFailed(setup.rank, f"failed: {type(error).__name__}: {error}"))
+        say(orders, RankFailed(setup.rank, f"failed: {type(error).__name__}: {error}"))
         raise
 
 
 class Follower:
-    """Opens its part; `run` does what it is told. Raises RankError where another rank fails, and what opening raises.
-    Mutable state: the number of the last order."""
+    """Opens its part; `run` does what it is told. Raises RankError where another rank fails, and what opening raises."""
 
     def __init__(self, setup: RankSetup, orders: socket.socket) -> None:
         config = msgspec.msgpack.decode(setup.config, type=EngineConfig)
-        self._rank, self._orders, self._number = setup.rank, orders, 0
+        self._rank, self._orders = setup.rank, orders
         whole = ModelConfig.load(Path(config.model_dir))
         links = {rank: socket.socket(fileno=fd) for rank, fd in setup.sums_fds.items()}
         self._memory = mmap.mmap(setup.memory_fd, ORDER_BYTES + places_bytes(setup.ranks))
@@ -75,13 +85,13 @@ class Follower:
         fingerprint = f"{part.fingerprint}/{layout.dtype}"
         arithmetic = arithmetic_of(config, part.native, part.model, layout)
         ready = RankReady(fingerprint, arithmetic, part.weights_bytes, part.is_stable)
-        _say(orders, ready)
+        say(orders, ready)
         blocks = HeadBlocks(layout, share.kv_heads(whole))
         pool = self._map_pool(layout)
         # Generations are rank 0's: nobody looks for them here.
         self._kv = blocks.view(pool, PoolFile("headrace-rank", 1))
         self._attention = HeadsAttention(part.attention, blocks, self._kv)
-        _say(orders, PoolMapped(len(pool)))
+        say(orders, PoolMapped(len(pool)))
         cores = process_cores(config.threads) if part.native is not None and config.lend_cores else None
         if part.native is not None and cores is not None:
             part.native.threads = cores.threads
@@ -93,20 +103,16 @@ class Follower:
             raise SystemExit(0)
         blocks, block_bytes, _ = ANNOUNCEMENT.unpack(word)
         size = header_bytes(blocks) + blocks * block_bytes
-        if block_bytes != layout.block_bytes or os.fstat(fds[0]).st_size != size:
+        if block_bytes != layout.block_bytes:
             raise RankError(self._rank, f"has blocks of {layout.block_bytes} bytes, not of {block_bytes}")
+        if (found := os.fstat(fds[0]).st_size) != size:
+            raise RankError(self._rank, f"has a pool of {found} bytes, not of {size} for {blocks} blocks")
         memory = mmap.mmap(fds[0], size)
         os.close(fds[0])
         return bytes_of(memory, header_bytes(blocks)).view(blocks, block_bytes)
 
     def run(self) -> None:
-        while word := self._orders.recv(ANNOUNCEMENT.size):
-            number, size, announced = ANNOUNCEMENT.unpack(word)
-            self._number += 1
-            raw = bytes(self._memory[:size])
-            _say(self._orders, OrderRead(self._number, digest_of(raw, self._number)))
-            if (number, announced) != (self._number, digest_of(raw, self._number)):
-                raise RankError(self._rank, f"has read another order than {number}, which rank 0 wrote")
+        for raw in orders_of(self._rank, self._orders, self._memory):
             with self._at_work():
                 self._carry_out(msgspec.msgpack.decode(raw, type=RankOrder))
 
@@ -122,7 +128,21 @@ class Follower:
             self._model.hidden(batch, self._kv, self._attention)
 
 
-def _say(orders: socket.socket, said: Said) -> None:
+def orders_of(rank: int, orders: socket.socket, memory: mmap.mmap) -> Iterator[bytes]:
+    """Yield what rank 0 orders, having told it what was read; ends with the group. Raises RankError."""
+    number = 0
+    while word := orders.recv(ANNOUNCEMENT.size):
+        told, size, announced = ANNOUNCEMENT.unpack(word)
+        number += 1
+        raw = bytes(memory[:size])
+        found = digest_of(raw, number)
+        say(orders, OrderRead(number, found))
+        if (told, announced) != (number, found):
+            raise RankError(rank, f"has read another order than {told}, which rank 0 wrote")
+        yield raw
+
+
+def say(orders: socket.socket, said: Said) -> None:
     with suppress(OSError):  # nobody listens any more: the next receive says so
         orders.send(msgspec.msgpack.encode(said))
 

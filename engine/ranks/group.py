@@ -9,6 +9,7 @@ The watching thread starts the processes and stays: the kernel kills them when t
 """
 
 import logging
+import math
 import mmap
 import os
 import select
@@ -18,8 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,10 +30,11 @@ from torch import Tensor
 
 from engine.backends.attention import AttentionBackend
 from engine.batch import ForwardBatch
-from engine.config import EngineConfig
+from engine.config import EngineConfig, StepLimits
 from engine.model.config import ModelConfig
 from engine.model.llama import Llama
 from engine.model.split import Share
+from engine.ranks.device_orders import DeviceOrder
 from engine.ranks.orders import (
     ANNOUNCEMENT,
     ORDER_BYTES,
@@ -42,6 +44,7 @@ from engine.ranks.orders import (
     RankFailed,
     RankOrder,
     RankReady,
+    RankRoom,
     RankSetup,
     Said,
     digest_of,
@@ -51,7 +54,10 @@ from engine.storage.paged import KVTensors
 
 log = logging.getLogger(__name__)
 
-S = TypeVar("S", RankReady, PoolMapped, OrderRead)
+S = TypeVar("S", RankReady, PoolMapped, RankRoom, OrderRead)
+
+FOLLOWER = "engine.ranks.follower"
+"""The module that ranks on the CPU run."""
 
 _END_S = 0.5
 """How long the reason of a rank's end is waited for."""
@@ -64,16 +70,29 @@ class RankGroup:
     """Starts the ranks from 1 on; `close` ends them. All but `close` raises RankError for the rank that has ended, does
     not answer or differs. Owner: the thread that opened it, then the engine's.
 
-    Mutable state: the number of the last order, how long orders were waited for, which ranks have ended and why, and
-    whether the group is closing."""
+    Mutable state: the number of the last order, how long orders were waited for, which ranks have ended and why,
+    whether the group is closing, and until when a device must have ended what is waited for."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        program: str = FOLLOWER,
+        link: bytes = b"",
+        limits: StepLimits | None = None,
+        kept_bytes: int = 0,
+    ) -> None:
+        """The last four are for ranks that have a device each: `RankSetup` says what they are."""
         ranks = config.tensor_parallel
         self.kv_heads = Share(0, ranks).kv_heads(model)
         self.weights_bytes: list[int] = []
         """By rank, once they are ready."""
         self._wait_s = config.rank_wait_s
         self._on_death: Callable[[RankError], None] = lambda error: None
+        self._interrupt: Callable[[], None] = lambda: None
+        self._is_timed = self._is_late = False
+        self._due_s = math.inf
+        self._look_s: float | None = None
         self._number = 0
         self._orders_waited_s = 0.0
         self._closing = False
@@ -102,7 +121,10 @@ class RankGroup:
                 ranks=ranks,
                 memory_fd=memory_fd,
                 orders_fd=orders[rank][1].fileno(),
-                sums_fds={other: link.fileno() for other, link in links.items()},
+                sums_fds={other: own.fileno() for other, own in links.items()},
+                link=link,
+                limits=limits,
+                kept_bytes=kept_bytes,
             )
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._wake_fd, self._waked_fd = os.pipe()[::-1]
@@ -112,7 +134,7 @@ class RankGroup:
         def run() -> None:
             try:
                 for rank, setup in setups.items():
-                    self._processes[rank] = _start(setup)
+                    self._processes[rank] = _start(setup, program)
             except OSError as error:
                 failure.append(error)
             finally:
@@ -144,6 +166,11 @@ class RankGroup:
         return [process.pid for process in self._processes.values()]
 
     @property
+    def has_lost(self) -> bool:
+        """True if a rank has ended. Any thread may ask."""
+        return bool(self._ended)
+
+    @property
     def waited_s(self) -> dict[str, float]:
         """How long rank 0 has waited for the others: for their parts of sums, and for their word that they have read an
         order. Any thread may ask."""
@@ -171,10 +198,47 @@ class RankGroup:
             if (mapped := self._hear(rank, PoolMapped).blocks) != kv.blocks:
                 raise RankError(rank, f"has a pool of {mapped} blocks, not of {kv.blocks}")
         self.sums.wait_at_most(self._wait_s)
+        self.timed()
+
+    def timed(self) -> None:
+        """From now on the group ends where a rank takes longer than `engine.rank_wait_s` to read an order, or devices
+        that are `waited` for to carry one out."""
+        self._is_timed = True
         for link in self._orders.values():
             set_wait(link, self._wait_s)
 
-    def order(self, order: RankOrder) -> None:
+    def rooms(self) -> list[int]:
+        """Return what each of the others says to an order that asks how large its pool may be, in blocks."""
+        return [self._hear(rank, RankRoom).blocks for rank in self._others]
+
+    def have_opened(self, blocks: int) -> None:
+        """Wait until the others have opened pools of their own."""
+        for rank in self._others:
+            if (found := self._hear(rank, PoolMapped).blocks) != blocks:
+                raise RankError(rank, f"has a pool of {found} blocks, not of {blocks}")
+
+    def interrupted_by(self, interrupt: Callable[[], None]) -> None:
+        """Call `interrupt`, from the watching thread, where a rank has ended, or is late: rank 0 may be waiting for its
+        device, which waits for that rank's."""
+        self._interrupt, self._look_s = interrupt, self._wait_s / 4
+        os.write(self._wake_fd, b"0")
+
+    @contextmanager
+    def waited(self) -> Iterator[None]:
+        """Within, devices compute together. Raises RankError, for the rank that is known to have ended or to be
+        stopped, where they came back without having done so."""
+        if self._is_timed:
+            self._due_s = time.monotonic() + self._wait_s
+        try:
+            yield
+        finally:
+            self._due_s = math.inf
+        for rank in self._ended:
+            raise self.explained(RankError(rank, "has ended"))
+        if self._is_late:
+            raise self.explained(RankError(self._others[0], "does not answer"))
+
+    def order(self, order: RankOrder | DeviceOrder) -> None:
         """Tell all ranks to compute; returns when they have read what, and not when they have done it."""
         raw = msgspec.msgpack.encode(order)
         if len(raw) > ORDER_BYTES:
@@ -224,6 +288,7 @@ class RankGroup:
         self._closing = True
         os.write(self._wake_fd, b"0")
         self._thread.join()
+        self._interrupt()
         for link in self._links:
             link.close()
         os.close(self._wake_fd)
@@ -273,14 +338,19 @@ class RankGroup:
             fds[fd := os.pidfd_open(process.pid)] = rank
             poll.register(fd, select.POLLIN)
         while not self._closing:
-            for fd, _ in poll.poll():
+            if time.monotonic() > self._due_s and not self._is_late:
+                self._is_late = True
+                self._interrupt()
+            for fd, _ in poll.poll(None if self._look_s is None else 1e3 * self._look_s):
                 if fd == self._waked_fd:
+                    os.read(fd, 4096)
                     continue
                 rank = fds[fd]
                 poll.unregister(fd)
                 code = self._processes[rank].wait()
                 self._ended[rank] = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 if not self._closing:
+                    self._interrupt()
                     self._on_death(RankError(rank, "has ended"))
         for process in self._processes.values():
             process.kill()
@@ -326,10 +396,10 @@ def _end(sums: dict[tuple[int, int], tuple[socket.socket, socket.socket]], rank:
     return sums[min(rank, other), max(rank, other)][int(rank > other)]
 
 
-def _start(setup: RankSetup) -> subprocess.Popen[bytes]:
+def _start(setup: RankSetup, program: str) -> subprocess.Popen[bytes]:
     """Start a rank; its standard input is how it learns what it is, and that this process is gone."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.ranks.follower"],
+        [sys.executable, "-m", program],
         stdin=subprocess.PIPE,
         pass_fds=(setup.memory_fd, setup.orders_fd, *setup.sums_fds.values()),
     )

@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor
 
 from engine.batch import ForwardBatch, GroupTables
+from engine.config import StepLimits
 
 ORDER_BYTES = 64 * 1024 * 1024
 """Room for one order; memory that is never written is never taken."""
@@ -107,6 +108,11 @@ class RankSetup(msgspec.Struct, frozen=True):
     memory_fd: int
     orders_fd: int
     sums_fds: dict[int, int]
+    link: bytes = b""
+    """The name by which devices of ranks find each other; empty where the ranks are on the CPU."""
+    limits: StepLimits | None = None
+    kept_bytes: int = 0
+    """What a pool leaves of a device to others of its process."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +125,13 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolMapped(msgspec.Struct, frozen=True, tag=True):
-    """The rank has mapped the pool that it was sent, of so many blocks."""
+    """The rank has mapped the pool that it was sent, or made its own, of so many blocks."""
+
+    blocks: int
+
+
+class RankRoom(msgspec.Struct, frozen=True, tag=True):
+    """Of how many blocks a pool on the rank's device may be."""
 
     blocks: int
 
@@ -138,7 +150,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     problem: str
 
 
-Said = RankReady | PoolMapped | OrderRead | RankFailed
+Said = RankReady | PoolMapped | RankRoom | OrderRead | RankFailed
 
 
 def digest_of(raw: bytes | memoryview, number: int) -> int:

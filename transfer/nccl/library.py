@@ -68,6 +68,7 @@ class _Config(ctypes.Structure):
 _int, _pointer, _size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
 _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "ncclGetVersion": (ctypes.POINTER(_int),),
+    "ncclGetUniqueId": (ctypes.POINTER(_Id),),
     "ncclCommInitRankConfig": (ctypes.POINTER(_pointer), _int, _Id, _int, ctypes.POINTER(_Config)),
     "ncclCommGetAsyncError": (_pointer, ctypes.POINTER(_int)),
     "ncclSend": (_pointer, _size, _int, _int, _pointer, _pointer),
@@ -111,6 +112,12 @@ class NcclLibrary:
         """True if it has one-sided verbs; if they work between two devices is known later."""
         if self.can_put:
             self._bind(ONE_SIDED_PROTOTYPES)
+
+    def unique_id(self) -> bytes:
+        """Return what the ranks of one communicator, to be made, are joined by. Raises NcclError."""
+        found = _Id()
+        self._must("ncclGetUniqueId", ctypes.byref(found))
+        return bytes(found)
 
     def join(self, unique_id: bytes, rank: int, channels: int, name: str, ranks: int = 2) -> Comm:
         """Begin to make a communicator of so many ranks; `async_state` tells when it is made. It uses at most

@@ -46,18 +46,30 @@ class Peak:
     total_bytes: int
 
 
-def measure_peak(memory: GpuMemory, trial: Callable[[], object], pool_bytes: int) -> Peak:
-    """Run the trial, whose pool has `pool_bytes`. What it returns holds all that it keeps, and is let go.
+class Trial:
+    """Measures what is done from now on, until `peak`, which lets go what was made.
 
     What another process took meanwhile would count as the trial's own: workers of one card open it `alone_on` it."""
-    memory.release()
-    before = memory.free_bytes()
-    kept = trial()
-    now, most = memory.reserved_bytes()
-    free = memory.free_bytes() - (most - now)
-    del kept
-    memory.release()
-    return Peak(before - free - pool_bytes, free + pool_bytes, memory.total_bytes)
+
+    def __init__(self, memory: GpuMemory) -> None:
+        self._memory = memory
+        memory.release()
+        self._before = memory.free_bytes()
+
+    def peak(self, let_go: Callable[[], object], pool_bytes: int) -> Peak:
+        """`pool_bytes`: of the trial's pool."""
+        now, most = self._memory.reserved_bytes()
+        free = self._memory.free_bytes() - (most - now)
+        let_go()
+        self._memory.release()
+        return Peak(self._before - free - pool_bytes, free + pool_bytes, self._memory.total_bytes)
+
+
+def measure_peak(memory: GpuMemory, trial: Callable[[], object], pool_bytes: int) -> Peak:
+    """Run the trial, whose pool has `pool_bytes`. What it returns holds all that it keeps, and is let go."""
+    began = Trial(memory)
+    kept = [trial()]
+    return began.peak(kept.clear, pool_bytes)
 
 
 def auto_pool_bytes(peak: Peak, share: float, weights_bytes: int, kept_bytes: int) -> int:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -15,13 +16,26 @@ from engine.backends.gpu.warmup import Reach, warm_up
 from engine.config import EngineConfig, StepLimits
 from engine.kv.layout import KVLayout
 from engine.model.llama import Llama
-from engine.runner import ModelRunner, Opened
+from engine.runner import ModelRunner, Opened, StepRanks
 from kernels.launch import arch_of, count_compilations
 
 log = logging.getLogger(__name__)
 
 TRIAL_BLOCKS = 2
 """Blocks of the trial pool: as many as the warm-up writes to."""
+
+
+class PoolRanks(StepRanks, Protocol):
+    """The other ranks of a model, each of which opens a pool of its own heads on its device. Raises RankError."""
+
+    def open(self, blocks: int) -> None:
+        """Tell them to open pools of so many blocks, while this rank does."""
+
+    def opened(self, blocks: int) -> None:
+        """Wait until they have."""
+
+    def least(self, blocks: int) -> int:
+        """Return the number of blocks that all ranks have room for, of which this one has it for `blocks`."""
 
 
 class TritonOpener:
@@ -35,8 +49,11 @@ class TritonOpener:
         recorder: Callable[[], Recorder],
         prefill_kernel: PrefillKernel = "portable",
         mixed_tokens: int = 0,
+        ranks: PoolRanks | None = None,
     ) -> None:
-        """`mixed_tokens`: the largest mixed step that is recorded; 0: none is."""
+        """`mixed_tokens`: the largest mixed step that is recorded; 0: none is. `ranks`: the others, of which this one
+        is the first: they do what it does."""
+        self._ranks = ranks
         self._model = model
         self._prefill_kernel: PrefillKernel = prefill_kernel
         self._layout = layout
@@ -44,8 +61,11 @@ class TritonOpener:
         self._recorder = recorder
         self._mixed_tokens = mixed_tokens
 
-    def open(self, blocks: int) -> Opened:
-        """Compile and record whatever steps within the limits may launch, over a new pool of so many blocks."""
+    def open(self, blocks: int, warmed: bool = True) -> Opened:
+        """Compile and record whatever steps within the limits may launch, over a new pool of so many blocks. Not
+        `warmed`: another rank will say which steps are to warm it up."""
+        if self._ranks is not None:
+            self._ranks.open(blocks)
         model, limits, layout = self._model, self._limits, self._layout
         began_s, counted = time.monotonic(), count_compilations()
         before = counted.total
@@ -67,7 +87,11 @@ class TritonOpener:
                 attention.keep_chunks(sizes[-1], limits.prompts)
                 mixed = MixedGraphs(model, kv, attention, recorder, sizes, limits.batch, limits.prompts)
                 mixed.prepare()
-        runner = ModelRunner(model, kv, attention, graphs, mixed=mixed)
+        runner = ModelRunner(model, kv, attention, graphs, mixed=mixed, ranks=self._ranks)
+        if not warmed:
+            return Opened(kv, runner)
+        if self._ranks is not None:
+            self._ranks.opened(blocks)
         least, groups = attention.share_tokens, layout.group_count
         warm_up(runner, Reach(limits, model.config.context_tokens, layout.block_size, blocks, least, groups))
         took_s = time.monotonic() - began_s
@@ -87,6 +111,8 @@ class TritonOpener:
                     kept_bytes += config.reserve_bytes
                     kv_bytes = auto_pool_bytes(peak, config.device_share, weights_bytes, kept_bytes)
             blocks = config.blocks_in(kv_bytes, self._layout.block_bytes)
+            if self._ranks is not None:
+                blocks = self._ranks.least(blocks)
             memory.release()
             if blocks * self._layout.block_bytes > (free_bytes := memory.free_bytes()):
                 beside = f"{config.device} has {free_bytes} bytes free, beside {weights_bytes} of weights"

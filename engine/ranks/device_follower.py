@@ -1,0 +1,90 @@
+"""The process of a rank that has a device, a pool and a runner of its own: it opens what rank 0 opens, and carries out
+the same steps, of which it draws nothing. Nothing here waits for the device: rank 0 does, with all of them."""
+
+import logging
+import mmap
+import socket
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.backends.gpu.memory import Trial, auto_pool_bytes
+from engine.batch import Followed
+from engine.config import EngineConfig
+from engine.device import arithmetic_of
+from engine.model.config import ModelConfig
+from engine.ranks.device_opening import DevicePart, of_each, open_device_part
+from engine.ranks.device_orders import DeviceOrder
+from engine.ranks.devices import Devices
+from engine.ranks.follower import orders_of, say
+from engine.ranks.orders import ORDER_BYTES, PoolMapped, RankReady, RankRoom, RankSetup
+from engine.ranks.sums import RankError, places_bytes
+from engine.runner import Opened
+
+log = logging.getLogger(__name__)
+
+
+class DeviceFollower:
+    """Opens its part; `run` does what it is told. Raises RankError, and what opening raises. Mutable state: the pool
+    with its runner, and the trial under way, if its size is one that a trial decides."""
+
+    def __init__(self, setup: RankSetup, orders: socket.socket, devices: Devices) -> None:
+        self._rank, self._orders, self._kept_bytes = setup.rank, orders, setup.kept_bytes
+        self._memory = mmap.mmap(setup.memory_fd, ORDER_BYTES + places_bytes(setup.ranks))
+        config = msgspec.msgpack.decode(setup.config, type=EngineConfig)
+        self._config = of_each(config)
+        self._part: DevicePart = open_device_part(config, setup.rank, setup.link, setup.limits, devices)
+        whole = ModelConfig.load(Path(config.model_dir))
+        layout = whole.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
+        arithmetic = arithmetic_of(config, None, self._part.model, layout)
+        fingerprint = f"{self._part.fingerprint}/{layout.dtype}"
+        say(orders, RankReady(fingerprint, arithmetic, self._part.weights_bytes, False))
+        self._opened: Opened | None = None
+        self._trial: Trial | None = None
+        self._trial_bytes = 0
+
+    def run(self) -> None:
+        for raw in orders_of(self._rank, self._orders, self._memory):
+            order = msgspec.msgpack.decode(raw, type=DeviceOrder)
+            match order.kind:
+                case "open":
+                    self._open(order.blocks)
+                case "room":
+                    say(self._orders, RankRoom(self._room()))
+                case "step":
+                    self._carry_out(order)
+
+    def _open(self, blocks: int) -> None:
+        self._opened = None
+        self._trial = Trial(self._part.memory)
+        self._trial_bytes = blocks * self._part.layout.block_bytes
+        self._opened = self._part.opener.open(blocks, warmed=False)
+        say(self._orders, PoolMapped(self._opened.kv.blocks))
+
+    def _room(self) -> int:
+        config, room_bytes = self._config, self._config.pool_bytes
+        if room_bytes == "auto":
+            if self._trial is None:
+                raise RankError(self._rank, "is asked for its room before a trial")
+            peak = self._trial.peak(self._let_go, self._trial_bytes)
+            kept_bytes = self._kept_bytes + config.reserve_bytes
+            room_bytes = auto_pool_bytes(peak, config.device_share, self._part.weights_bytes, kept_bytes)
+        self._let_go()
+        blocks = config.blocks_in(room_bytes, self._part.layout.block_bytes)
+        log.info("has room for %d blocks", blocks)
+        return blocks
+
+    def _let_go(self) -> None:
+        self._opened = None
+
+    def _carry_out(self, order: DeviceOrder) -> None:
+        if self._opened is None:
+            raise RankError(self._rank, "is told of a step before it has a pool")
+        followed = None
+        if order.places is not None:
+            tokens = torch.empty(order.drawn, dtype=torch.int64, device=self._part.model.device)
+            if order.drawn:
+                self._part.link.exchange([], [(0, tokens)])
+            followed = Followed(tokens, order.places)
+        self._opened.runner.follow(order.plan(), followed)

@@ -1,0 +1,140 @@
+"""Ranks with a device each, which only pretends: Triton's interpreter, a recorder of host memory, and the fake libnccl.
+`python -m tests.engine.ranks.pretended` is the process of one other than rank 0."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from engine.backends.gpu.graphs import Recording
+from engine.config import EngineConfig
+from engine.ranks.devices import RankLink
+from engine.ranks.follower import main
+from engine.ranks.sums import RankError
+from tests.engine.backends.gpu.recording import FakeRecorder
+from tests.transfer.fake_device import FakeStream, library_path
+from transfer.nccl.exchange import NcclExchange
+from transfer.nccl.library import NcclLibrary
+from worker.rank_devices import RankExchange, translated
+
+CARD = 1 << 26
+SMALL_VARIABLE = "PRETENDED_SMALL_RANK"
+"""The rank of this number has half a card free."""
+STEPS_VARIABLE = "PRETENDED_FEWER_BLOCKS"
+"""The rank of this number makes a pool of one block less than it is told."""
+
+
+class Waited(RankExchange):
+    """On a stream of the fake device: what is called next here runs at once, so each exchange is waited for, as a
+    device would wait: until the others come, or until an abort."""
+
+    def __init__(self, name: bytes, rank: int, ranks: int, is_lost: Callable[[], bool]) -> None:
+        self._stream = FakeStream()
+        own = lambda: self._stream.handle  # noqa: E731
+        super().__init__(NcclExchange(NcclLibrary(library_path()), name, rank, ranks, own, 60.0, is_lost), rank)
+        self.count, self.aborted = 0, False
+        inner = self.abort
+
+        def abort() -> None:
+            self.aborted = True
+            inner()
+
+        self.abort = abort
+
+    def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
+        super().exchange(outgoing, incoming)
+        self.count += 1
+        event, deadline_s = self._stream.record(), time.monotonic() + 120
+        while not event.done():
+            if time.monotonic() > deadline_s:
+                raise RankError(self._rank, "waits for ever")
+            time.sleep(0.0002)
+
+
+class ExchangeRecorder(FakeRecorder):
+    """Records calls of NCCL too, with the addresses that they were called with."""
+
+    def __init__(self, link: Waited) -> None:
+        super().__init__()
+        self._link = link
+
+    def record(self, work: Callable[[], Tensor]) -> Recording:
+        with self._noted():
+            return super().record(work)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        plain = self._link.exchange
+
+        def noted(outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
+            self.note(plain, outgoing, incoming)
+
+        self._link.exchange = noted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._link.exchange
+
+
+class Card:
+    """Memory of a card, of which a rank has what the others have, or less."""
+
+    total_bytes = CARD
+
+    def __init__(self, free_bytes: int) -> None:
+        self._free_bytes = free_bytes
+
+    def free_bytes(self) -> int:
+        return self._free_bytes
+
+    def reserved_bytes(self) -> tuple[int, int]:
+        return 0, 0
+
+    def release(self) -> None:
+        """Keep nothing."""
+
+
+class PretendedDevices:
+    """Fulfils `engine.ranks.devices.Devices`; `link` is the one that was joined."""
+
+    program = "tests.engine.ranks.pretended"
+
+    def __init__(self) -> None:
+        self.link: Waited | None = None
+        self._rank = 0
+
+    def open(self, config: EngineConfig, rank: int) -> torch.device:
+        self._rank = rank
+        if os.environ.get(STEPS_VARIABLE) == str(rank):
+            self._make_smaller_pools()
+        return torch.device("cpu")
+
+    @staticmethod
+    def _make_smaller_pools() -> None:
+        from engine.backends.gpu import runner
+
+        plain = runner.DeviceKV
+        runner.DeviceKV = lambda layout, blocks, *more: plain(layout, blocks - 1, *more)  # type: ignore
+
+    def unique_id(self) -> bytes:
+        return NcclLibrary(library_path()).unique_id()
+
+    def join(self, unique_id: bytes, rank: int, ranks: int, is_lost: Callable[[], bool]) -> RankLink:
+        with translated(rank):
+            self.link = Waited(unique_id, rank, ranks, is_lost)
+        return self.link
+
+    def recorder(self, link: RankLink) -> Callable[[], ExchangeRecorder]:
+        assert isinstance(link, Waited)
+        return lambda: ExchangeRecorder(link)
+
+    def memory(self) -> Card:
+        return Card(CARD // 2 if os.environ.get(SMALL_VARIABLE) == str(self._rank) else CARD)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(PretendedDevices())

@@ -1,0 +1,200 @@
+"""Workers whose ranks have a device, a pool and a runner each, opened as on GPUs: the kernels are interpreted, the
+recordings are of host memory, libnccl is the fake one, and each rank is a process."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from engine.backends.workspace import trial_row
+from engine.config import EngineConfig, StepLimits
+from engine.device import EngineDevice, open_device
+from engine.model.config import ModelConfig
+from engine.model.prepared.cache import prepare
+from engine.ranks.sums import RankError
+from engine.step import Row, StepPlan
+from engine.types import BlockId, SamplingParams
+from tests.engine.model.checkpoints import build, save_hf
+from tests.engine.ranks.pretended import CARD, SMALL_VARIABLE, STEPS_VARIABLE, PretendedDevices
+from tests.transfer.fake_device import library_path
+
+SIZE, POOL, RANKS = 16, 12, 2
+LIMITS = StepLimits(chunk_tokens=20, batch=2, context_tokens=64)
+CONFIG = EngineConfig(device="cuda", block_size=SIZE, rank_wait_s=30.0, speculation="off")
+TABLES = ([3, 7, 1], [5, 0, 9])
+GREEDY = SamplingParams(temperature=0.0)
+PROMPTS = ([20 + 3 * at % 70 for at in range(21)], [30 + 7 * at % 60 for at in range(18)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library_path()  # compiled once, for all of them
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    made = tmp_path_factory.mktemp("devices")
+    return prepare(save_hf(build("qwen2", num_hidden_layers=1, **sizes), made / "model"), made / "cache")
+
+
+@contextmanager
+def opened(folder: Path, devices: PretendedDevices | None = None, **options: object) -> Iterator[EngineDevice]:
+    layout = ModelConfig.load(folder).kv_layout(SIZE, "float32")
+    own = {"tensor_parallel": RANKS, "pool_bytes": POOL * layout.block_bytes, "model_dir": str(folder)} | options
+    device = open_device(msgspec.structs.replace(CONFIG, **own), LIMITS, devices=devices or PretendedDevices())
+    try:
+        yield device
+    finally:
+        if device.ranks is not None:
+            device.ranks.close()
+        if device.matchers is not None:
+            device.matchers.close()
+        device.kv.close()
+
+
+def row(at: int, tokens: list[int], start: int, **more: object) -> Row:
+    found = trial_row(tokens, start, [BlockId(block) for block in TABLES[at]])
+    record = msgspec.structs.replace(found.record, sampling=GREEDY, request=f"r{at}", prompt_tokens=len(PROMPTS[at]))
+    return msgspec.structs.replace(found, request=record.request, record=record, **more)
+
+
+def behind(at: int, tokens: list[int], known: bool) -> Row:
+    """The row that computes the token after `tokens`: known, as the last of them, or still to be drawn."""
+    if known:
+        return row(at, tokens, len(tokens) - 1)
+    return msgspec.structs.replace(row(at, tokens, len(tokens) - 1), start=len(tokens), end=len(tokens) + 1, follows=True)
+
+
+STEPS = [[0], [0, 1], [1, 0], [1], [0, 1]]
+"""Rows that decode in each step: they change their places, join late, and pause."""
+
+
+def read(device: EngineDevice) -> list[list[int]]:
+    """Read both prompts but for their last token: the first in two chunks, the second beside the end of that."""
+    first, second = PROMPTS
+    device.runner.launch(StepPlan((row(0, first[:9], 0, draw=False),))).wait()
+    chunks = row(0, first[:-1], 9, draw=False), row(1, second[:-1], 0, draw=False)
+    device.runner.launch(StepPlan(chunks)).wait()
+    return [list(first), list(second)]
+
+
+def answered(device: EngineDevice) -> list[list[int]]:
+    """Return both prompts with answers, of which each step is queued before the one before it is waited for."""
+    texts, before, step = read(device), list[int](), None
+    for names in [*STEPS, []]:
+        rows = tuple(behind(at, texts[at], known=at not in before) for at in names)
+        launched = device.runner.launch(StepPlan(rows)) if rows else None
+        if step is not None:
+            for at, token in zip(before, step.wait(), strict=True):
+                texts[at].append(int(str(token)))
+        before, step = names, launched
+    return texts
+
+
+def scores(device: EngineDevice) -> list[float]:
+    """Return the log probabilities of the first prompt's tokens."""
+    first = PROMPTS[0]
+    asking = row(0, first[:20], 0, scored=19)
+    asking = msgspec.structs.replace(asking, record=msgspec.structs.replace(asking.record, prompt_logprobs=1))
+    step = device.runner.launch(StepPlan((asking,), is_scored=True))
+    step.wait()
+    (told,) = step.scores()
+    return [one.logprob for one in told]
+
+
+@pytest.mark.slow
+def test_ranks_with_a_pool_each_answer_as_one_process_does(folder: Path) -> None:
+    """Guards the way from a plan to other devices: rows in another order than the plan's, tokens that are not drawn yet
+    when a step is told, recorded steps and steps as they are, blocks that are copied on every device, logits of a
+    prompt's tokens; and sums that are opened, not only there."""
+    devices = PretendedDevices()
+    with (
+        opened(folder, devices) as ranks,
+        opened(folder, tensor_parallel=1, device="cpu", attention="triton", dtype="float32") as alone,
+    ):
+        assert devices.link is not None
+        assert ranks.blocks == alone.blocks == POOL and ranks.plans_ahead
+        assert ranks.kv.layout.kv_heads == 1 and ranks.layout.kv_heads == 2, "a pool of the rank's own heads"
+        wanted, before = answered(alone), devices.link.count
+        assert answered(ranks) == wanted
+        assert devices.link.count > before, "nothing was sent while steps were computed"
+        block, other = BlockId(TABLES[1][0]), BlockId(2)
+        copied = ((block, other), (BlockId(4), block), (other, block))
+        text = [*PROMPTS[1], wanted[1][len(PROMPTS[1])]]
+        told = [list(one.runner.launch(StepPlan((row(1, text, len(text) - 1),), copied)).wait()) for one in (ranks, alone)]
+        assert told[0] == told[1]
+        assert scores(ranks) == pytest.approx(scores(alone), abs=1e-4)
+        (pid,) = ranks.ranks.pids if ranks.ranks else ()
+        torch.testing.assert_close(ranks.kv.tensor[block][0], alone.kv.tensor[block][0], atol=1e-4, rtol=0)
+    assert not Path(f"/proc/{pid}").exists(), "a rank has outlived its group"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_nobody_waits_on_for_a_rank_that_does_not_come(folder: Path, how: signal.Signals) -> None:
+    """Guards against a device that waits for ever for another one, whose rank was killed or stopped when it had heard
+    of a step: the link is aborted, the wait ends, and the error names the rank."""
+    devices = PretendedDevices()
+    with opened(folder, devices, rank_wait_s=2.0) as device:
+        assert device.ranks is not None and devices.link is not None
+        (pid,) = device.ranks.pids
+        texts = read(device)
+        group, plain = device.ranks, device.ranks.order
+
+        def struck(order: object) -> None:
+            plain(order)  # type: ignore[arg-type]
+            os.kill(pid, how)
+
+        group.order = struck  # type: ignore[method-assign, assignment]
+        began_s = time.monotonic()
+        with pytest.raises(RankError) as found:
+            for _ in range(3):  # the first may have been computed before the signal came
+                device.runner.launch(StepPlan((row(0, texts[0], len(texts[0]) - 1),))).wait()
+        assert found.value.rank == 1 and devices.link.aborted
+        assert ("SIGKILL" if how == signal.SIGKILL else "does not answer") in str(found.value)
+        assert time.monotonic() - began_s < 15.0
+
+
+@pytest.mark.slow
+def test_a_pool_is_as_large_as_the_smallest_rank_has_room_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards block numbers that a rank with less room does not have."""
+    monkeypatch.setenv(SMALL_VARIABLE, "1")
+    with opened(folder, pool_bytes="auto", reserve_bytes=CARD // 4) as device:
+        each = device.kv.layout.block_bytes
+        assert device.blocks < (CARD // 4) // each + 1
+        assert device.blocks > (CARD // 8) // each
+        assert answered(device)
+
+
+@pytest.mark.slow
+def test_a_rank_with_another_pool_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against steps over pools of unequal size."""
+    monkeypatch.setenv(STEPS_VARIABLE, "1")
+    with pytest.raises(RankError, match="a pool of 11 blocks, not of 12") as found, opened(folder):
+        pass
+    assert found.value.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor_parallel": 3}, "4 heads .* do not divide by 3"),
+        ({"sum_slices": 2}, "sum_slices"),
+        ({"attention": "torch"}, "torch kernels do not run on cuda"),
+        ({"speculation": "model"}, "draft model"),
+    ],
+)
+def test_what_ranks_on_devices_cannot_do_is_refused_by_name(
+    folder: Path, options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said), opened(folder, **options):
+        pass
+
+
+def test_without_links_ranks_on_devices_are_refused(folder: Path) -> None:
+    config = msgspec.structs.replace(CONFIG, model_dir=str(folder), tensor_parallel=RANKS)
+    with pytest.raises(ValueError, match="nothing connects the ranks on cuda"):
+        open_device(config, LIMITS)

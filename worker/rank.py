@@ -1,0 +1,7 @@
+"""The process of a tensor-parallel rank that has a GPU: `python -m worker.rank`, started by rank 0."""
+
+from engine.ranks.follower import main
+from worker.rank_devices import CudaDevices
+
+if __name__ == "__main__":
+    main(CudaDevices())
