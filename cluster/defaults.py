@@ -17,6 +17,7 @@ Whatever is set, in a file, a variable or a flag, wins. The numbers follow from 
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from cluster.config import ClusterConfig, ConfigError
@@ -52,13 +53,23 @@ CPU_DTYPE = "float32"
 (docs/cpu.md)."""
 
 
-def defaults_on(devices: Mapping[Pool, str]) -> dict[str, int | float | str]:
-    """Return, by setting, the defaults that are not the structs' own, for pools on these devices."""
+RANKS_ON_GPU: dict[str, int | float | str] = {"tiers.host_bytes": 0}
+"""Of a pool whose workers have several GPUs: their blocks do not go to lower tiers yet (`worker.rank_devices`)."""
+
+
+def defaults_on(
+    devices: Mapping[Pool, str], ranks: Mapping[Pool, int] = MappingProxyType({})
+) -> dict[str, int | float | str]:
+    """Return, by setting, the defaults that are not the structs' own, for pools on these devices, whose workers have so
+    many ranks: one, unless it is said."""
     found: dict[str, int | float | str] = {}
-    if devices["prefill"] != "cpu":
-        found |= {f"prefill.{key}": value for key, value in (ON_GPU | PREFILL_ON_GPU).items()}
-    if devices["decode"] != "cpu":
-        found |= {f"decode.{key}": value for key, value in (ON_GPU | DECODE_ON_GPU).items()}
+    own: tuple[tuple[Pool, dict[str, int | float | str]], ...] = (
+        ("prefill", PREFILL_ON_GPU), ("decode", DECODE_ON_GPU)
+    )
+    for pool, more in own:
+        if devices[pool] != "cpu":
+            several = RANKS_ON_GPU if ranks.get(pool, 1) > 1 else {}
+            found |= {f"{pool}.{key}": value for key, value in (ON_GPU | more | several).items()}
     return found | (WITH_GPU if found else {})
 
 
@@ -107,12 +118,17 @@ def device_share(config: ClusterConfig, pool: Pool) -> float:
         asked = config.ray.gpus_per_worker if device == "cuda" else 1.0
         return min(1.0, asked or 1.0)
     counts = {"prefill": config.prefill_workers, "decode": config.decode_workers}
-    cards = {name: _card(engine) for name, engine in engines(config).items()}
-    return 1.0 / max(1, sum(counts[name] for name, card in cards.items() if card == cards[pool]))
+    cards = {name: _cards(engine) for name, engine in engines(config).items()}
+    workers = [sum(counts[name] for name, own in cards.items() if card in own) for card in cards[pool]]
+    return 1.0 / max(1, *workers)
 
 
-def _card(engine: EngineConfig) -> str:
-    return "cuda:0" if engine.device == "cuda" else engine.device
+def _cards(engine: EngineConfig) -> range:
+    """Return the numbers of the GPUs of a worker: one for each rank (`worker.rank_devices.gpu_of`)."""
+    if engine.device == "cpu":
+        return range(0)
+    first = int(engine.device.partition(":")[2] or 0)
+    return range(first, first + engine.tensor_parallel)
 
 
 def engines(config: ClusterConfig) -> dict[Pool, EngineConfig]:

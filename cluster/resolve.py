@@ -11,7 +11,7 @@ import difflib
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 import msgspec
 
@@ -29,6 +29,7 @@ from cluster.config import (
     draft_problem,
     fields,
     problem,
+    ranks_problem,
 )
 from cluster.defaults import (
     CPU_DTYPE,
@@ -139,13 +140,14 @@ def resolve(
             origins[key] = origin
     if not values["prefill_workers"]:
         # Nobody is of that pool: it agrees with the other one, unless it is told otherwise.
-        for name in ("device", "dtype", "kv_dtype", "layer_groups"):
+        for name in ("device", "dtype", "kv_dtype", "layer_groups", "tensor_parallel"):
             ours, theirs = f"prefill.engine.{name}", f"decode.engine.{name}"
             if origins[ours] == "default" != origins[theirs]:
                 values[ours], origins[ours] = values[theirs], "computed: no prefill workers, as decode"
     devices = {_pool(key): device or str(values[key]) for key in DEVICE_KEYS}
     values |= {f"{pool}.engine.device": device for pool, device in devices.items()}
-    for key, default in defaults_on(devices).items():
+    ranks: dict[Pool, int] = {pool: cast("int", values[f"{pool}.engine.tensor_parallel"]) for pool in POOLS}
+    for key, default in defaults_on(devices, ranks).items():
         if origins[key] == "default":
             values[key], origins[key] = default, "default for cuda"
     for key, value in values.items():
@@ -219,6 +221,8 @@ def _agreed(values: dict[str, object], origins: dict[str, str]) -> Resolved:
             )
     if (reason := draft_problem(decode)) is not None:
         raise ConfigError(f"decode.engine.speculation ({origins['decode.engine.speculation']}) {reason}")
+    if (reason := ranks_problem(config)) is not None:
+        raise ConfigError(reason)
     if config.prefill_workers:
         _agreed_on_groups(prefill, decode, origins)
     for pool in POOLS:

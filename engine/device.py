@@ -101,8 +101,9 @@ def open_device(
     `transport_bytes` out of one that is sized by a GPU's. Raises ModelError for a model that is not whole, ValueError
     for a pool too small to hold one block, for a profile without limits, for kernels that do not run on the device, for
     another dtype than the model was prepared in, for a pool beside which a GPU has no room for a step, for a model that
-    cannot be divided among the ranks asked for, for ranks on GPUs without `devices`, which they have one each of, where `deterministic` is on and cannot be kept, and where products in
-    8-bit floats are asked for and cannot be had; RankError for a rank that cannot be opened.
+    cannot be divided among the ranks asked for, for ranks on GPUs without `devices`, by which each reaches its own,
+    where `deterministic` is on and cannot be kept, and where products in 8-bit floats are asked for and cannot be had;
+    RankError for a rank that cannot be opened.
     """
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)

@@ -69,8 +69,8 @@ def open_parts(
 ) -> Parts:
     """Load the model, open pool, tiers, transports and metrics, compile all that can be, and listen for those that have
     one of `secrets`; `closing` closes all of it. `progress` hears of weights that are loaded, in bytes. Raises what
-    `open_device` raises, ValueError for tiers, ranks or a host that cannot be, AccessError for a page that strangers could
-    read, and for TLS that cannot be, and OSError for a taken port."""
+    `open_device` raises, ValueError for tiers, ranks or a host that cannot be, AccessError for a page that strangers
+    could read, and for TLS that cannot be, and OSError for a taken port."""
     host, transfer = dialable(host), config.transfer
     guard = guard_page(config.access, host, name)
     certificates = internal_certificates(config.access)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cluster.processes.spec import Kind
+from engine.config import EngineConfig
 
 NODE_ID_LABEL = "ray.io/node-id"
 """Ray gives it to every node itself."""
@@ -25,31 +26,45 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the nodes' label by which workers are placed: prefill workers go to nodes with `pool=prefill`, decode
     workers to those with `pool=decode`; empty: to any node. A Ray of our own has no labels."""
     gpus_per_worker: float = 1.0
-    """GPUs that a worker with `engine.device = "cuda"` asks of a Ray cluster, which then shows it no other: 0.5 puts
-    two workers on one; 0 asks for none and shows all, as it is with `cuda:N` and on a Ray of our own."""
+    """GPUs that a worker with `engine.device = "cuda"` asks of a Ray cluster for each of its ranks, of one host, and
+    which then shows it no other: 0.5 puts two workers of one rank on one; 0 asks for none and shows all, as it is with
+    `cuda:N` and on a Ray of our own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A live node. `is_leaving`: Ray drains it and places nothing new there."""
+    """A live node. `is_leaving`: Ray drains it and places nothing new there. `gpus`: all that it has."""
 
     id: str
     labels: Mapping[str, str] = field(default_factory=dict)
     is_leaving: bool = False
+    gpus: float = 0.0
 
 
-def gpus(kind: Kind, device: str, config: RayConfig) -> float:
-    """Return how many GPUs a process on a Ray cluster asks of its node; `device` is its engine's."""
-    return config.gpus_per_worker if kind != "router" and device == "cuda" else 0.0
+def gpus(kind: Kind, engine: EngineConfig, config: RayConfig) -> float:
+    """Return how many GPUs a process on a Ray cluster asks of its node: one actor asks for those of all its ranks, so
+    Ray finds them on one host or nowhere. Raises ValueError for ranks that are to share one."""
+    if kind == "router" or engine.device != "cuda":
+        return 0.0
+    ranks, each = engine.tensor_parallel, config.gpus_per_worker
+    if ranks > 1 and each not in (0.0, 1.0):
+        raise ValueError(f"ray.gpus_per_worker: {each:g}, but each of {ranks} ranks (engine.tensor_parallel) has a GPU")
+    return each * ranks
 
 
 def selector(
-    kind: Kind, config: RayConfig, nodes: Iterable[ClusterNode], ours: Mapping[str, int], here: str
+    kind: Kind,
+    config: RayConfig,
+    nodes: Iterable[ClusterNode],
+    ours: Mapping[str, int],
+    here: str,
+    wanted_gpus: float = 0.0,
 ) -> dict[str, str]:
     """Return the labels that a process's node must have. `ours`: processes of this kind by node id; `here`: this node's
     id.
 
-    Names one node if any will do now; else only the pool, and Ray waits until such a node joins."""
+    Names one node if any will do now; else only the pool, and Ray waits until such a node joins. Raises ValueError
+    where the nodes of the pool are there and none has `wanted_gpus`, of several ranks."""
     if kind == "router":
         return {NODE_ID_LABEL: here}
     wanted: dict[str, str] = {config.pool_label: kind} if config.pool_label else {}
@@ -58,7 +73,14 @@ def selector(
         for node in nodes
         if not node.is_leaving and all(node.labels.get(k) == v for k, v in wanted.items())
     ]
-    if not fit:
+    large = [node for node in fit if node.gpus >= wanted_gpus]
+    if fit and not large and wanted_gpus > 1:
+        most = max(node.gpus for node in fit)
+        raise ValueError(
+            f"the ranks of one {kind} worker (engine.tensor_parallel) need {wanted_gpus:g} GPUs of one host, and no "
+            f"node has more than {most:g}: ranks on several hosts are not supported"
+        )
+    if not large:
         return wanted
-    best = min(fit, key=lambda node: (ours.get(node.id, 0), node.id))
+    best = min(large, key=lambda node: (ours.get(node.id, 0), node.id))
     return {**wanted, NODE_ID_LABEL: best.id}

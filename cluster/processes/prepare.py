@@ -49,7 +49,8 @@ def model_source(config: ClusterConfig) -> ModelSource:
         cache_dir=config.cache_dir,
         dtype=model_dtype(config),
         context_tokens=config.context_tokens,
-        mapped=any(engine.device == "cpu" for engine in engines),
+        # Ranks read their parts of weights that are prepared as a whole.
+        mapped=any(engine.device == "cpu" or engine.tensor_parallel > 1 for engine in engines),
     )
 
 

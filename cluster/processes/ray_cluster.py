@@ -107,7 +107,12 @@ class RayClusterLauncher:
 
     def launch(self, spec: ChildSpec) -> RayChild:
         nodes = self._nodes()
-        labels = selector(spec.kind, self._config, nodes, self._ours(spec, nodes), self._here)
+        engine = msgspec.convert(spec.config.get("engine", {}), EngineConfig)
+        try:
+            wanted = gpus(spec.kind, engine, self._config)
+            labels = selector(spec.kind, self._config, nodes, self._ours(spec, nodes), self._here, wanted)
+        except ValueError as error:
+            raise LaunchError(f"{spec.name}: {error}") from error
         if NODE_ID_LABEL in labels:
             self.keeper(labels[NODE_ID_LABEL])  # it starts while the worker does
         else:
@@ -116,8 +121,6 @@ class RayClusterLauncher:
         # The node's own address: only the actor knows it.
         spec = msgspec.structs.replace(spec, host="")
         try:
-            engine = msgspec.convert(spec.config.get("engine", {}), EngineConfig)
-            wanted = gpus(spec.kind, engine.device, self._config)
             child = RayChild(self._ray, spec, process, label_selector=labels, num_gpus=wanted)
         except ValueError as error:  # the name still belongs to the actor that it replaces
             raise LaunchError(cause_of(error)) from error
@@ -199,7 +202,9 @@ class RayClusterLauncher:
     def _nodes(self) -> list[ClusterNode]:
         leaving = self._leaving_nodes()
         return [
-            ClusterNode(node["NodeID"], node["Labels"], node["NodeID"] in leaving)
+            ClusterNode(
+                node["NodeID"], node["Labels"], node["NodeID"] in leaving, float(node["Resources"].get("GPU", 0.0))
+            )
             for node in self._ray.nodes()
             if node["Alive"]
         ]

@@ -321,12 +321,12 @@ def load_model(
     is kept, streamed from its files; `progress` hears of it.
 
     `ranks`: load only what this rank has of the model, and let it add up sums with the others. `sum_slices`: load all
-    of it, but compute sums in the slices in which so many ranks would, on the CPU. `float8`: multiply matrices in 8-bit floats with
-    activations that are rounded to them (`engine.model.prepared.float8`).
+    of it, but compute sums in the slices in which so many ranks would, on the CPU. `float8`: multiply matrices in 8-bit
+    floats with activations that are rounded to them (`engine.model.prepared.float8`).
 
     Raises ModelError where the folder is not whole or its family is not one of this file's, ValueError for panels of
-    a model in another dtype than float32, for a model that cannot be divided so, for parts of one that is
-    prepared by reference, and where `float8` cannot be had.
+    a model in another dtype than float32, for a model that cannot be divided so, for parts of one that is prepared by
+    reference, and where `float8` cannot be had.
     """
     config = ModelConfig.load(model_dir)
     if config.family not in FAMILIES:

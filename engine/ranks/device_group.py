@@ -12,7 +12,6 @@ from engine.batch import Followed
 from engine.ranks.device_orders import DeviceOrder
 from engine.ranks.devices import RankLink
 from engine.ranks.group import RankGroup
-from engine.ranks.sums import RankError
 from engine.step import StepPlan
 
 
@@ -38,7 +37,7 @@ class DeviceGroup:
     @contextmanager
     def tell(self, plan: StepPlan, followed: Followed | None) -> Iterator[None]:
         self._group.order(DeviceOrder.of_step(plan, followed))
-        with self._group.waited(), self._explained():
+        with self._group.waited():
             if followed is not None and len(followed.tokens):
                 tokens = followed.tokens.contiguous()
                 self._link.exchange([(rank, tokens) for rank in self._others], [])
@@ -46,12 +45,5 @@ class DeviceGroup:
                 yield
 
     def wait(self, ended: Callable[[], None]) -> None:
-        with self._group.waited(), self._explained():
+        with self._group.waited():
             ended()
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except RankError as error:
-            raise self._group.explained(error) from error

@@ -68,7 +68,8 @@ def main(devices: "Devices | None" = None) -> None:
 
 
 class Follower:
-    """Opens its part; `run` does what it is told. Raises RankError where another rank fails, and what opening raises."""
+    """Opens its part; `run` does what it is told. Raises RankError where another rank fails, and what opening
+    raises."""
 
     def __init__(self, setup: RankSetup, orders: socket.socket) -> None:
         config = msgspec.msgpack.decode(setup.config, type=EngineConfig)

@@ -231,12 +231,22 @@ class RankGroup:
             self._due_s = time.monotonic() + self._wait_s
         try:
             yield
+        except RankError as error:
+            # What is said of the link comes from an abort, or from a rank whose end is about to be noticed.
+            deadline_s = time.monotonic() + _END_S
+            while self._interruption() is None and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            raise self._interruption() or self.explained(error) from error
         finally:
             self._due_s = math.inf
+        if (found := self._interruption()) is not None:
+            raise found
+
+    def _interruption(self) -> RankError | None:
+        """Return why devices were interrupted, if they were."""
         for rank in self._ended:
-            raise self.explained(RankError(rank, "has ended"))
-        if self._is_late:
-            raise self.explained(RankError(self._others[0], "does not answer"))
+            return self.explained(RankError(rank, "has ended"))
+        return self.explained(RankError(self._others[0], "does not answer")) if self._is_late else None
 
     def order(self, order: RankOrder | DeviceOrder) -> None:
         """Tell all ranks to compute; returns when they have read what, and not when they have done it."""

@@ -279,7 +279,7 @@ def test_workers_that_compute_on_a_gpu_are_given_one(tmp_path: Path) -> None:
     file.write_text(documents()["ConfigMap"]["data"]["headrace.toml"])
     config = resolved(file)
     asked = {
-        kind: gpus(kind, pool.engine.device, config.ray)
+        kind: gpus(kind, pool.engine, config.ray)
         for kind, pool in (("prefill", config.prefill), ("decode", config.decode))
     }
     assert gpus_by_group(spec) == asked == {"prefill": 1, "decode": 1}

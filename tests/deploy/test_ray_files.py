@@ -113,7 +113,7 @@ def test_workers_that_compute_on_a_gpu_are_given_one(name: str) -> None:
     types = validated(config)["available_node_types"]
     ours = resolved(DEPLOY / "ray" / MOUNTED[name])
     for pool, engine in (("prefill", ours.prefill.engine), ("decode", ours.decode.engine)):
-        asked = gpus(pool, engine.device, ours.ray)  # type: ignore[arg-type]
+        asked = gpus(pool, engine, ours.ray)  # type: ignore[arg-type]
         told = types[pool]["resources"].get("GPU", 0)
         assert asked == told == gpus_of(name, types[pool]["node_config"]) == 1
     assert "GPU" not in types["head"]["resources"]
@@ -142,7 +142,7 @@ def test_eight_gpus_of_one_host_have_a_worker_each() -> None:
     check_gpu_defaults(config, device_share=1.0)
     assert config.ray.address == "auto" and config.launcher == "ray" and config.ray.pool_label == ""
     each = {"prefill": config.prefill, "decode": config.decode}
-    asked = {pool: gpus(pool, one.engine.device, config.ray) for pool, one in each.items()}  # type: ignore[arg-type]
+    asked = {pool: gpus(pool, one.engine, config.ray) for pool, one in each.items()}  # type: ignore[arg-type]
     assert config.prefill_workers * asked["prefill"] + config.decode_workers * asked["decode"] == 8
     assert {one.engine.tensor_parallel for one in each.values()} == {1}, "refused on GPUs"
 
@@ -156,7 +156,7 @@ def test_eight_gpus_of_each_of_two_hosts_have_a_worker_of_its_pool_each() -> Non
         ("prefill", config.prefill_workers, config.prefill),
         ("decode", config.decode_workers, config.decode),
     ):
-        assert number * gpus(pool, one.engine.device, config.ray) == 8  # type: ignore[arg-type]
+        assert number * gpus(pool, one.engine, config.ray) == 8  # type: ignore[arg-type]
         assert one.engine.tensor_parallel == 1, "refused on GPUs"
     text = (DEPLOY / "ray/headrace-2x8gpu.toml").read_text()
     started = [check_ray_start(line) for line in text.splitlines() if line.startswith("# ray start ")]

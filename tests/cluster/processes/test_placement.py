@@ -1,6 +1,9 @@
 """Which node a process goes to."""
 
+import pytest
+
 from cluster.processes.placement import NODE_ID_LABEL, ClusterNode, RayConfig, gpus, selector
+from engine.config import EngineConfig
 
 CONFIG = RayConfig(address="auto")
 NODES = [
@@ -39,9 +42,29 @@ def test_another_label_or_none() -> None:
     assert selector("decode", anywhere, nodes, {"a": 1}, "x") == {NODE_ID_LABEL: "b"}
 
 
+def on(device: str, ranks: int = 1) -> EngineConfig:
+    return EngineConfig(device=device, tensor_parallel=ranks)
+
+
 def test_who_asks_for_a_gpu() -> None:
-    """Guards against a router or a CPU worker that takes a GPU from others, and one named by its number taken twice."""
-    assert gpus("prefill", "cuda", CONFIG) == gpus("decode", "cuda", CONFIG) == 1.0
-    assert gpus("decode", "cuda", RayConfig(gpus_per_worker=0.5)) == 0.5
-    assert gpus("router", "", CONFIG) == gpus("decode", "cpu", CONFIG) == 0.0
-    assert gpus("decode", "cuda:1", CONFIG) == 0.0
+    """Guards against a router or a CPU worker that takes a GPU from others, one named by its number taken twice, and
+    ranks that find fewer than they are."""
+    assert gpus("prefill", on("cuda"), CONFIG) == gpus("decode", on("cuda"), CONFIG) == 1.0
+    assert gpus("decode", on("cuda"), RayConfig(gpus_per_worker=0.5)) == 0.5
+    assert gpus("router", on("cuda"), CONFIG) == gpus("decode", on("cpu", 2), CONFIG) == 0.0
+    assert gpus("decode", on("cuda:1"), CONFIG) == 0.0
+    assert gpus("decode", on("cuda", 4), CONFIG) == 4.0
+    assert gpus("decode", on("cuda", 4), RayConfig(gpus_per_worker=0.0)) == 0.0
+    with pytest.raises(ValueError, match=r"gpus_per_worker: 0\.5, but each of 2 ranks"):
+        gpus("decode", on("cuda", 2), RayConfig(gpus_per_worker=0.5))
+
+
+def test_ranks_go_to_a_host_that_has_a_gpu_for_each() -> None:
+    """Guards a worker pinned to a host that is too small while another would do, and one that waits for ever."""
+    nodes = [ClusterNode("a", gpus=2.0), ClusterNode("b", gpus=4.0), ClusterNode("c", gpus=4.0)]
+    anywhere = RayConfig(address="auto", pool_label="")
+    assert selector("decode", anywhere, nodes, {"b": 1}, "x", 4.0) == {NODE_ID_LABEL: "c"}
+    assert selector("decode", anywhere, nodes, {}, "x", 2.0) == {NODE_ID_LABEL: "a"}
+    with pytest.raises(ValueError, match="need 8 GPUs of one host, and no node has more than 4"):
+        selector("decode", anywhere, nodes, {}, "x", 8.0)
+    assert selector("decode", anywhere, [], {}, "x", 8.0) == {}, "a host may be on its way"

@@ -65,7 +65,8 @@ def behind(at: int, tokens: list[int], known: bool) -> Row:
     """The row that computes the token after `tokens`: known, as the last of them, or still to be drawn."""
     if known:
         return row(at, tokens, len(tokens) - 1)
-    return msgspec.structs.replace(row(at, tokens, len(tokens) - 1), start=len(tokens), end=len(tokens) + 1, follows=True)
+    held = row(at, tokens, len(tokens))
+    return msgspec.structs.replace(held, end=len(tokens) + 1, follows=True)
 
 
 STEPS = [[0], [0, 1], [1, 0], [1], [0, 1]]
@@ -124,8 +125,9 @@ def test_ranks_with_a_pool_each_answer_as_one_process_does(folder: Path) -> None
         block, other = BlockId(TABLES[1][0]), BlockId(2)
         copied = ((block, other), (BlockId(4), block), (other, block))
         text = [*PROMPTS[1], wanted[1][len(PROMPTS[1])]]
-        told = [list(one.runner.launch(StepPlan((row(1, text, len(text) - 1),), copied)).wait()) for one in (ranks, alone)]
-        assert told[0] == told[1]
+        step = StepPlan((row(1, text, len(text) - 1),), copied)
+        told, known = (list(one.runner.launch(step).wait()) for one in (ranks, alone))
+        assert told == known
         assert scores(ranks) == pytest.approx(scores(alone), abs=1e-4)
         (pid,) = ranks.ranks.pids if ranks.ranks else ()
         torch.testing.assert_close(ranks.kv.tensor[block][0], alone.kv.tensor[block][0], atol=1e-4, rtol=0)
@@ -138,11 +140,12 @@ def test_nobody_waits_on_for_a_rank_that_does_not_come(folder: Path, how: signal
     """Guards against a device that waits for ever for another one, whose rank was killed or stopped when it had heard
     of a step: the link is aborted, the wait ends, and the error names the rank."""
     devices = PretendedDevices()
-    with opened(folder, devices, rank_wait_s=2.0) as device:
+    with opened(folder, devices, rank_wait_s=20.0) as device:
         assert device.ranks is not None and devices.link is not None
         (pid,) = device.ranks.pids
         texts = read(device)
         group, plain = device.ranks, device.ranks.order
+        group._wait_s = 3.0  # now that all that is slow under other work has been done
 
         def struck(order: object) -> None:
             plain(order)  # type: ignore[arg-type]
@@ -155,7 +158,7 @@ def test_nobody_waits_on_for_a_rank_that_does_not_come(folder: Path, how: signal
                 device.runner.launch(StepPlan((row(0, texts[0], len(texts[0]) - 1),))).wait()
         assert found.value.rank == 1 and devices.link.aborted
         assert ("SIGKILL" if how == signal.SIGKILL else "does not answer") in str(found.value)
-        assert time.monotonic() - began_s < 15.0
+        assert time.monotonic() - began_s < 40.0
 
 
 @pytest.mark.slow
