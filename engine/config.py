@@ -77,8 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel: int = 1
     """Processes that compute one model together, each with a part of every layer and of every block
-    (`docs/tensor-parallel.md`); only on the CPU so far. `threads` are each one's. The model's heads and widths must
-    divide by it."""
+    (`docs/tensor-parallel.md`). `threads` are each one's. On GPUs each has one, from `device` on, and only one worker
+    that does all is possible so far. The model's heads and widths must divide by it."""
     rank_wait_s: float = 30.0
     """A rank of them that has not answered for so long has ended, and the worker with it."""
     sum_slices: int = 1

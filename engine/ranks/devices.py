@@ -27,7 +27,7 @@ class Devices(Protocol):
     """The devices of one worker, in one of its processes."""
 
     program: str
-    """The module that the process of another rank runs: it calls `engine.ranks.follower.main` with these devices."""
+    """The module that the process of another rank runs: it runs a `DeviceFollower` with these devices."""
 
     def open(self, config: EngineConfig, rank: int) -> torch.device:
         """Return the rank's device, made the current one of this thread. Raises ValueError where there is none."""

@@ -9,10 +9,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import torch
@@ -39,26 +39,25 @@ from engine.ranks.orders import (
 from engine.ranks.sums import RankError, RankSums, bytes_of, places_bytes
 from engine.storage.paged import PoolFile, header_bytes
 
-if TYPE_CHECKING:
-    from engine.ranks.devices import Devices
-
 _PR_SET_PDEATHSIG = 1
 
 
-def main(devices: "Devices | None" = None) -> None:
-    """`devices`: where ranks have one each, how this process reaches its own."""
+class Follows(Protocol):
+    """A rank that was opened, from its setup and its socket for orders."""
+
+    def run(self) -> None:
+        """Do what it is told, until it is told to end."""
+
+
+def main(opened: Callable[[RankSetup, socket.socket], Follows] | None = None) -> None:
+    """`opened`: opens the rank; a `Follower` unless another is given."""
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSetup)
     _end_with_rank_0()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {setup.rank} %(levelname)s %(name)s: %(message)s")
     orders = socket.socket(fileno=setup.orders_fd)
     try:
         with torch.inference_mode():
-            if devices is None:
-                Follower(setup, orders).run()
-            else:
-                from engine.ranks.device_follower import DeviceFollower
-
-                DeviceFollower(setup, orders, devices).run()
+            (opened or Follower)(setup, orders).run()
     except RankError as error:
         say(orders, RankFailed(error.rank, error.problem))
         raise SystemExit(1) from error

@@ -144,7 +144,16 @@ def test_eight_gpus_of_one_host_have_a_worker_each() -> None:
     each = {"prefill": config.prefill, "decode": config.decode}
     asked = {pool: gpus(pool, one.engine, config.ray) for pool, one in each.items()}  # type: ignore[arg-type]
     assert config.prefill_workers * asked["prefill"] + config.decode_workers * asked["decode"] == 8
-    assert {one.engine.tensor_parallel for one in each.values()} == {1}, "refused on GPUs"
+    assert {one.engine.tensor_parallel for one in each.values()} == {1}, "such workers hand over no blocks"
+
+
+def test_eight_gpus_of_one_host_have_a_rank_each() -> None:
+    """Guards a file that is refused at start, and ranks that wait for a ninth GPU or leave one idle."""
+    config = resolved(DEPLOY / "ray/headrace-8gpu-ranks.toml")
+    assert (config.prefill_workers, config.decode_workers) == (0, 1)
+    assert config.ray.address == "auto" and config.launcher == "ray" and config.ray.pool_label == ""
+    assert gpus("decode", config.decode.engine, config.ray) == config.decode.engine.tensor_parallel == 8
+    assert config.decode.engine.pool_bytes == "auto" and config.decode.tiers.host_bytes == 0
 
 
 def test_eight_gpus_of_each_of_two_hosts_have_a_worker_of_its_pool_each() -> None:
@@ -157,7 +166,7 @@ def test_eight_gpus_of_each_of_two_hosts_have_a_worker_of_its_pool_each() -> Non
         ("decode", config.decode_workers, config.decode),
     ):
         assert number * gpus(pool, one.engine, config.ray) == 8  # type: ignore[arg-type]
-        assert one.engine.tensor_parallel == 1, "refused on GPUs"
+        assert one.engine.tensor_parallel == 1, "such workers hand over no blocks"
     text = (DEPLOY / "ray/headrace-2x8gpu.toml").read_text()
     started = [check_ray_start(line) for line in text.splitlines() if line.startswith("# ray start ")]
     assert [flags["labels"] for flags in started] == ["pool=prefill", "pool=decode"]

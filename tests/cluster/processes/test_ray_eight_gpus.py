@@ -12,8 +12,11 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster
 from cluster.processes.leftovers import descendants, running
+from cluster.processes.placement import RayConfig
 from cluster.processes.ray_cluster import RayClusterLauncher
 from cluster.processes.ray_launcher import RAY_VARIABLES, imported_ray
+from cluster.processes.spec import LaunchError
+from engine.config import EngineConfig
 from tests.cluster.processes.test_launchers import CONFIG, FAKES, eventually
 from tests.cluster.processes.test_ray_cluster import STORE_BYTES, places
 from tests.deploy.test_ray_files import DEPLOY, resolved
@@ -23,8 +26,8 @@ POOLS = ("prefill", "decode")
 
 
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch, *labels: dict[str, str]) -> Iterator[Any]:
-    """A Ray cluster of one node for each of `labels`, with eight GPUs each, of which the first is the head."""
+def pretended(monkeypatch: pytest.MonkeyPatch, *labels: dict[str, str], each: int = 8) -> Iterator[Any]:
+    """A Ray cluster of one node for each of `labels`, with so many GPUs each, of which the first is the head."""
     imported_ray()
     from ray.cluster_utils import Cluster as Nodes
 
@@ -35,7 +38,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *labels: dict[str, str]) -> Itera
     try:
         for own in labels:
             more = {} if nodes.head_node else {"include_dashboard": False}
-            nodes.add_node(num_cpus=0, num_gpus=8, labels=own, object_store_memory=STORE_BYTES, **more)
+            nodes.add_node(num_cpus=0, num_gpus=each, labels=own, object_store_memory=STORE_BYTES, **more)
         yield nodes
     finally:
         nodes.shutdown()
@@ -90,3 +93,39 @@ def test_sixteen_workers_of_two_hosts_have_a_gpu_each_on_their_pools_host(monkey
     for pool in POOLS:
         assert sorted(gpu for name, gpu in seen.items() if name.startswith(pool)) == [str(at) for at in range(8)]
     assert len(at) == 16 and all(name.startswith(place.split()[0]) for name, place in at.items()), at
+
+
+def of_ranks(ranks: int) -> ClusterConfig:
+    """Two workers that compute nothing, of so many ranks each; what a cluster may be set to is decided elsewhere."""
+    engine = EngineConfig(device="cuda", tensor_parallel=ranks)
+    one = msgspec.structs.replace(CONFIG, prefill_workers=1, decode_workers=1)
+    return msgspec.structs.replace(
+        one,
+        prefill=msgspec.structs.replace(CONFIG.prefill, engine=engine),
+        decode=msgspec.structs.replace(CONFIG.decode, engine=engine),
+    )
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(1, 8), (2, 4)])
+def test_the_ranks_of_a_worker_are_on_one_host(monkeypatch: pytest.MonkeyPatch, nodes: int, each: int) -> None:
+    """Guards ranks that see GPUs of another worker, or fewer than they are, and a worker that is spread over hosts."""
+    with pretended(monkeypatch, *[{}] * nodes, each=each) as ray_nodes:
+        launcher = RayClusterLauncher(RayConfig(address=ray_nodes.address, pool_label=""))
+        with Cluster(of_ranks(4), launcher, FAKES, model_dir="x") as cluster:
+            cluster.start()
+            seen = shown()
+    assert seen.pop("router") == ""
+    found = [sorted(map(int, gpus.split(","))) for gpus in seen.values()]
+    halves = [[0, 1, 2, 3], [4, 5, 6, 7]] if nodes == 1 else [[0, 1, 2, 3]] * 2
+    assert sorted(found) == halves
+
+
+def test_ranks_that_no_host_has_gpus_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a start that waits for ever for a host of eight GPUs, where there are two of four."""
+    with pretended(monkeypatch, {}, {}, each=4) as ray_nodes:
+        launcher = RayClusterLauncher(RayConfig(address=ray_nodes.address, pool_label=""))
+        with (
+            Cluster(of_ranks(8), launcher, FAKES, model_dir="x") as cluster,
+            pytest.raises(LaunchError, match="need 8 GPUs of one host, and no node has more than 4"),
+        ):
+            cluster.start()
