@@ -390,3 +390,18 @@ def test_who_had_all_that_was_believed_is_believed_as_before() -> None:
         index.correct("a", blocks([1, 2, 3]), actual)
         index.check()
         assert index.match("a", blocks([1, 2, 3])) == left
+
+
+def test_workers_that_come_and_go_leave_nothing_behind() -> None:
+    """Guards sets that grow by a bit with each life of a worker, and a table that is copied while requests wait."""
+    index = PrefixIndex()
+    for _ in range(40):
+        index.add("a", 64, 32)
+        index.add("b", 8)
+        assert len(index._table.keys) >= 64 + 32 + 8
+        index.insert("a", blocks([1, 2, 3]))
+        index.insert("b", blocks([1, 2, 3]))
+        assert index.depths(blocks([1, 2, 3])) == {"a": 3, "b": 3}
+        index.forget("b")
+        index.check()
+    assert len(index._owners) == 3
