@@ -4,8 +4,9 @@ QUICK`.
 The tests are collected once, in a process that has imported everything. Each mutant gets a fork of it, changes the
 running code there and runs only the tests that enter its function: those of the file's own test file first, then the
 quickest of the package's folder, and of others as long as there is time; with QUICK, as many as take so many seconds.
-Which tests enter which function is asked of one run without a mutant. A test that fails there, since the machine is
-busy, is named and left out; with more than FEW_FAIL of them, no mutant is judged.
+Which tests enter which function is asked of one run without a mutant, and again of each file that has changed since. A
+test that fails there, since the machine is busy, is named and left out; with more than FEW_FAIL of them, no mutant is
+judged.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -40,6 +41,9 @@ FEW_FAIL = 3
 LEFT_OUT = "not (slow or chaos or gpu or observe or parity or ray or rayup)"
 UNFORKED = "not nccl"
 """The library that pretends to be NCCL has threads of its own, which a fork does not take along."""
+
+_Entered = tuple[float, list[Place]]
+"""What a test takes, in seconds, and the functions that it enters."""
 
 
 @dataclass(slots=True)
@@ -112,26 +116,47 @@ class MutantRunner:
             self._collect(children)
 
     def _measure(self, session: pytest.Session, files: set[str]) -> None:
-        """Run everything once without a mutant, and note what enters what. Raises Failed where too much fails."""
-        known = self.results.folder / f"enters-{digest([self.package, *PACKAGES[self.package]])}.json"
-        if known.exists():
-            said = known.read_bytes()
-        else:
-            watch = _Watch(files)
-            pid, pipe = _fork(session, lambda: _to_the_end(session, watch), 3_600, watch.told)
-            said = b"".join(iter(lambda: os.read(pipe, 1 << 16), b""))
-            os.close(pipe)
-            os.waitpid(pid, 0)
-        told = json.loads(said) if said.startswith(b"{") else {"failed": [said.decode() or "it died"], "tests": {}}
-        for name in told["failed"]:
+        """Note what enters what: run the tests of each file once without a mutant, if it has changed since the last
+        time. Raises Failed where too much fails."""
+        helpers = [path for path in map(Path, _paths(PACKAGES[self.package])) if not path.name.startswith("test_")]
+        shared = digest([self.package, *map(str, helpers)])
+        items: dict[Path, list[pytest.Item]] = {}
+        for item in session.items:
+            name = f"enters-{shared}-{digest([item.nodeid.partition('::')[0]])}.json"
+            items.setdefault(self.results.folder / name, []).append(item)
+        changed = {known: of_file for known, of_file in items.items() if not known.exists()}
+        if changed:
+            told = self._enter(session, [item for of_file in changed.values() for item in of_file], files)
+            self.results.folder.mkdir(parents=True, exist_ok=True)
+            for known, of_file in changed.items():
+                known.write_text(json.dumps({one.nodeid: told[one.nodeid] for one in of_file if one.nodeid in told}))
+        for known in items:
+            entered: dict[str, _Entered] = json.loads(known.read_bytes())
+            for name, (seconds, places) in entered.items():
+                for file, function, line in places:
+                    self.enters.setdefault((file, function, line), []).append((name, seconds))
+
+    def _enter(self, session: pytest.Session, items: list[pytest.Item], files: set[str]) -> dict[str, _Entered]:
+        """Run `items` without a mutant; return what each enters. Those that fail are left out."""
+        watch = _Watch(files)
+
+        def prepare() -> None:
+            session.config.pluginmanager.register(watch)
+            session.config.option.maxfail = 0
+            session.items[:] = items
+
+        pid, pipe = _fork(session, prepare, 3_600, watch.told)
+        said = b"".join(iter(lambda: os.read(pipe, 1 << 16), b""))
+        os.close(pipe)
+        os.waitpid(pid, 0)
+        if not said.startswith(b"{"):
+            raise session.Failed(f"no test can be run: {said.decode() or 'it died'}")
+        failed, entered = json.loads(said)["failed"], json.loads(said)["tests"]
+        for name in failed:
             print(f"{self.package}: fails without a mutant: {name}", flush=True)
-        if len(told["failed"]) > FEW_FAIL or not told["tests"]:
-            raise session.Failed(f"{len(told['failed'])} tests fail without a mutant")
-        known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_bytes(said)
-        for name, (seconds, places) in told["tests"].items():
-            for place in places if name not in told["failed"] else ():
-                self.enters.setdefault(tuple(place), []).append((name, seconds))
+        if len(failed) > FEW_FAIL:
+            raise session.Failed(f"{len(failed)} tests fail without a mutant")
+        return {name: told for name, told in entered.items() if name not in failed}
 
     def _chosen(self, mutant: Mutant) -> list[tuple[str, float]]:
         path = str(ROOT / mutant.file)
@@ -203,7 +228,7 @@ class _Watch:
 
     def __init__(self, files: set[str]) -> None:
         self._files = files
-        self._tests: dict[str, tuple[float, list[Place]]] = {}
+        self._tests: dict[str, _Entered] = {}
 
     def told(self, failed: list[str]) -> str:
         return json.dumps({"failed": failed, "tests": self._tests})
@@ -267,9 +292,12 @@ def _fork(
         os._exit(0)
 
 
-def _to_the_end(session: pytest.Session, plugin: object) -> None:
-    session.config.pluginmanager.register(plugin)
-    session.config.option.maxfail = 0
+def _paths(places: Iterable[str]) -> Iterator[str]:
+    """The Python files of `places`, folders or files, as they are named from the root."""
+    for place in places:
+        at = ROOT / place
+        for path in sorted(at.rglob("*.py")) if at.is_dir() else [at]:
+            yield path.relative_to(ROOT).as_posix()
 
 
 def _said(failed: list[str]) -> str:

@@ -124,7 +124,7 @@ def test_who_was_held_back_for_a_life_that_is_back_is_offered_at_once() -> None:
     parts = cluster()
     parts.join("d1")
     call = parts.offer("a")
-    for number in (0, 1):
+    for _ in (0, 1):
         lose(parts, call.decode)
         parts.queue.advance(0.0, parts.out)
     assert call.state is State.WAITING and call.held_back_until_s is not None

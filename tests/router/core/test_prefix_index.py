@@ -405,3 +405,17 @@ def test_workers_that_come_and_go_leave_nothing_behind() -> None:
         index.forget("b")
         index.check()
     assert len(index._owners) == 3
+
+
+def test_what_is_evicted_below_takes_nothing_from_the_tier_above() -> None:
+    """Guards the part of a sequence that is on the device: six blocks, of which four are there and the last is gone."""
+    index = PrefixIndex()
+    index.add("a", 4, 8)
+    prompt = blocks([1, 2, 3, 4, 5, 6])
+    index.insert("a", prompt)
+    index.evict("a", [prompt[5]])
+    index.check()
+    assert index.tiers(prompt) == {"a": {"device": 4, "host": 5}}
+    index.insert("a", prompt[:5])
+    index.check()
+    assert index.tiers(prompt) == {"a": {"device": 4, "host": 5}}
