@@ -43,8 +43,9 @@ def workload(source: str, requests: int, seed: int) -> Workload:
 
 
 def bound(sessions: Workload, shape: ClusterShape) -> float:
-    """Return the share of prompt tokens that one cache as large as all prefill workers' together finds."""
-    return bounds.lru(in_order(sessions), shape.prefill * shape.prefill_blocks)
+    """Return the share of prompt tokens that one cache as large as all prefill workers' together, all tiers of
+    them, finds."""
+    return bounds.lru(in_order(sessions), shape.cached_blocks)
 
 
 def at_load(sessions: Workload, load: float, shape: ClusterShape) -> Workload:
