@@ -127,7 +127,8 @@ class SimulatedCluster:
         return self.routers[0].core
 
     def _caches(self) -> dict[str, KVCacheManager]:
-        return {name: worker.kv for name, worker in (*self.prefills.items(), *self.decodes.items())}
+        held = {name: worker.kv for name, worker in self.prefills.items()}
+        return held | {name: worker.kv for name, worker in self.decodes.items()}
 
     def _begin(self) -> SimulatedRouter:
         """Start a router, which knows nobody's requests and nothing of what workers hold."""
