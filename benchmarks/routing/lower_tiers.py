@@ -44,7 +44,7 @@ class TierShape:
 NO_TIERS = TierShape()
 
 
-class Clock(Protocol):
+class SimulatedClock(Protocol):
     now: float
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
@@ -55,7 +55,7 @@ class SimulatedTiers:
     """Mutable state: until when the thread has something to do. `loaded` is called after each load."""
 
     def __init__(
-        self, kv: KVCacheManager, tiers: Tiers, shape: TierShape, time: Clock, loaded: Callable[[], None]
+        self, kv: KVCacheManager, tiers: Tiers, shape: TierShape, time: SimulatedClock, loaded: Callable[[], None]
     ) -> None:
         self.fetches = Fetches(kv, tiers)
         self._tiers, self._shape = tiers, shape
