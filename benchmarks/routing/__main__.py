@@ -21,7 +21,7 @@ from benchmarks.routing.cluster import RoutingFaults
 from benchmarks.routing.lower_tiers import TierShape
 from benchmarks.routing.runs import MADE, NAMES, RoutingCase, around_restart, bound, gap_ms, percentile, run, workload
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome
-from benchmarks.routing.workloads import BLOCK, GENERATED, in_order
+from benchmarks.routing.workloads import BLOCK, GENERATED, PUBLISHED, in_order
 
 
 def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> list[output.Line]:
@@ -90,7 +90,7 @@ def limits(sources: Sequence[str], seeds: Sequence[int], requests: int, shape: C
 def main(arguments: Sequence[str] | None = None) -> int:
     parser, usual = output.parser(__doc__), ClusterShape()
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a file in Mooncake's form")
-    parser.add_argument("--workload", action="append", default=[], choices=[*GENERATED, MADE])
+    parser.add_argument("--workload", action="append", default=[], choices=[*GENERATED, *PUBLISHED, MADE])
     parser.add_argument("--requests", type=int, default=4000, help="of each workload, and at most of each trace")
     parser.add_argument("--seeds", type=_numbers(int), default=[1], metavar="N,...")
     parser.add_argument("--load", type=_numbers(float), default=[0.5, 0.8, 0.95], metavar="SHARE,...")
