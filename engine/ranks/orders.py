@@ -131,7 +131,7 @@ class PoolMapped(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankRoom(msgspec.Struct, frozen=True, tag=True):
-    """Of how many blocks a pool on the rank's device may be."""
+    """The number of blocks that a pool on the rank's device may have."""
 
     blocks: int
 
