@@ -134,7 +134,7 @@ class Pair:
                 self.events.append(event)
                 match event:
                     case Posted():
-                        self.at_prefill(self.sender.posted(event.handoff, event.seq, event.digests))
+                        self.at_prefill(self.sender.posted(event.handoff, event.seq, event.digests, event.more))
                     case Sent():
                         self.at_prefill(self.sender.sent(event.handoff, event.seq, event.error))
                     case Received():

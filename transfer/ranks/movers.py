@@ -1,0 +1,173 @@
+"""The movers of a worker's ranks, driven from rank 0: stands where a `transfer.mover.Mover` does.
+
+    rank 0                                                        rank r (transfer.ranks.follower)
+      any thread       submit -> group -> own mover
+                                       `- a socket per rank --->     thread "moves"    commands
+      transfer thread  its own mover's events -> group              thread "transfer" its mover
+      thread "moves"   what rank r says -> group  <--- events ---
+
+The group is asked under a lock, and what it tells goes out under the same, so every rank hears its commands in the
+order in which the worker gave them. Whoever gives a command waits only for a rank that has stopped taking any, for as
+long as its socket may.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from engine.kv.layout import KVLayout
+from engine.messages import Endpoint, RankEndpoint
+from engine.types import Incarnation
+from transfer.config import TransferConfig
+from transfer.digest import Tally
+from transfer.handoff.commands import MoverCommand, MoverDied, MoverEvent
+from transfer.mover import Mover
+from transfer.ranks.group import MoverGroup, Told, ToRank, part_of
+from transfer.ranks.links import DescribedTo, DescribeTo, FromMover, MoverOpened, OpenMover, RankLink, Reported
+from transfer.transport import KVMemory, TransferError, Transport
+
+MOST_RANKS = 8
+"""Ranks of a peer that are told how to reach this worker's, where it is not known how many there are."""
+
+
+class RankMovers:
+    """`heads`: those of each rank's pool, this one's, rank 0's, first. `links`: a socket to each other rank. Raises
+    TransferError for a rank that cannot open its transports. Owner: as a mover's.
+
+    Mutable state, under a lock: the group's, what each rank has reported last, and whether it is stopping."""
+
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        memory: KVMemory,
+        layout: KVLayout,
+        on_event: Callable[[MoverEvent], None],
+        heads: Sequence[range],
+        links: Mapping[int, RankLink[FromMover]],
+    ) -> None:
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._group = MoverGroup(heads)
+        self._own = Mover(transports, memory, layout.restricted(heads[0]), self._hear_own)
+        self._links = links
+        self._reports: dict[int, Reported] = {}
+        self._answers: queue.SimpleQueue[FromMover] = queue.SimpleQueue()
+        self._stopping = False
+
+    def open(self, incarnation: Incarnation, config: TransferConfig, host: str) -> None:
+        """Have the other ranks open what rank 0 has opened."""
+        for rank, link in self._links.items():
+            link.say(OpenMover(part_of(incarnation, rank), config, host))
+        for rank, link in self._links.items():
+            opened = link.hear()
+            if not isinstance(opened, MoverOpened) or opened.error:
+                why = "has ended" if opened is None else getattr(opened, "error", "says something else")
+                raise TransferError(f"tensor-parallel rank {rank} opens no transports: {why}")
+        for rank, link in self._links.items():
+            threading.Thread(target=self._hear, args=(rank, link), name=f"moves-{rank}", daemon=True).start()
+
+    def describe(
+        self, rank: int, transport: str, peers: Sequence[Incarnation], wait_s: float
+    ) -> list[dict[str, object]]:
+        """Ask a rank what each of these ranks of a peer is to be told. Waits for the answer."""
+        self._links[rank].say(DescribeTo(transport, tuple(peers)))
+        try:
+            answer = self._answers.get(timeout=wait_s)
+        except queue.Empty:
+            raise TransferError(f"tensor-parallel rank {rank} does not say how it is reached") from None
+        assert isinstance(answer, DescribedTo)
+        return list(answer.details)
+
+    def submit(self, command: MoverCommand) -> None:
+        with self._lock:
+            self._give(self._group.submit(command))
+
+    def warm_up(self, wire: str) -> None:
+        self._own.warm_up(wire)
+
+    def start(self) -> None:
+        self._own.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        self._stopping = True
+        self._own.stop(timeout_s)
+
+    def run_once(self) -> bool:
+        return self._own.run_once()
+
+    @property
+    def outstanding(self) -> int:
+        return self._own.outstanding + sum(report.outstanding for report in self._reports.values())
+
+    @property
+    def scrapped_bytes(self) -> int:
+        return self._own.scrapped_bytes + sum(report.scrapped_bytes for report in self._reports.values())
+
+    @property
+    def beat(self) -> int | None:
+        """Rank 0's. The other ranks look at theirs themselves."""
+        return self._own.beat
+
+    @property
+    def digests(self) -> Tally:
+        """Those of all ranks."""
+        total = Tally(self._own.digests.made, self._own.digests.verified, self._own.digests.mismatched)
+        for report in self._reports.values():
+            total.made += report.made
+            total.verified += report.verified
+            total.mismatched += report.mismatched
+        return total
+
+    def _give(self, told: Iterable[Told]) -> None:
+        for one in told:
+            if not isinstance(one, ToRank):
+                self._on_event(one)
+            elif one.rank == 0:
+                self._own.submit(one.command)
+            else:
+                try:
+                    self._links[one.rank].say(one.command)
+                except TransferError as error:
+                    if not self._stopping:
+                        self._on_event(MoverDied(f"at rank {one.rank}: {error}"))
+
+    def _hear_own(self, event: MoverEvent) -> None:
+        with self._lock:
+            self._give(self._group.heard(0, event))
+
+    def _hear(self, rank: int, link: RankLink[FromMover]) -> None:
+        """Hear a rank until it has ended; whoever watches its process tells of that."""
+        try:
+            for said in link:
+                if not isinstance(said, Reported):
+                    self._answers.put(said)
+                    continue
+                with self._lock:
+                    self._reports[rank] = said
+                    self._give(self._group.heard(rank, said.event))
+        except Exception as error:
+            self._on_event(MoverDied(f"what rank {rank} says is not understood: {error}"))
+
+
+class RankTransport:
+    """A transport of a worker whose ranks have a pool each, as its peers are told of it."""
+
+    def __init__(self, own: Transport, movers: RankMovers, heads: Sequence[range], wait_s: float) -> None:
+        self._own = own
+        self._movers = movers
+        self._heads = heads
+        self._wait_s = wait_s
+        self.name = own.name
+        self.reads_remotely = own.reads_remotely
+
+    def describe(self, peer: Incarnation, ranks: int = MOST_RANKS) -> Endpoint:
+        """`ranks`: how many the peer has, where that is known. Raises TransferError where a rank does not answer."""
+        lives = [part_of(peer, rank) for rank in range(ranks)]
+        told = []
+        for rank, heads in enumerate(self._heads):
+            if rank == 0:
+                details = [self._own.describe(life).details for life in lives]
+            else:
+                details = self._movers.describe(rank, self.name, lives, self._wait_s)
+            told.append(RankEndpoint(first_head=heads.start, kv_heads=len(heads), details=details))
+        return Endpoint(transport=self.name, ranks=told)
