@@ -369,7 +369,8 @@ class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The way by which a peer reaches a worker's KV memory. `details` belongs to the transport named here and to nobody
-    else. `ranks`: of a worker whose tensor-parallel ranks have a pool each, these, and then `details` is empty."""
+    else. `ranks`: the tensor-parallel ranks that have a pool, of which the first is described by `details` too; empty
+    where there is one pool, and the peer has one."""
 
     transport: str
     details: dict[str, Any] = {}

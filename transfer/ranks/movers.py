@@ -14,6 +14,7 @@ long as its socket may.
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, RankEndpoint
@@ -27,7 +28,8 @@ from transfer.ranks.links import DescribedTo, DescribeTo, FromMover, MoverOpened
 from transfer.transport import KVMemory, TransferError, Transport
 
 MOST_RANKS = 8
-"""Ranks of a peer that are told how to reach this worker's, where it is not known how many there are."""
+"""The most ranks that a peer may have, where it is not known how many."""
+NCCL = "nccl"
 
 
 class RankMovers:
@@ -66,9 +68,7 @@ class RankMovers:
         for rank, link in self._links.items():
             threading.Thread(target=self._hear, args=(rank, link), name=f"moves-{rank}", daemon=True).start()
 
-    def describe(
-        self, rank: int, transport: str, peers: Sequence[Incarnation], wait_s: float
-    ) -> list[dict[str, object]]:
+    def describe(self, rank: int, transport: str, peers: Sequence[Incarnation], wait_s: float) -> list[dict[str, Any]]:
         """Ask a rank what each of these ranks of a peer is to be told. Waits for the answer."""
         self._links[rank].say(DescribeTo(transport, tuple(peers)))
         try:
@@ -136,9 +136,8 @@ class RankMovers:
             self._give(self._group.heard(0, event))
 
     def _hear(self, rank: int, link: RankLink[FromMover]) -> None:
-        """Hear a rank until it has ended; whoever watches its process tells of that."""
         try:
-            for said in link:
+            for said in link:  # until it ends: who watches its process tells of that
                 if not isinstance(said, Reported):
                     self._answers.put(said)
                     continue
@@ -149,8 +148,19 @@ class RankMovers:
             self._on_event(MoverDied(f"what rank {rank} says is not understood: {error}"))
 
 
+class Way(Protocol):
+    """A transport, as far as peers are told of it."""
+
+    name: str
+    reads_remotely: bool
+
+    def describe(self, peer: Incarnation, ranks: int = 0) -> Endpoint:
+        """`ranks`: how many of the peer's have a pool; 0: not known."""
+
+
 class RankTransport:
-    """A transport of a worker whose ranks have a pool each, as its peers are told of it."""
+    """The `Way` to the pools of a worker's ranks, of which there may be one. `describe` raises TransferError where a
+    rank does not answer."""
 
     def __init__(self, own: Transport, movers: RankMovers, heads: Sequence[range], wait_s: float) -> None:
         self._own = own
@@ -160,14 +170,16 @@ class RankTransport:
         self.name = own.name
         self.reads_remotely = own.reads_remotely
 
-    def describe(self, peer: Incarnation, ranks: int = MOST_RANKS) -> Endpoint:
-        """`ranks`: how many the peer has, where that is known. Raises TransferError where a rank does not answer."""
-        lives = [part_of(peer, rank) for rank in range(ranks)]
-        told = []
-        for rank, heads in enumerate(self._heads):
-            if rank == 0:
-                details = [self._own.describe(life).details for life in lives]
-            else:
-                details = self._movers.describe(rank, self.name, lives, self._wait_s)
-            told.append(RankEndpoint(first_head=heads.start, kv_heads=len(heads), details=details))
-        return Endpoint(transport=self.name, ranks=told)
+    def describe(self, peer: Incarnation, ranks: int = 0) -> Endpoint:
+        # Of a peer whose ranks are not known, the ranks may dial over nccl; over tcp and shm nobody does.
+        lives = [part_of(peer, rank) for rank in range(ranks or (MOST_RANKS if self.name == NCCL else 1))]
+        own = [self._own.describe(life) for life in lives]
+        if len(self._heads) == len(own) == 1:
+            return own[0]
+        told = [[endpoint.details for endpoint in own]]
+        told += [self._movers.describe(rank, self.name, lives, self._wait_s) for rank in range(1, len(self._heads))]
+        endpoints = [
+            RankEndpoint(first_head=heads.start, kv_heads=len(heads), details=details)
+            for heads, details in zip(self._heads, told, strict=True)
+        ]
+        return Endpoint(transport=self.name, details=own[0].details, ranks=endpoints)
