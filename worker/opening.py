@@ -28,7 +28,7 @@ from telemetry.rank_metrics import RankMetrics
 from transfer.config import TransferConfig
 from transfer.handoff.commands import MoverEvent
 from transfer.liveness import host_id
-from transfer.ranks.links import FromMover, RankLink
+from transfer.ranks.links import FromMover, MoveLink
 from transfer.ranks.movers import RankMovers, RankTransport, Way
 from transfer.registry import open_transports
 from transfer.transport import Transport
@@ -176,10 +176,10 @@ def open_movers(
 ) -> tuple[RankMovers, Mapping[str, Way]]:
     """Return the movers of a worker's pools, and the ways to them that its peers are told: those of rank 0, or of all
     ranks where each has a pool. Raises TransferError for a rank that cannot open its transports."""
-    heads, links, wait_s = [device.layout.heads], dict[int, RankLink[FromMover]](), 0.0
+    heads, links, wait_s = [device.layout.heads], dict[int, MoveLink[FromMover]](), 0.0
     if device.ranks is not None and device.ranks.moves:
         heads, wait_s = device.ranks.heads, device.ranks.wait_s
-        links = {rank: RankLink(sock, FromMover) for rank, sock in device.ranks.moves.items()}
+        links = {rank: MoveLink(sock, FromMover) for rank, sock in device.ranks.moves.items()}
     movers = RankMovers(transports, device.kv, device.layout, on_event, heads, links)
     movers.open(incarnation, config, host)
     return movers, {name: RankTransport(way, movers, heads, wait_s) for name, way in transports.items()}

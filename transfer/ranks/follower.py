@@ -9,7 +9,7 @@ from engine.kv.layout import KVLayout
 from transfer.handoff.commands import MoverCommand, MoverEvent
 from transfer.liveness import LOOK_S, Watchdog
 from transfer.mover import Mover
-from transfer.ranks.links import DescribedTo, DescribeTo, MoverOpened, OpenMover, RankLink, Reported, ToMover
+from transfer.ranks.links import DescribedTo, DescribeTo, MoveLink, MoverOpened, OpenMover, Reported, ToMover
 from transfer.registry import open_transports
 from transfer.transport import KVMemory, TransferError
 
@@ -17,7 +17,7 @@ from transfer.transport import KVMemory, TransferError
 def serve(sock: socket.socket, memory: KVMemory, layout: KVLayout, fail: Callable[[str], None]) -> None:
     """Carry out what rank 0 tells of moving this rank's blocks, `memory`, until it tells nothing any more. `fail` is
     told why the rank must end: its transfer thread has stopped, or what was told is not what was meant."""
-    link: RankLink[ToMover] = RankLink(sock, ToMover)
+    link: MoveLink[ToMover] = MoveLink(sock, ToMover)
     try:
         opening = link.hear()
         if opening is None:
@@ -37,7 +37,7 @@ def serve(sock: socket.socket, memory: KVMemory, layout: KVLayout, fail: Callabl
 class RankMover:
     """Raises TransferError as a link does, and where its transfer thread is stuck. Owner: the thread that hears."""
 
-    def __init__(self, link: RankLink[ToMover], memory: KVMemory, layout: KVLayout, opening: OpenMover) -> None:
+    def __init__(self, link: MoveLink[ToMover], memory: KVMemory, layout: KVLayout, opening: OpenMover) -> None:
         self._link = link
         self._transports = open_transports(memory, opening.incarnation, opening.config, opening.host)
         self._mover = Mover(self._transports, memory, layout, self._tell)

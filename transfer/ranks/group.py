@@ -63,7 +63,7 @@ def part_of(worker: Incarnation, rank: int) -> Incarnation:
     return Incarnation(xxhash.xxh3_64_intdigest(worker.to_bytes(8, "little"), seed=rank))
 
 
-class Part(NamedTuple):
+class HeadsPart(NamedTuple):
     """The heads that rank `sender` of one worker has and rank `receiver` of the other takes from it."""
 
     sender: int
@@ -75,14 +75,14 @@ class Part(NamedTuple):
         return msgspec.structs.replace(handoff, decode=decode, prefill=prefill)
 
 
-def parts(senders: Sequence[range], receivers: Sequence[range]) -> list[Part]:
+def parts(senders: Sequence[range], receivers: Sequence[range]) -> list[HeadsPart]:
     """Return the parts of a block between ranks that hold these heads."""
     found = []
     for receiver, wanted in enumerate(receivers):
         for sender, held in enumerate(senders):
             is_first = held not in senders[:sender]
             if is_first and max(held.start, wanted.start) < min(held.stop, wanted.stop):
-                found.append(Part(sender, receiver))
+                found.append(HeadsPart(sender, receiver))
     return found
 
 
@@ -98,9 +98,9 @@ Told = ToRank | MoverEvent
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
-    sending: list[Part]  # this worker's ranks are the senders
-    receiving: list[Part]
+class _Known:
+    sending: list[HeadsPart]  # this worker's ranks are the senders
+    receiving: list[HeadsPart]
 
     @property
     def links(self) -> list[tuple[int, int]]:
@@ -110,7 +110,7 @@ class _Peer:
 
 
 @dataclass(slots=True, eq=False)
-class _Chunk:
+class _Moving:
     """A chunk that is being sent or received."""
 
     command: PostSend | PostRecv
@@ -129,10 +129,10 @@ class MoverGroup:
 
     def __init__(self, heads: Sequence[range]) -> None:
         self._heads = list(heads)
-        self._peers: dict[Incarnation, _Peer] = {}
+        self._peers: dict[Incarnation, _Known] = {}
         self._workers: dict[Incarnation, Incarnation] = {}  # by the life of a rank
-        self._chunks: dict[tuple[Handoff, int], _Chunk] = {}
-        self._named: dict[tuple[Handoff, int], _Chunk] = {}  # by the name of a part
+        self._chunks: dict[tuple[Handoff, int], _Moving] = {}
+        self._named: dict[tuple[Handoff, int], _Moving] = {}  # by the name of a part
 
     def submit(self, command: MoverCommand) -> list[Told]:
         """Take one of the worker's commands."""
@@ -177,7 +177,7 @@ class MoverGroup:
             theirs = heads_of(command.endpoint, layout)
         except ValueError as error:
             return [*found, Unreachable(peer, str(error))]
-        known = self._peers[peer] = _Peer(parts(self._heads, theirs), parts(theirs, self._heads))
+        known = self._peers[peer] = _Known(parts(self._heads, theirs), parts(theirs, self._heads))
         for mine, other in known.links:
             life, endpoint, own = part_of(peer, other), command.endpoint, layout
             self._workers[life] = peer
@@ -197,16 +197,16 @@ class MoverGroup:
             self._workers.pop(part_of(peer, other), None)
         return [ToRank(mine, Disconnect(part_of(peer, other))) for mine, other in known.links]
 
-    def _receiving(self, peer: Incarnation) -> list[Part]:
+    def _receiving(self, peer: Incarnation) -> list[HeadsPart]:
         known = self._peers.get(peer)
-        return [Part(0, 0)] if known is None else known.receiving  # an unknown peer is refused by rank 0's mover
+        return [HeadsPart(0, 0)] if known is None else known.receiving  # an unknown peer is refused by rank 0's mover
 
     def _post(self, command: PostSend | PostRecv) -> list[Told]:
         peer, move = command.peer, command.move
         found: list[Told] = []
         if isinstance(command, PostSend):
             known = self._peers.get(peer)
-            cut = [Part(0, 0)] if known is None else known.sending
+            cut = [HeadsPart(0, 0)] if known is None else known.sending
         else:
             cut = self._receiving(peer)
             wrong = next((len(b.more) + 1 for b in command.blocks if len(b.more) + 1 != len(cut)), 0)
@@ -214,7 +214,7 @@ class MoverGroup:
                 error = f"{wrong} digests were offered of a block that comes in {len(cut)} parts"
                 scraps = self.submit(PostScrap(peer, move))
                 return [*scraps, Received(move.handoff, move.seq, error, 0.0, 0)]
-        chunk = self._chunks[move.handoff, move.seq] = _Chunk(command, parts=len(cut))
+        chunk = self._chunks[move.handoff, move.seq] = _Moving(command, parts=len(cut))
         for at, part in enumerate(cut):
             name, own = part.name(move.handoff), _named(part, move)
             chunk.waiting[name] = (part.sender if isinstance(command, PostSend) else part.receiver, at)
@@ -229,7 +229,7 @@ class MoverGroup:
                 found.append(ToRank(part.receiver, PostRecv(part_of(peer, part.sender), own, blocks)))
         return found
 
-    def _posted(self, chunk: _Chunk, name: Handoff, digests: tuple[int, ...]) -> list[Told]:
+    def _posted(self, chunk: _Moving, name: Handoff, digests: tuple[int, ...]) -> list[Told]:
         move, (_, at) = chunk.command.move, chunk.waiting[name]
         chunk.digests[at] = digests
         if len(chunk.digests) < chunk.parts or chunk.error:
@@ -259,12 +259,12 @@ class MoverGroup:
                 found.append(Received(move.handoff, move.seq, chunk.error, chunk.seconds, landed))
         return found
 
-    def _cancel(self, chunk: _Chunk) -> Iterator[Told]:
+    def _cancel(self, chunk: _Moving) -> Iterator[Told]:
         kind = CancelSend if isinstance(chunk.command, PostSend) else CancelRecv
         for name, (rank, _) in chunk.waiting.items():
             yield ToRank(rank, kind(name, chunk.command.move.seq))
 
-    def _cut(self, chunk: _Chunk) -> Iterator[Told]:
+    def _cut(self, chunk: _Moving) -> Iterator[Told]:
         """A part could not be posted, so the chunk is never offered, and nobody will come for what other parts have
         sent: their connections end, and what is outstanding there with them."""
         for name, (rank, _) in chunk.waiting.items():
@@ -278,7 +278,7 @@ class MoverGroup:
         assert named == self._named.keys(), "a part belongs to no chunk"
 
 
-def _named(part: Part, move: Move) -> Move:
+def _named(part: HeadsPart, move: Move) -> Move:
     return msgspec.structs.replace(move, handoff=part.name(move.handoff))
 
 

@@ -64,7 +64,7 @@ FromMover = MoverOpened | DescribedTo | Reported
 T = TypeVar("T")
 
 
-class RankLink(Generic[T]):
+class MoveLink(Generic[T]):
     """One end, which hears `kind`. Any thread may `say`; one hears. Raises TransferError where the other end takes
     nothing for as long as its socket may wait, or says something else than it meant to. That it is gone is heard."""
 

@@ -24,7 +24,7 @@ from transfer.digest import Tally
 from transfer.handoff.commands import MoverCommand, MoverDied, MoverEvent
 from transfer.mover import Mover
 from transfer.ranks.group import MoverGroup, Told, ToRank, part_of
-from transfer.ranks.links import DescribedTo, DescribeTo, FromMover, MoverOpened, OpenMover, RankLink, Reported
+from transfer.ranks.links import DescribedTo, DescribeTo, FromMover, MoveLink, MoverOpened, OpenMover, Reported
 from transfer.transport import KVMemory, TransferError, Transport
 
 MOST_RANKS = 8
@@ -45,7 +45,7 @@ class RankMovers:
         layout: KVLayout,
         on_event: Callable[[MoverEvent], None],
         heads: Sequence[range],
-        links: Mapping[int, RankLink[FromMover]],
+        links: Mapping[int, MoveLink[FromMover]],
     ) -> None:
         self._on_event = on_event
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ class RankMovers:
         with self._lock:
             self._give(self._group.heard(0, event))
 
-    def _hear(self, rank: int, link: RankLink[FromMover]) -> None:
+    def _hear(self, rank: int, link: MoveLink[FromMover]) -> None:
         try:
             for said in link:  # until it ends: who watches its process tells of that
                 if not isinstance(said, Reported):

@@ -25,7 +25,7 @@ from transfer.handoff.commands import (
     Unreachable,
 )
 from transfer.handoff.negotiation import Agreement
-from transfer.ranks.group import MoverGroup, Part, ToRank, heads_of, part_of, parts
+from transfer.ranks.group import HeadsPart, MoverGroup, ToRank, heads_of, part_of, parts
 from transfer.transport import Move
 
 ME, PEER = Incarnation(5), Incarnation(9)
@@ -77,8 +77,8 @@ def test_every_rank_is_sent_each_of_its_heads_once(senders: int, receivers: int)
 def test_of_ranks_with_the_same_head_the_lowest_sends_and_all_receive() -> None:
     """Guards against replicas that are filled once for all of them, or by all of them."""
     replicas = [range(1), range(1), range(1, 2), range(1, 2)]
-    assert parts(replicas, even(2, 2)) == [Part(0, 0), Part(2, 1)]
-    assert parts(even(2, 2), replicas) == [Part(0, 0), Part(0, 1), Part(1, 2), Part(1, 3)]
+    assert parts(replicas, even(2, 2)) == [HeadsPart(0, 0), HeadsPart(2, 1)]
+    assert parts(even(2, 2), replicas) == [HeadsPart(0, 0), HeadsPart(0, 1), HeadsPart(1, 2), HeadsPart(1, 3)]
 
 
 def test_a_rank_is_told_the_way_to_each_of_the_peers_that_it_meets() -> None:
