@@ -93,7 +93,7 @@ class RankGroup:
         self._orders = {rank: ends[0] for rank, ends in orders.items()}
         moves = {rank: socket.socketpair() for rank in self._others} if config.has_rank_pools else {}
         self.moves = {rank: ends[0] for rank, ends in moves.items()}
-        """Of ranks with pools of their own: where each is told which of its blocks to move."""
+        """By rank, where each that has a pool of its own is told which of its blocks to move."""
         for ends in moves.values():
             # Whoever gives a command waits for no stopped rank for longer.
             set_wait(ends[0], self.wait_s, socket.SO_SNDTIMEO)

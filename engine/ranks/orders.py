@@ -114,7 +114,7 @@ class RankSetup(msgspec.Struct, frozen=True):
     orders_fd: int
     sums_fds: dict[int, int]
     moves_fd: int = -1
-    """Of a rank with a pool of its own: where it is told which of its blocks to move."""
+    """The place where a rank with a pool of its own is told which of its blocks to move."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
