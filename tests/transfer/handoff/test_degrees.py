@@ -3,7 +3,9 @@ heads, real processes as ranks, real transfer threads; and ranks that are killed
 handoff."""
 
 import mmap
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +29,16 @@ from tests.chaos import faults
 from tests.engine.model.checkpoints import build, save_hf
 from tests.transfer.pair import DECODE, PREFILL, Opened, Pair
 from transfer.config import TransferConfig
-from transfer.handoff.commands import Arrived, ExpectedBlock, MoverEvent, OutgoingBlock, Rows, Settled
+from transfer.handoff.commands import (
+    Arrived,
+    ExpectedBlock,
+    Fenced,
+    MoverEvent,
+    OutgoingBlock,
+    Received,
+    Rows,
+    Settled,
+)
 from transfer.registry import LOOPBACK, open_transports
 from worker.opening import open_movers
 from worker.rank import PROGRAM as RANK_PROGRAM
@@ -106,7 +117,7 @@ class Devices:
         self._folder = folder
         self._models: dict[int, Path] = {}
         self._devices: dict[tuple[int, int, str, str], EngineDevice] = {}
-        self._opened: dict[int, Opened] = {}
+        self._opened: dict[int, tuple[EngineDevice, Opened]] = {}
         self._answers: dict[Degrees, list[int]] = {}
 
     def model(self, kv_heads: int) -> Path:
@@ -147,8 +158,8 @@ class Devices:
             config = TransferConfig()
             ways = open_transports(device.kv, me, config, LOOPBACK)
             movers, told = open_movers(device, ways, inbox.append, me, config, LOOPBACK)
-            self._opened[id(device)] = Opened(movers, told, inbox, device.layout)
-        return self._opened[id(device)]
+            self._opened[id(device)] = device, Opened(movers, told, inbox, device.layout)
+        return self._opened[id(device)][1]
 
     def answer(self, degrees: Degrees) -> list[int]:
         """Return what one process after the other answers, which copy the prompt's blocks."""
@@ -172,7 +183,7 @@ class Devices:
         )
 
     def close(self) -> None:
-        for opened in self._opened.values():
+        for _, opened in self._opened.values():
             opened.mover.stop()
         for device in self._devices.values():
             close(device)
@@ -306,6 +317,51 @@ def test_a_stopped_rank_does_not_hold_up_a_handoff(devices: Devices, role: str, 
             assert answer(decode, tokens) == wanted, step
     finally:
         pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("end", ["landed", "fenced"])
+def test_with_pools_of_their_own_nothing_lands_or_is_fenced_until_every_rank_has_its_heads(
+    devices: Devices, end: str, kind: str
+) -> None:
+    """Guards against a chunk that counts as landed, or targets that are freed, when some of the ranks are ready."""
+    prefill, decode = devices.of(2, 2, "p", "own"), devices.of(2, 2, "d", "own")
+    assert decode.ranks is not None
+    (rank,) = decode.ranks.pids
+    wanted, tokens = devices.answer(Degrees(2, 2, 2)), read(prefill)
+    pair = devices.joined(kind, prefill, decode)
+    here = Blocks(decode)
+    story, poison = Story(pair, here), POISON * (here.nbytes // 2)
+
+    def stop_a_rank(now: str) -> None:
+        if now != "offered":
+            return
+        faults.freeze(rank)
+        pair.until(lambda: here.read(TARGETS[0])[0] != poison)
+        if end == "fenced":
+            pair.at_decode(pair.receiver.stop(story.handoff))
+        for _ in range(40):
+            pair.turn()
+            time.sleep(0.005)
+        assert faults.process_state(rank) == "T" and here.read(TARGETS[0])[1] == poison
+        assert not any(isinstance(one, Received | Fenced) for one in (*pair.events, *pair.told))
+        faults.thaw(rank)
+        if end == "fenced":
+            pair.until(lambda: any(isinstance(one, Fenced) for one in pair.told))
+            raise _StoppedError
+
+    try:
+        with suppress(_StoppedError):
+            story.run(stop_a_rank)
+            assert answer(decode, tokens) == wanted
+    finally:
+        faults.thaw(rank)
+        pair.close()
+
+
+class _StoppedError(Exception):
+    """The story has ended early."""
 
 
 @pytest.mark.chaos
