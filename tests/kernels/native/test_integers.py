@@ -83,8 +83,8 @@ def rounded(x: Tensor, bits: IntegerBits) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 32), (64, 64), (100, 96), (200, 576)])
 def test_products(kernels: Native, bits: IntegerBits, kind: Kind, rows: int, columns: int) -> None:
-    """Every height of tile and its rest, parts of many rows, panels that are not full, a bias; values of a row that differ a million times
-    in size."""
+    """Every height of tile and its rest, parts of many rows, panels that are not full, a bias; values of a row that
+    differ a million times in size."""
     weight = weight_of(kind, rows, columns)
     wide, bias = unpack(weight).double(), torch.randn(rows)
     for n in (1, 2, 3, 4, 5, 6, 7, 8, 13, 50, 129):
