@@ -35,7 +35,7 @@ print(json.dumps(kept()))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have settings of their own")
 def test_memory_of_a_step_stays_with_the_process(demo_model: Path) -> None:
-    """Guards a page fault for each 4 KiB of what a step computes, in each layer anew: a twentieth of a prompt's time."""
+    """Guards a page fault for each 4 KiB of what a step computes, in each layer anew: 5 % of a prompt's time."""
     before, after = kept_by(), kept_by(str(demo_model))
     assert before[0] >= 30 << 20, "large pieces are not mapped one by one here: nothing is shown"
     assert after == [0, 0]
