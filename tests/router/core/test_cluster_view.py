@@ -209,6 +209,7 @@ def test_what_came_meanwhile_is_believed_where_a_worker_has_what_it_was_believed
 def test_nothing_is_predicted_of_a_prompt_that_is_an_answer_so_far() -> None:
     """Guards coefficients against requests that are placed again: what they report is of both placements."""
     parts = cluster()
+    assert parts.offer("b").predicted_s is None, "nobody has measured anything"
     parts.report("p0", s_per_token=0.01)
     call = parts.wait("a")
     for emitted, source, known in (([], None, True), ([7], None, False), ([], ("d1", 1), False)):

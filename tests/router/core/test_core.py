@@ -481,3 +481,12 @@ def test_a_prompts_log_probabilities_are_told_once() -> None:
         if isinstance(command, Deliver)
     ]
     assert [(one.ids, list(one.prompt_logprobs)) for one in told] == [([5], scores), ([6], [])]
+
+
+def test_nobody_reads_a_prompt_whose_offer_was_refused() -> None:
+    """Guards requests with the same beginning, which would go where it is thought to be about to be computed."""
+    bench = Bench()
+    bench.submit()
+    assert bench.router.index.held_blocks("p0") == 2
+    bench.hear(Refused(A, 1, 9))
+    assert bench.router.waiting == 1 and bench.router.index.held_blocks("p0") == 0

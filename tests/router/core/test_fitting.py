@@ -242,3 +242,12 @@ def test_who_has_moved_blocks_one_way_is_like_the_others_in_the_other() -> None:
         fitted.ended((0.1, 0.2), account("p0", "d0", prefill_run=0.1, migrate=0.1))
         fitted.ended((0.1, 0.2), account("p0", "d1", prefill_run=0.1, migrate=0.4))
     assert fitted.exposure("d0") == fitted.exposure("d1") == pytest.approx((0.5, 2.0))
+
+
+def test_the_line_is_read_off_so_many_reports() -> None:
+    line = StepLine()
+    for number in range(FEWEST_REPORTS):
+        assert not line.s_per_row
+        rows = 1 + 8 * (number % 2)
+        line.measured(rows, 0.01 + 0.001 * rows)
+    assert line.s_per_row == pytest.approx(0.001)
