@@ -1,7 +1,8 @@
 """Everything one engine computes with, opened from its config: the model, its KV pool, a runner."""
 
+import ctypes
 import logging
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from engine.ranks.group import RankGroup
 
 log = logging.getLogger(__name__)
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 32 << 20
+"""The largest piece of memory that stays with a process when it is freed: the most that glibc takes."""
 
 ANY_STEP = StepLimits(chunk_tokens=16)
 """The steps that a GPU is made ready for where nobody knows which will come."""
@@ -104,7 +109,7 @@ def open_device(
     cannot be divided among the ranks asked for, where `deterministic` is on and cannot be kept, and where products in
     8-bit floats are asked for and cannot be had; RankError for a rank that cannot be opened.
     """
-    torch.set_num_threads(config.threads)
+    _settle(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
     kernels = config.kernels  # refused whether or not this machine has such a device
@@ -207,7 +212,7 @@ class RankPart:
 
 def open_part(config: EngineConfig, sums: RankSums) -> RankPart:
     """Load a rank's part of the prepared model; sets this process's compute threads. Raises what `open_device` does."""
-    torch.set_num_threads(config.threads)
+    _settle(config.threads)
     model_dir = Path(config.model_dir)
     native = _native(config)
     model = load_model(model_dir, panels=native is not None, integer=config.integer_bits, ranks=sums)
@@ -215,6 +220,16 @@ def open_part(config: EngineConfig, sums: RankSums) -> RankPart:
     stable = _is_stable(model, config, native)
     fingerprint = model.config.fingerprint
     return RankPart(model, native, _attention(model, native, stable), stable, fingerprint, weights_bytes)
+
+
+def _settle(threads: int) -> None:
+    """Set this process's compute threads, and let it keep the memory that a step gives back: glibc returns large pieces
+    to the system, and the next layer would begin with a page fault for each 4 KiB."""
+    torch.set_num_threads(threads)
+    with suppress(AttributeError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
 
 
 def _open_ranks(
