@@ -54,7 +54,7 @@ CPU_DTYPE = "float32"
 
 
 RANKS_ON_GPU: dict[str, int | float | str] = {"tiers.host_bytes": 0}
-"""Defaults of a pool whose workers have several GPUs: their blocks do not go to lower tiers yet (`worker.rank_devices`)."""
+"""Defaults of a pool whose workers have several GPUs: their blocks go to no lower tier yet (`worker.rank_devices`)."""
 
 
 def defaults_on(

@@ -1,10 +1,10 @@
-"""The process of a tensor-parallel rank that has a GPU: `python -m worker.rank`, started by rank 0."""
+"""The process of a tensor-parallel rank other than rank 0, with a mover for the pool that it may have of its own: what
+`engine.ranks.group` starts for a worker."""
 
-from functools import partial
-
-from engine.ranks.device_follower import DeviceFollower
 from engine.ranks.follower import main
-from worker.rank_devices import CudaDevices
+from transfer.ranks.follower import serve
+
+PROGRAM = "worker.rank"
 
 if __name__ == "__main__":
-    main(partial(DeviceFollower, devices=CudaDevices()))
+    main(serve)

@@ -75,7 +75,7 @@ def translated(rank: int) -> Iterator[None]:
 class CudaDevices:
     """Fulfils `engine.ranks.devices.Devices`. CuPy, whose libnccl it is, is imported where it is used."""
 
-    program = "worker.rank"
+    program = "worker.gpu_rank"
 
     def open(self, config: EngineConfig, rank: int) -> torch.device:
         if not torch.cuda.is_available():

@@ -45,7 +45,8 @@ class DeviceFollower:
         self._trial_bytes = 0
 
     def run(self) -> None:
-        for raw in orders_of(self._rank, self._orders, self._memory):
+        for raw, read in orders_of(self._rank, self._orders, self._memory):
+            say(self._orders, read)
             order = msgspec.msgpack.decode(raw, type=DeviceOrder)
             match order.kind:
                 case "open":

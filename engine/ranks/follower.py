@@ -1,5 +1,6 @@
-"""The process of a tensor-parallel rank other than rank 0: it loads its part of the model, maps the worker's pool, and
-computes what it is told, until it is told to end, the worker's process is gone, or a rank fails."""
+"""The process of a tensor-parallel rank other than rank 0: it loads its part of the model, maps the worker's pool or
+opens one of its own, and computes what it is told, until it is told to end, the worker's process is gone, or a rank
+fails."""
 
 import ctypes
 import logging
@@ -11,12 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import torch
 
+from engine.backends.attention import AttentionBackend
 from engine.config import EngineConfig
 from engine.cores import process_cores
 from engine.device import arithmetic_of, open_part
@@ -37,9 +40,13 @@ from engine.ranks.orders import (
     digest_of,
 )
 from engine.ranks.sums import RankError, RankSums, bytes_of, places_bytes
-from engine.storage.paged import PoolFile, header_bytes
+from engine.storage.paged import KVTensors, PagedKV, PoolFile, header_bytes
 
 _PR_SET_PDEATHSIG = 1
+
+
+Serve = Callable[[socket.socket, KVTensors, KVLayout, Callable[[str], None]], None]
+"""Moves blocks of the rank's pool as it is told over a socket; calls back with why the rank must end."""
 
 
 class Follows(Protocol):
@@ -49,15 +56,16 @@ class Follows(Protocol):
         """Do what it is told, until it is told to end."""
 
 
-def main(opened: Callable[[RankSetup, socket.socket], Follows] | None = None) -> None:
-    """`opened`: opens the rank; a `Follower` unless another is given."""
+def main(serve: Serve | None = None, opened: Callable[[RankSetup, socket.socket], Follows] | None = None) -> None:
+    """`serve`: what moves the blocks of a rank's own pool, in a thread of its own. `opened`: opens the rank; a
+    `Follower` unless another is given."""
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSetup)
     _end_with_rank_0()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {setup.rank} %(levelname)s %(name)s: %(message)s")
     orders = socket.socket(fileno=setup.orders_fd)
     try:
         with torch.inference_mode():
-            (opened or Follower)(setup, orders).run()
+            (opened or partial(Follower, serve=serve))(setup, orders).run()
     except RankError as error:
         say(orders, RankFailed(error.rank, error.problem))
         raise SystemExit(1) from error
@@ -70,7 +78,7 @@ class Follower:
     """Opens its part; `run` does what it is told. Raises RankError where another rank fails, and what opening
     raises."""
 
-    def __init__(self, setup: RankSetup, orders: socket.socket) -> None:
+    def __init__(self, setup: RankSetup, orders: socket.socket, serve: Serve | None = None) -> None:
         config = msgspec.msgpack.decode(setup.config, type=EngineConfig)
         self._rank, self._orders = setup.rank, orders
         whole = ModelConfig.load(Path(config.model_dir))
@@ -87,11 +95,19 @@ class Follower:
         ready = RankReady(fingerprint, arithmetic, part.weights_bytes, part.is_stable)
         say(orders, ready)
         blocks = HeadBlocks(layout, share.kv_heads(whole))
-        pool = self._map_pool(layout)
-        # Generations are rank 0's: nobody looks for them here.
-        self._kv = blocks.view(pool, PoolFile("headrace-rank", 1))
-        self._attention = HeadsAttention(part.attention, blocks, self._kv)
-        say(orders, PoolMapped(len(pool)))
+        self._attention: AttentionBackend
+        if setup.moves_fd < 0:
+            pool = self._map_pool(layout)
+            # Generations are rank 0's: nobody looks for them here.
+            self._kv = blocks.view(pool, PoolFile("headrace-rank", 1))
+            self._attention = HeadsAttention(part.attention, blocks, self._kv)
+            say(orders, PoolMapped(len(pool)))
+        else:
+            self._kv, self._attention = self._open_pool(blocks.layout), part.attention
+            if serve is not None:
+                moves = socket.socket(fileno=setup.moves_fd)
+                args = (moves, self._kv, blocks.layout, self._fail)
+                threading.Thread(target=serve, args=args, name="moves", daemon=True).start()
         cores = process_cores(config.threads) if part.native is not None and config.lend_cores else None
         if part.native is not None and cores is not None:
             part.native.threads = cores.threads
@@ -111,10 +127,32 @@ class Follower:
         os.close(fds[0])
         return bytes_of(memory, header_bytes(blocks)).view(blocks, block_bytes)
 
+    def _open_pool(self, layout: KVLayout) -> KVTensors:
+        """Open a pool of this rank's heads; rank 0 keeps its generations."""
+        word = self._orders.recv(ANNOUNCEMENT.size)
+        if not word:
+            raise SystemExit(0)
+        blocks, block_bytes, _ = ANNOUNCEMENT.unpack(word)
+        if block_bytes != layout.block_bytes:
+            raise RankError(self._rank, f"has blocks of {layout.block_bytes} bytes, not of {block_bytes}")
+        kv = PagedKV(layout, blocks)
+        socket.send_fds(self._orders, [msgspec.msgpack.encode(PoolMapped(kv.blocks))], [kv.fd])
+        return kv
+
+    def _fail(self, why: str) -> None:
+        say(self._orders, RankFailed(self._rank, why))
+        os._exit(1)
+
     def run(self) -> None:
-        for raw in orders_of(self._rank, self._orders, self._memory):
-            with self._at_work():
-                self._carry_out(msgspec.msgpack.decode(raw, type=RankOrder))
+        for raw, read in orders_of(self._rank, self._orders, self._memory):
+            order = msgspec.msgpack.decode(raw, type=RankOrder)
+            if order.kind == "copy":
+                # Before it is said: no sum follows a copy, by which rank 0 would know that it is made.
+                self._kv.copy(order.copies)
+            say(self._orders, read)
+            if order.kind != "copy":
+                with self._at_work():
+                    self._carry_out(order)
 
     def _carry_out(self, order: RankOrder) -> None:
         if order.rows is not None:
@@ -128,18 +166,18 @@ class Follower:
             self._model.hidden(batch, self._kv, self._attention)
 
 
-def orders_of(rank: int, orders: socket.socket, memory: mmap.mmap) -> Iterator[bytes]:
-    """Yield what rank 0 orders, having told it what was read; ends with the group. Raises RankError."""
+def orders_of(rank: int, orders: socket.socket, memory: mmap.mmap) -> Iterator[tuple[bytes, OrderRead]]:
+    """Yield what rank 0 orders, with what it is to be told of that; ends with the group. Raises RankError."""
     number = 0
     while word := orders.recv(ANNOUNCEMENT.size):
         told, size, announced = ANNOUNCEMENT.unpack(word)
         number += 1
         raw = bytes(memory[:size])
-        found = digest_of(raw, number)
-        say(orders, OrderRead(number, found))
-        if (told, announced) != (number, found):
+        read = OrderRead(number, digest_of(raw, number))
+        if (told, announced) != (read.number, read.digest):
+            say(orders, read)
             raise RankError(rank, f"has read another order than {told}, which rank 0 wrote")
-        yield raw
+        yield raw, read
 
 
 def say(orders: socket.socket, said: Said) -> None:

@@ -141,4 +141,4 @@ class PretendedDevices:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(partial(DeviceFollower, devices=PretendedDevices()))
+    main(opened=partial(DeviceFollower, devices=PretendedDevices()))
