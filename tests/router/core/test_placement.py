@@ -164,9 +164,11 @@ def test_waits_are_counted_once_however_often_a_request_is_offered() -> None:
     parts.index.insert("p0", chain[:1])
     parts.report("p0", waiting_tokens=10, s_per_token=0.01)
     parts.report("p1", s_per_token=0.01)
-    assert pair(parts.placer.choose(call, 0.0)) == ("p0", "d0")
+    assert pair(parts.placer.choose(waiting(), 0.0)) == ("p0", "d0")
+    assert parts.placer._reuse.missed.of(chain[0]) == 0.0, "a copy could not be there yet"
+    assert pair(parts.placer.choose(call, 1.0)) == ("p0", "d0")
     for _ in range(3):
-        assert parts.placer.choose(call, 0.0) is not None
+        assert parts.placer.choose(call, 1.0) is not None
     assert parts.placer._reuse.missed.of(chain[0]) == pytest.approx(10.0, rel=0.01)
     assert len(parts.placer._reuse.missed) == 1
 
