@@ -160,7 +160,8 @@ def test_equals_are_priced_as_equals() -> None:
         fitted.ended((0.1, 0.2), account("p1", prefill_run=0.36, migrate=0.1))
     # 1.2 and 3.6: each is 1.5 times the median of 2.4 away from it, or half of it.
     assert (fitted.reading("p0")[1], fitted.reading("p1")[1]) == pytest.approx((1.2 * ALIKE, 3.6 / ALIKE), rel=0.01)
-    assert fitted.s_per_token("p1") == 0.0090 and fitted.delay("p1") == pytest.approx(3.6, rel=0.01), "what is known stays known"
+    assert fitted.s_per_token("p1") == 0.0090, "what is known stays known"
+    assert fitted.delay("p1") == pytest.approx(3.6, rel=0.01)
 
 
 def test_a_decode_worker_that_reads_prompts_has_its_own_speed() -> None:
