@@ -437,4 +437,15 @@ def test_what_went_below_is_known_by_what_stands_above_it() -> None:
     kv.release(_run(kv, list(range(80, 84))))
     assert kv.lower()[-1] == other[2] and kv.above(other[2]) == other[1]
     assert kv.above(three) is None, "the host tier has forgotten it"
+    assert three in kv.take_evicted() and three not in kv.lower(), "it would be kept as long as the process lives"
     assert KVCacheManager(3, 4, "m").above(one) is None, "there is no tier"
+
+
+@pytest.mark.parametrize("known", range(17))
+def test_an_idle_pool_takes_what_fits_it_whatever_is_cached_of_it(known: int) -> None:
+    """Guards a request that fills the pool against being refused since it would copy from a block that it needs."""
+    kv = KVCacheManager(4, 4, "m")
+    kv.release(_run(kv, list(range(16))))
+    lease = kv.acquire(b"", [*range(known), *range(100, 116 - known)], match_limit=15, room_tokens=16)
+    assert lease is not None and len(lease.blocks) == 4
+    kv.check()

@@ -148,7 +148,7 @@ class Machine(RuleBasedStateMachine):
         self.shares.entitle(name, share)
         self.own[name] = int(share * 16)
 
-    @rule(name=names, count=st.integers(1, 4))
+    @rule(name=names, count=st.integers(0, 4))
     def take(self, name: bytes, count: int) -> None:
         self.shares.took(name, count)
         for _ in range(count):

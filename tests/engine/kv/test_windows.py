@@ -420,3 +420,21 @@ def test_adopting_less_than_is_committed_leaves_the_windows() -> None:
         assert after == before
         kv.check()
     kv.release(lease)
+
+
+@pytest.mark.parametrize("found", [0, 8, 16])
+@pytest.mark.parametrize("windows", [WINDOWS, (6, 10), (2, 7)])
+def test_whatever_tokens_are_named_no_more_blocks_come_than_were_charged(found: int, windows: tuple[int, ...]) -> None:
+    """Guards the pool: tokens that a lost attempt names move the tail on, and the windows of what was found stay."""
+    tokens = list(range(60))
+    groups = (LayerGroup((0,)), *(LayerGroup((at,), window) for at, window in enumerate(windows, 1)))
+    for length in range(found + 1, found + 14):
+        for more in range(0, 20, 3):
+            kv = KVCacheManager(BLOCKS, SIZE, "m", groups=groups, ahead_tokens=AHEAD)
+            if found:
+                kv.release(_compute(kv, _lease(kv, tokens[: found + 1]), tokens[: found + 1]))
+            lease = _lease(kv, tokens[:length], grow=more, migrating=True)
+            assert lease.cached_tokens == (found if length > found else 0)
+            kv.check()
+            kv.extend(lease, length + more, migrating=True)
+            kv.check()

@@ -4,6 +4,8 @@ Tried elsewhere too: through the core in test_core.py and test_recovery.py, afte
 against what workers really hold in the simulator (tests/sim).
 """
 
+from array import array
+
 import pytest
 
 from engine.messages import Accepted, RequestStats
@@ -192,3 +194,17 @@ def test_what_came_meanwhile_is_believed_where_a_worker_has_what_it_was_believed
     assert parts.index.match("p0", chain) == 3
     parts.view.ended(call, RequestStats(prefill_cached_tokens=31))
     assert parts.index.match("p0", chain) == 2, "a token less: its second block was not there, hence nothing below it"
+
+
+def test_nothing_is_predicted_of_a_prompt_that_is_an_answer_so_far() -> None:
+    """Guards coefficients against requests that are placed again: what they report is of both placements."""
+    parts = cluster()
+    parts.report("p0", s_per_token=0.01)
+    call = parts.wait("a")
+    for emitted, source, known in (([], None, True), ([7], None, False), ([], ("d1", 1), False)):
+        call.emitted, call.source = array("I", emitted), source
+        choice = parts.placer.choose(call, 0.0)
+        assert choice is not None
+        parts.view.offered(call, choice)
+        assert (call.predicted_s is not None) == known
+        parts.view.release(call)

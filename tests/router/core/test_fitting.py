@@ -234,3 +234,24 @@ def test_the_least_step_is_that_with_one_more_request() -> None:
     fitted._line.s_per_row, fitted._line._seconds, fitted._line._rows = 0.5, 4.0, 4.0
     assert fitted._line.alone_s == 2.0
     assert [fitted.least_step_s("d0", 4.0, rows) for rows in (0, 1, 3, 9)] == [2.5, 3.0, 4.0, 4.0]
+
+
+def test_of_a_name_that_nobody_knows_nothing_is_known() -> None:
+    """Guards a price that is asked for while its worker leaves."""
+    for fitted in (Coefficients(), cluster()):
+        assert (fitted.s_per_token("x"), fitted.usual_s_per_token, fitted.least_s_per_token("x")) == (0.0, 0.0, 0.0)
+        assert (fitted.delay("x"), fitted.exposure("x"), fitted.least_exposure("x")) == (1.0, (1.0, 1.0), 1.0)
+        assert (fitted.step("x", 0.0), fitted.s_per_block("x"), fitted.host("x")) == ((0.0, 0.0), (0.0, 0.0), 0)
+    fitted.reported("p0", load(s_per_token=0.25))
+    assert fitted.s_per_token("x") == fitted.usual_s_per_token == 0.25 and fitted.least_s_per_token("x") == 0.0
+
+
+@pytest.mark.parametrize("step_s", [0.0, float("inf"), float("nan"), -1.0])
+def test_a_report_that_cannot_be_teaches_nothing_of_steps(step_s: float) -> None:
+    """Guards every price of a pool against one worker's figure."""
+    fitted = cluster()
+    for rows in (1, 9) * FEWEST_REPORTS:
+        fitted.reported("d0", load(s_per_token=0.01 * rows, running_requests=rows))
+    before = fitted.step("d0", 0.01), fitted.step("d1", 0.01)
+    fitted.reported("d0", load(s_per_token=step_s, running_requests=9))
+    assert (fitted.step("d0", 0.01), fitted.step("d1", 0.01)) == before
