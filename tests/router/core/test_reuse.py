@@ -228,10 +228,7 @@ def test_what_is_just_enough_is_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(missed._tokens) == [b"b", b"a"], "as they came"
     missed._tokens = {b"b": (1.0, 9.0), b"a": (2.0, 0.0), b"c": (3.0, 0.0)}
     missed._forget(0.0)
-<<<<<<< HEAD
     assert missed._tokens == {b"c": (3.0, 0.0), b"a": (2.0, 0.0)}
-=======
-    assert missed._tokens == {b"c": 3.0, b"a": 2.0}
 
 
 def test_one_prompt_alone_says_nothing_of_how_often_they_come() -> None:
@@ -241,4 +238,3 @@ def test_one_prompt_alone_says_nothing_of_how_often_they_come() -> None:
     assert arrivals.delayed(1.0, 1.0) == 0.0
     arrivals.came(1002.0, 1.0, 1)
     assert arrivals.delayed(1.0, 1.0) == pytest.approx((1.0 + 0.5) / 2.0 / (1.0 - 0.5))
->>>>>>> main
