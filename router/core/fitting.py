@@ -47,11 +47,6 @@ def bounded(known: float, wanted: float, step: float) -> float:
     return min(max(wanted, known / step), known * step)
 
 
-def are_alike(own: float, usual: float) -> bool:
-    """Return True if the two differ by no more than ALIKE."""
-    return own <= usual * ALIKE and usual <= own * ALIKE
-
-
 class PredictionFactor:
     """How many times longer something takes than predicted. Mutable state: both sums, fading, and the factor."""
 
@@ -208,14 +203,16 @@ class Coefficients:
         """Return what the price of a prompt on a worker is made of: `s_per_token` and `delay`. Of a prefill worker each
         is its own only where that stands out from its pool; and of its delay, which is chance for the greater part,
         only what goes beyond ALIKE."""
-        pools, fit = self._pools(), self._prefills.get(name)
+        pools, fit = self._medians or self._pools(), self._prefills.get(name)
         if fit is None:
             return self.s_per_token(name), 1.0
         s_per_token, delay = pools.s_per_token, pools.delay
-        if fit.s_per_token and not are_alike(fit.s_per_token, s_per_token):
-            s_per_token = fit.s_per_token
-        if fit.delay.is_known and not are_alike(fit.delay.value, delay):
-            delay = fit.delay.value / ALIKE if fit.delay.value > delay else fit.delay.value * ALIKE
+        own = fit.s_per_token
+        if own and (own > s_per_token * ALIKE or s_per_token > own * ALIKE):
+            s_per_token = own
+        own = fit.delay.value
+        if (own > delay * ALIKE or delay > own * ALIKE) and fit.delay.is_known:
+            delay = own / ALIKE if own > delay else own * ALIKE
         return s_per_token, delay
 
     def step(self, name: str, measured_s: float) -> tuple[float, float]:

@@ -168,15 +168,13 @@ class Reuse:
             tokens = (deeper - depth) * block_size
             idle = self.arrivals.delayed(0.0, tokens * s_per_token) * tokens - self.missed.of(chain[deeper - 1])
             parts.append((depth, tokens, idle, self.arrivals.delayed(s_per_token, 0.0) * tokens))
-        lost: dict[str, float] = {}
+        lost = dict.fromkeys(held, 0.0)
         for name, blocks in held.items():
-            queue, total = queues[name], 0.0
             for depth, tokens, idle, each in parts:
                 if depth < blocks:
                     break
-                price = idle + each * queue
-                total += price if price > -tokens else -tokens
-            lost[name] = total
+                price = idle + each * queues[name]
+                lost[name] += price if price > -tokens else -tokens
         return lost
 
 
