@@ -60,6 +60,7 @@ class Bed:
         transfer: TransferConfig,
         engine: EngineConfig,
         factories: Mapping[str, str] = FACTORIES,
+        policy: str = "least-cost",
     ) -> None:
         self._counts = TemporaryDirectory(prefix="worker-counts-")
         os.environ[FOLDER] = self._counts.name
@@ -70,7 +71,7 @@ class Bed:
             stop_grace_s=1.0,
             log_level="error",
             restart=RestartConfig(limit=RESTARTS, first_pause_s=0.05, longest_pause_s=0.2),
-            router=RouterConfig(grpc_port=0, http_port=-1, unplaceable_s=60.0),
+            router=RouterConfig(grpc_port=0, http_port=-1, unplaceable_s=60.0, policy=policy),
             prefill=PrefillConfig(transfer=transfer, engine=engine),
             decode=DecodeConfig(transfer=transfer, engine=engine),
         )

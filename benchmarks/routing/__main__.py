@@ -18,9 +18,10 @@ from statistics import fmean
 from benchmarks import output
 from benchmarks.routing import bounds
 from benchmarks.routing.cluster import RoutingFaults
+from benchmarks.routing.lower_tiers import TierShape
 from benchmarks.routing.runs import MADE, NAMES, RoutingCase, around_restart, bound, gap_ms, percentile, run, workload
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome
-from benchmarks.routing.workloads import GENERATED, in_order
+from benchmarks.routing.workloads import BLOCK, GENERATED, PUBLISHED, in_order
 
 
 def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> list[output.Line]:
@@ -54,6 +55,10 @@ def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> l
                 "ITL p99 ms": gap_ms(outcome, 0.99),
                 "busy": outcome.busy_s / outcome.span_s / case.shape.prefill,
                 "failed": outcome.failed,
+                **{
+                    f"from {tier}": blocks * BLOCK / outcome.prompt_tokens
+                    for tier, blocks in outcome.loaded_blocks.items()
+                },
                 **({"diverged": int(outcome.diverged)} if any(other.diverged for _, other in done) else {}),
                 **({"reports lost": outcome.reports_lost} if case.faults.reports_lost else {}),
                 **({"before restart": before, "after": after} if case.faults.restart_at else {}),
@@ -68,7 +73,6 @@ def limits(sources: Sequence[str], seeds: Sequence[int], requests: int, shape: C
     for source in sources:
         for seed in seeds:
             turns = list(in_order(workload(source, requests, seed)))
-            blocks = shape.prefill * shape.prefill_blocks
             told.append(
                 {
                     "workload": Path(source).name.partition(".")[0],
@@ -76,8 +80,8 @@ def limits(sources: Sequence[str], seeds: Sequence[int], requests: int, shape: C
                     "requests": len(turns),
                     "tokens a prompt": fmean(turn.prompt_tokens for turn in turns),
                     "infinite": bounds.infinite(turns),
-                    "Belady": bounds.belady(turns, blocks),
-                    "LRU": bounds.lru(turns, blocks),
+                    "Belady": bounds.belady(turns, shape.cached_blocks),
+                    "LRU": bounds.lru(turns, shape.cached_blocks),
                 }
             )
     return told
@@ -86,7 +90,7 @@ def limits(sources: Sequence[str], seeds: Sequence[int], requests: int, shape: C
 def main(arguments: Sequence[str] | None = None) -> int:
     parser, usual = output.parser(__doc__), ClusterShape()
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a file in Mooncake's form")
-    parser.add_argument("--workload", action="append", default=[], choices=[*GENERATED, MADE])
+    parser.add_argument("--workload", action="append", default=[], choices=[*GENERATED, *PUBLISHED, MADE])
     parser.add_argument("--requests", type=int, default=4000, help="of each workload, and at most of each trace")
     parser.add_argument("--seeds", type=_numbers(int), default=[1], metavar="N,...")
     parser.add_argument("--load", type=_numbers(float), default=[0.5, 0.8, 0.95], metavar="SHARE,...")
@@ -95,10 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode", type=int, default=usual.decode, help="decode workers")
     parser.add_argument("--capacity-blocks", type=int, default=usual.prefill_blocks, help="of one prefill worker")
     parser.add_argument("--decode-blocks", type=int, default=usual.decode_blocks, help="of one decode worker")
+    parser.add_argument("--host-blocks", type=int, default=0, help="of one prefill worker's host tier")
+    parser.add_argument("--disk-blocks", type=int, default=0, help="of one prefill worker's disk tier")
+    parser.add_argument("--routers", type=int, default=1, help="which prompts reach in turn")
     parser.add_argument("--slow", type=float, default=1.0, help="how much slower the first prefill worker is")
     parser.add_argument("--reports-lost", type=float, default=0.0, help="share of workers' reports that never arrive")
     parser.add_argument("--restart-at", type=float, default=0.0, help="restart the router after this share of prompts")
-    parser.add_argument("--untold", action="store_true", help="workers do not tell a new router what they hold")
+    parser.add_argument("--untold", action="store_true", help="workers tell no router what it has not placed")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args(arguments)
     sources = [*map(str, options.trace), *options.workload] or list(GENERATED)
@@ -108,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prefill_blocks=options.capacity_blocks,
         decode_blocks=options.decode_blocks,
         slow=options.slow,
+        tiers=TierShape(options.host_blocks, options.disk_blocks),
+        routers=options.routers,
     )
     faults = RoutingFaults(options.reports_lost, options.restart_at, not options.untold)
     cases = [

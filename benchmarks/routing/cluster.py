@@ -1,16 +1,17 @@
-"""A cluster in simulated time: the real router core before workers that take as long as they are told to.
+"""A cluster in simulated time: one or several real router cores before workers that take as long as they are told to.
 
 Steps take measured or given times (`benchmarks.routing.workers`); messages take `latency_s`; nothing reads a clock.
 What a router believes is never asked: hits are counted at the workers.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from random import Random
 
 from benchmarks.routers.policy import PeerPolicy
+from benchmarks.routing.lower_tiers import NO_TIERS, TierShape
 from benchmarks.routing.workers import (
     FINGERPRINT,
     Clockwork,
@@ -22,7 +23,7 @@ from benchmarks.routing.workers import (
 from benchmarks.routing.workloads import BLOCK, TOKEN_SCALE, PromptTurn, Workload
 from engine.kv.holding import Holding
 from engine.kv.manager import KVCacheManager
-from engine.messages import DecodeRecord, HeldRun, HoldingTold, Load, PeerAddress, Place, WorkerInfo
+from engine.messages import CachedTold, DecodeRecord, HeldRun, HoldingTold, Load, PeerAddress, Place, WorkerInfo
 from engine.types import Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
@@ -42,15 +43,17 @@ class RoutingFaults:
     reports_lost: float = 0.0
     """The share of the workers' reports, evictions included, that never arrive."""
     restart_at: float = 0.0
-    """The share of the prompts after which the router is restarted; 0: it is not."""
+    """The share of the prompts after which the (first) router is restarted; 0: it is not."""
     is_told: bool = True
-    """Workers tell the new router what they hold."""
+    """Workers tell the new router what they hold, and each of several routers what is cached for others' requests."""
 
 
 NO_FAULTS = RoutingFaults()
 
 
-def stand_in(name: str, role: str, incarnation: int, block_size: int, blocks: int) -> WorkerInfo:
+def stand_in(
+    name: str, role: str, incarnation: int, block_size: int, blocks: int, tiers: TierShape = NO_TIERS
+) -> WorkerInfo:
     """Return what a worker of no process says of itself; all are of one model."""
     return WorkerInfo(
         name=name,
@@ -64,11 +67,25 @@ def stand_in(name: str, role: str, incarnation: int, block_size: int, blocks: in
         context_tokens=1 << 20,
         pid=0,
         host="",
+        host_blocks=tiers.host_blocks,
+        disk_blocks=tiers.disk_blocks,
     )
 
 
+@dataclass(slots=True, eq=False)
+class SimulatedRouter:
+    """One router: its policy, the requests that it has placed, and those that it has offered to nobody yet. Mutable;
+    owned by the cluster."""
+
+    core: Router
+    policy: RoutingPolicy
+    placed: set[RequestId] = field(default_factory=set)
+    unplaced: dict[RequestId, RequestRecord] = field(default_factory=dict)
+
+
 class SimulatedCluster:
-    """A router and its workers, and the sessions that come to them."""
+    """Routers and their workers, and the sessions that come to them. Of several routers each prompt reaches the next
+    one, whatever its session: so what another has placed is known only from the workers' reports."""
 
     # Mutable state: everything.
 
@@ -90,9 +107,6 @@ class SimulatedCluster:
         self._then: dict[RequestId, Callable[[], None]] = {}
         # Those that wait for their first token, in the order in which they came, and since when.
         self._hopeful: dict[RequestId, float] = {}
-        # Those that no worker has been offered by the router that there is now.
-        self._unplaced: dict[RequestId, RequestRecord] = {}
-        self._theirs: set[RequestId] = set()
         self._open = self._come_in = self._all = 0
         self._names = count(1)
         for number in range(shape.prefill):
@@ -102,32 +116,44 @@ class SimulatedCluster:
         for number in range(shape.decode):
             self.decodes[f"decode-{number}"] = SimulatedDecode(f"decode-{number}", self)
         self.s_per_block = dict.fromkeys(self.prefills, shape.speeds.move_block_s)
-        self._begin()
+        if shape.routers > 1 and faults.is_told:
+            for kv in self._caches().values():
+                kv.tells_cached = True
+        self.routers = [self._begin() for _ in range(shape.routers)]
 
-    def _begin(self) -> None:
+    @property
+    def router(self) -> Router:
+        """The first router's core."""
+        return self.routers[0].core
+
+    def _caches(self) -> dict[str, KVCacheManager]:
+        held = {name: worker.kv for name, worker in self.prefills.items()}
+        return held | {name: worker.kv for name, worker in self.decodes.items()}
+
+    def _begin(self) -> SimulatedRouter:
         """Start a router, which knows nobody's requests and nothing of what workers hold."""
-        self.policy = self._make_policy()
-        self.router = Router(RouterConfig(max_waiting=1_000_000), self.policy)
+        policy = self._make_policy()
+        router = SimulatedRouter(Router(RouterConfig(max_waiting=1_000_000), policy), policy)
         for number, name in enumerate([*self.prefills, *self.decodes], 1):
-            role, blocks = "prefill", self.shape.prefill_blocks
+            role, blocks, tiers = "prefill", self.shape.prefill_blocks, self.shape.tiers
             if name in self.decodes:
-                role, blocks = "decode", self.shape.decode_blocks
-            self._tell(Connected(PeerAddress(name, ""), stand_in(name, role, number, BLOCK, blocks)))
+                role, blocks, tiers = "decode", self.shape.decode_blocks, NO_TIERS
+            info = stand_in(name, role, number, BLOCK, blocks, tiers)
+            self._tell(router, Connected(PeerAddress(name, ""), info))
+        return router
 
     def _restart(self) -> None:
-        """Put another router in the place of the one that there is. What runs goes on where it is, unknown to the new
-        one but for the workers' reports; what waited is submitted again."""
+        """Put another router in the place of the first. What runs goes on where it is, unknown to the new one but for
+        the workers' reports; what waited is submitted again."""
         self.outcome.restarted_s = self.time.now
-        self._theirs.clear()
-        self._begin()
+        waiting = list(self.routers[0].unplaced.values())
+        self.routers[0] = router = self._begin()
         if self._faults.is_told:
-            holders = {name: worker.kv for name, worker in self.prefills.items()}
-            holders |= {name: worker.kv for name, worker in self.decodes.items()}
-            for name, kv in holders.items():
+            for name, kv in self._caches().items():
                 for told in _holding(kv):
-                    self._tell(WorkerSaid(name, told))
-        for record in list(self._unplaced.values()):
-            self._tell(Submit(record))
+                    self._tell(router, WorkerSaid(name, told))
+        for record in waiting:
+            self._submit(router, record)
 
     def run(self, workload: Workload) -> RoutingOutcome:
         """Let all sessions come and end, or the queue grow past all patience; return what became of them."""
@@ -139,26 +165,39 @@ class SimulatedCluster:
         self.time.run(lambda: self._open == 0 or self.outcome.diverged)
         self.outcome.busy_s = sum(worker.busy_s for worker in self.prefills.values())
         self.outcome.span_s = self.time.now
+        for worker in self.prefills.values():
+            if worker.kv.tiers is not None:
+                for tier, blocks in worker.kv.tiers.counts.loaded_blocks.items():
+                    self.outcome.loaded_blocks[tier] = self.outcome.loaded_blocks.get(tier, 0) + blocks
         return self.outcome
 
     def say(self, worker: str, record: DecodeRecord) -> None:
-        """Send a worker's record to the router."""
-        if isinstance(record, Load) and self._random.random() < self._faults.reports_lost:
-            self.outcome.reports_lost += 1
+        """Send a worker's record to the router that it is for: of what it reports, to all."""
+        if not isinstance(record, Load | CachedTold):
+            self.time.after(self.shape.latency_s, lambda: self._hear(worker, record))
             return
-        self.time.after(self.shape.latency_s, lambda: self._hear(worker, record))
+        for number in range(len(self.routers)):
+            if self._random.random() < self._faults.reports_lost:
+                self.outcome.reports_lost += 1
+            else:
+                self.time.after(self.shape.latency_s, partial(self._report, number, worker, record))
+
+    def _report(self, number: int, worker: str, record: DecodeRecord) -> None:
+        self._tell(self.routers[number], WorkerSaid(worker, record))
 
     def _hear(self, worker: str, record: DecodeRecord) -> None:
         # A router hears of no request that another one has placed.
-        if isinstance(record, Load) or getattr(record, "request", None) in self._theirs:
-            self._tell(WorkerSaid(worker, record))
+        for router in self.routers:
+            if getattr(record, "request", None) in router.placed:
+                self._tell(router, WorkerSaid(worker, record))
 
     def has_begun(self, request: RequestId, ttft_s: float) -> None:
         """Hear that a request has had its first token, after so many seconds."""
         del self._hopeful[request]
         self.outcome.ttft_s.append(ttft_s)
-        if isinstance(self.policy, PeerPolicy):
-            self.policy.computed(request)
+        for router in self.routers:
+            if isinstance(router.policy, PeerPolicy):
+                router.policy.computed(request)
 
     def ended(self, request: RequestId) -> None:
         """Hear that a request has had its last token: the session goes on."""
@@ -180,11 +219,12 @@ class SimulatedCluster:
         )
         self.turns[request] = (turn, self.time.now)
         self._then[request] = lambda: self._go_on(turns, at + 1)
-        self._hopeful[request], self._unplaced[request] = self.time.now, record
+        self._hopeful[request] = self.time.now
+        router = self.routers[self._come_in % len(self.routers)]
         self._come_in += 1
-        if isinstance(self.policy, PeerPolicy):
-            self.policy.comes(request, tokens, turn.tenant)
-        self._tell(Submit(record))
+        if isinstance(router.policy, PeerPolicy):
+            router.policy.comes(request, tokens, turn.tenant)
+        self._submit(router, record)
         if self._come_in == int(self._all * self._faults.restart_at):
             self._restart()
 
@@ -204,18 +244,22 @@ class SimulatedCluster:
         self.outcome.diverged = self.time.now - first > PATIENCE_S
         self.time.after(HEARTBEAT_S, self._beat)
 
-    def _tell(self, event: Event) -> None:
-        for command in self.router.handle(event, self.time.now):
+    def _submit(self, router: SimulatedRouter, record: RequestRecord) -> None:
+        router.unplaced[record.request] = record
+        self._tell(router, Submit(record))
+
+    def _tell(self, router: SimulatedRouter, event: Event) -> None:
+        for command in router.core.handle(event, self.time.now):
             match command:
                 case TellWorker(worker, Place() as place):
                     request = place.record.request
-                    self._theirs.add(request)
-                    self._unplaced.pop(request, None)
+                    router.placed.add(request)
+                    router.unplaced.pop(request, None)
                     self.time.after(self.shape.latency_s, partial(self.decodes[worker].place, place))
                 case Fail(request):
                     self.outcome.failed += 1
                     self._hopeful.pop(request, None)
-                    self._unplaced.pop(request, None)
+                    router.unplaced.pop(request, None)
                     if request in self.turns:
                         self.ended(request)
 

@@ -9,7 +9,7 @@ from benchmarks.routing import bounds
 from benchmarks.routing.cluster import NO_FAULTS, RoutingFaults, SimulatedCluster
 from benchmarks.routing.formulas import FORMULAS, formula
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome
-from benchmarks.routing.workloads import GENERATED, Workload, in_order, of_trace, stretched
+from benchmarks.routing.workloads import GENERATED, PUBLISHED, Workload, in_order, of_trace, stretched
 from cluster.bench.traces import read
 from router.core.policies import POLICIES, make_policy
 from router.core.policy import RoutingPolicy
@@ -35,16 +35,17 @@ class RoutingCase:
 
 def workload(source: str, requests: int, seed: int) -> Workload:
     """Return the sessions of a case. Raises OSError for a trace that cannot be read."""
-    if source in GENERATED:
-        return GENERATED[source](requests, seed)
+    if make := (GENERATED | PUBLISHED).get(source):
+        return make(requests, seed)
     if source == MADE:
         return of_trace(traces.make(traces.TraceShape(rows=requests), seed))
     return of_trace(read(Path(source))[:requests])
 
 
 def bound(sessions: Workload, shape: ClusterShape) -> float:
-    """Return the share of prompt tokens that one cache as large as all prefill workers' together finds."""
-    return bounds.lru(in_order(sessions), shape.prefill * shape.prefill_blocks)
+    """Return the share of prompt tokens that one cache as large as all prefill workers' together, all tiers of
+    them, finds."""
+    return bounds.lru(in_order(sessions), shape.cached_blocks)
 
 
 def at_load(sessions: Workload, load: float, shape: ClusterShape) -> Workload:

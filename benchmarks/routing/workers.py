@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
+from benchmarks.routing.lower_tiers import NO_TIERS, SimulatedTiers, TierShape
 from benchmarks.routing.workloads import BLOCK, TOKEN_SCALE, PromptTurn
+from engine.identity import SHORT_BYTES
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import (
     Accepted,
+    CachedTold,
     DecodeRecord,
     Ended,
     Handoff,
+    HeldRun,
     Load,
     Place,
     Refused,
@@ -59,6 +63,14 @@ class ClusterShape:
     slow: float = 1.0
     """How many times slower the first prefill worker is."""
     latency_s: float = 0.000_5
+    tiers: TierShape = NO_TIERS
+    """Below the device of each prefill worker."""
+    routers: int = 1
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that all prefill workers together hold, in all their tiers."""
+        return self.prefill * (self.prefill_blocks + self.tiers.blocks)
 
 
 @dataclass(slots=True)
@@ -79,6 +91,8 @@ class RoutingOutcome:
     reports_lost: int = 0
     restarted_s: float | None = None
     """When the router was restarted."""
+    loaded_blocks: dict[str, int] = field(default_factory=dict)
+    """How many blocks came back from each lower tier."""
 
 
 class Clockwork:
@@ -106,11 +120,15 @@ class SimulatedPrefill:
     # Mutable state: its cache, its line, who waits for which job, the step under way, and what it has measured.
 
     def __init__(
-        self, name: str, shape: ClusterShape, slow: float, time: Clockwork, tell: Callable[[Load], None]
+        self, name: str, shape: ClusterShape, slow: float, time: Clockwork, tell: Callable[[Load | CachedTold], None]
     ) -> None:
         self.name = name
-        self.kv = KVCacheManager(shape.prefill_blocks, BLOCK, FINGERPRINT)
-        self.line = Line(PrefillConfig(chunk_tokens=shape.chunk_tokens), self.kv, None, shape.prefill_blocks * BLOCK)
+        tiers = shape.tiers.open()
+        self.kv = KVCacheManager(shape.prefill_blocks, BLOCK, FINGERPRINT, tiers)
+        self.lower = None if tiers is None else SimulatedTiers(self.kv, tiers, shape.tiers, time, self._wake)
+        fetches = None if self.lower is None else self.lower.fetches
+        context_tokens = shape.prefill_blocks * BLOCK
+        self.line = Line(PrefillConfig(chunk_tokens=shape.chunk_tokens), self.kv, fetches, context_tokens)
         self.busy_s = 0.0
         self._speeds, self._slow = shape.speeds, slow
         self._time, self._tell = time, tell
@@ -126,20 +144,20 @@ class SimulatedPrefill:
         job = Job(handoff, record, arrived=self._time.now, deadline=float("inf"))
         self.line.enter(job)
         self._finished[job] = finished
-        if not self._stepping:
-            self._step()
+        self._wake()
 
     def release(self, job: Job) -> None:
         """Let its blocks go: they have been read."""
         assert job.lease is not None
         self.kv.release(job.lease)
-        if not self._stepping:
-            self._step()
+        self._wake()
 
     def report(self) -> None:
         counts = self.kv.pool.counts()
         self._reported_s = self._time.now
         self._steps += 1
+        for told in cached_told(self.kv):
+            self._tell(told)
         self._tell(
             Load(
                 step=self._steps,
@@ -156,11 +174,22 @@ class SimulatedPrefill:
             )
         )
 
+    def _wake(self) -> None:
+        if not self._stepping:
+            self._step()
+
     def _step(self) -> None:
-        self.line.admit(self._time.now)
-        shares = [(job, share) for job, share in self.line.shares(self._time.now) if share]
+        now = self._time.now
+        self.line.admit(now)
+        if self.lower is not None:
+            self.lower.carry_out()
+        shares = [(job, share) for job, share in self.line.shares(now) if share]
         self._stepping = bool(shares)
         if not shares:
+            # Nobody is held back for a fetch for longer than this.
+            held_until = [job.held_until for job in self.line.waiting if job.held_until is not None]
+            if later := [until_s for until_s in held_until if until_s > now]:
+                self._time.after(min(later) - now, self._wake)
             return
         tokens = sum(share for _, share in shares)
         seconds = (self._speeds.prefill_step_s + tokens * self._speeds.prefill_token_s) * self._slow
@@ -186,6 +215,14 @@ class SimulatedPrefill:
         self._step()
         for job in done:
             self._finished.pop(job)(job)
+
+
+def cached_told(kv: KVCacheManager) -> list[CachedTold]:
+    """Return what a worker tells all of several routers before a report."""
+    runs = [
+        HeldRun(parent[:SHORT_BYTES], b"".join(one[:SHORT_BYTES] for one in run)) for parent, run in kv.take_cached()
+    ]
+    return [CachedTold(runs)] if runs else []
 
 
 @dataclass(slots=True, eq=False)
@@ -360,6 +397,8 @@ class SimulatedDecode:
             s_per_block=self._cluster.s_per_block,
             evicted=self.kv.take_evicted(),
         )
+        for told in cached_told(self.kv):
+            self._say(told)
         self._say(load)
 
     def _say(self, record: DecodeRecord) -> None:

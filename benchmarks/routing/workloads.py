@@ -181,6 +181,21 @@ def tenants(requests: int, seed: int) -> Workload:
     return _sessions(make, requests, talk)
 
 
+def groups(requests: int, seed: int) -> Workload:
+    """64 system prompts of 2,048 tokens, with as many questions of 128 tokens for each, in any order, and answers of
+    256: the workload with which a cache-aware router was published (SGLang v0.4's `generated-shared-prefix`)."""
+    make = _Maker(seed)
+    prefixes = [make.fresh(2048 // BLOCK_TOKENS) for _ in range(64)]
+    asked = [prefixes[number % 64] for number in range(requests)]
+    make.random.shuffle(asked)
+    made: Workload = []
+    at_s = 0.0
+    for prefix in asked:
+        at_s += make.random.expovariate(1.0)
+        made.append(Visit(at_s, (_turn(prefix + make.fresh(1), 2048 + 128, 256),)))
+    return made
+
+
 GENERATED: dict[str, Callable[[int, int], Workload]] = {
     "chat": chat,
     "agents": agents,
@@ -190,6 +205,8 @@ GENERATED: dict[str, Callable[[int, int], Workload]] = {
     "cold": cold,
     "tenants": tenants,
 }
+PUBLISHED: dict[str, Callable[[int, int], Workload]] = {"groups": groups}
+"""What others have published figures for: no part of what is run by default, or of the goals."""
 
 
 def _sessions(make: _Maker, requests: int, begin: Callable[[float], Visit]) -> Workload:
