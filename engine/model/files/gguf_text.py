@@ -27,7 +27,7 @@ from engine.model.config import ModelError
 from engine.text.files import TextFiles, TextSettings, turn_ends
 
 MOST_CHARACTERS = 4096
-"""Of a token: every place where it can be cut is looked at."""
+"""The longest token that is taken: every place where one can be cut is looked at."""
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 """Values of `tokenizer.ggml.token_type`: the first two are matched in the text before anything else."""
