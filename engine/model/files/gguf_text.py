@@ -127,9 +127,9 @@ def text_files(vocabulary: Vocabulary) -> TextFiles:
     if vocabulary.model not in builders:
         problem = f"tokenizer model {vocabulary.model!r} is not supported; known: {', '.join(builders)}"
         raise ModelError(vocabulary.path, problem)
-    _check(vocabulary)
     if len(set(vocabulary.tokens)) != len(vocabulary.tokens):
         raise ModelError(vocabulary.path, "tokenizer.ggml.tokens holds a token twice")
+    _check(vocabulary)
     tokenizer = builders[vocabulary.model](vocabulary)
     controls, defined = (vocabulary.tokens_of(kind) for kind in (CONTROL, USER_DEFINED))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
