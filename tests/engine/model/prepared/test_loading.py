@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.gpu.random_model import reshard
 from engine.model.config import ModelConfig, ModelError
-from engine.model.llama import load_model
 from engine.model.files.hf_model import INDEX
+from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import load_weights, logged, map_weights
 from engine.model.prepared.shards import CONTENTS_FILE, SHARDS_FILE, ShardIndex, contents
@@ -380,7 +380,6 @@ def test_a_load_says_how_far_it_is(source: Path) -> None:
 LOAD = """
 import resource, sys, torch
 from pathlib import Path
-
 from engine.model.prepared import loading
 from engine.model.prepared.streaming import PIECE_BYTES, PIECES
 load_weights = loading.load_weights
