@@ -4,7 +4,9 @@ QUICK`.
 The tests are collected once, in a process that has imported everything. Each mutant gets a fork of it, changes the
 running code there and runs only the tests that enter its function: those of the file's own test file first, then the
 quickest of the package's folder, and of others as long as there is time; with QUICK, as many as take so many seconds.
-Which tests enter which function is asked of one run without a mutant, which must pass.
+Which tests enter which function is asked of one run without a mutant, and again of each file that has changed since. A
+test that fails there, since the machine is busy, is named and left out; with more than FEW_FAIL of them, no mutant is
+judged.
 """
 
 import contextlib
@@ -15,7 +17,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -34,9 +36,14 @@ CPU_S = 4.0
 """What its tests may take beyond four times what they take without a mutant."""
 OTHERS_S = 6.0
 """What tests beyond those of the folder that mirrors the package may take for one mutant: the quickest are run."""
+FEW_FAIL = 3
+"""How many tests may fail without a mutant."""
 LEFT_OUT = "not (slow or chaos or gpu or observe or parity or ray or rayup)"
 UNFORKED = "not nccl"
 """The library that pretends to be NCCL has threads of its own, which a fork does not take along."""
+
+_Entered = tuple[float, list[Place]]
+"""What a test takes, in seconds, and the functions that it enters."""
 
 
 @dataclass(slots=True)
@@ -109,25 +116,47 @@ class MutantRunner:
             self._collect(children)
 
     def _measure(self, session: pytest.Session, files: set[str]) -> None:
-        """Run everything once without a mutant, and note what enters what."""
-        known = self.results.folder / f"enters-{digest([self.package, *PACKAGES[self.package]])}.json"
-        if known.exists():
-            said = known.read_bytes()
-        else:
-            watch = _Watch(files)
-            pid, pipe = _fork(session, lambda: _also(session, watch), 3_600, watch.told)
-            said = b"".join(iter(lambda: os.read(pipe, 1 << 16), b""))
-            os.close(pipe)
-            os.waitpid(pid, 0)
-        told = json.loads(said) if said.startswith(b"{") else {"failed": said.decode() or "it died"}
-        if told["failed"]:
-            print(f"{self.package}: fails without a mutant: {told['failed']}", flush=True)
-            raise session.Failed(told["failed"])
-        known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_bytes(said)
-        for name, (seconds, places) in told["tests"].items():
-            for place in places:
-                self.enters.setdefault(tuple(place), []).append((name, seconds))
+        """Note what enters what: run the tests of each file once without a mutant, if it has changed since the last
+        time. Raises Failed where too much fails."""
+        helpers = [path for path in map(Path, _paths(PACKAGES[self.package])) if not path.name.startswith("test_")]
+        shared = digest([self.package, *map(str, helpers)])
+        items: dict[Path, list[pytest.Item]] = {}
+        for item in session.items:
+            name = f"enters-{shared}-{digest([item.nodeid.partition('::')[0]])}.json"
+            items.setdefault(self.results.folder / name, []).append(item)
+        changed = {known: of_file for known, of_file in items.items() if not known.exists()}
+        if changed:
+            told = self._enter(session, [item for of_file in changed.values() for item in of_file], files)
+            self.results.folder.mkdir(parents=True, exist_ok=True)
+            for known, of_file in changed.items():
+                known.write_text(json.dumps({one.nodeid: told[one.nodeid] for one in of_file if one.nodeid in told}))
+        for known in items:
+            entered: dict[str, _Entered] = json.loads(known.read_bytes())
+            for name, (seconds, places) in entered.items():
+                for file, function, line in places:
+                    self.enters.setdefault((file, function, line), []).append((name, seconds))
+
+    def _enter(self, session: pytest.Session, items: list[pytest.Item], files: set[str]) -> dict[str, _Entered]:
+        """Run `items` without a mutant; return what each enters. Those that fail are left out."""
+        watch = _Watch(files)
+
+        def prepare() -> None:
+            session.config.pluginmanager.register(watch)
+            session.config.option.maxfail = 0
+            session.items[:] = items
+
+        pid, pipe = _fork(session, prepare, 3_600, watch.told)
+        said = b"".join(iter(lambda: os.read(pipe, 1 << 16), b""))
+        os.close(pipe)
+        os.waitpid(pid, 0)
+        if not said.startswith(b"{"):
+            raise session.Failed(f"no test can be run: {said.decode() or 'it died'}")
+        failed, entered = json.loads(said)["failed"], json.loads(said)["tests"]
+        for name in failed:
+            print(f"{self.package}: fails without a mutant: {name}", flush=True)
+        if len(failed) > FEW_FAIL:
+            raise session.Failed(f"{len(failed)} tests fail without a mutant")
+        return {name: told for name, told in entered.items() if name not in failed}
 
     def _chosen(self, mutant: Mutant) -> list[tuple[str, float]]:
         path = str(ROOT / mutant.file)
@@ -184,14 +213,14 @@ class MutantRunner:
 
 
 class _Verdict:
-    """A plugin that remembers the first test that fails."""
+    """A plugin that remembers which tests fail, each once."""
 
     def __init__(self) -> None:
-        self.failed = ""
+        self.failed: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and not self.failed:
-            self.failed = report.nodeid
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.append(report.nodeid)
 
 
 class _Watch:
@@ -199,9 +228,9 @@ class _Watch:
 
     def __init__(self, files: set[str]) -> None:
         self._files = files
-        self._tests: dict[str, tuple[float, list[Place]]] = {}
+        self._tests: dict[str, _Entered] = {}
 
-    def told(self, failed: str) -> str:
+    def told(self, failed: list[str]) -> str:
         return json.dumps({"failed": failed, "tests": self._tests})
 
     @pytest.hookimpl(wrapper=True)
@@ -224,7 +253,7 @@ class _Watch:
 
 
 def _fork(
-    session: pytest.Session, prepare: Callable[[], None], limit_s: float, told: Callable[[str], str] | None = None
+    session: pytest.Session, prepare: Callable[[], None], limit_s: float, told: Callable[[list[str]], str] | None = None
 ) -> tuple[int, int]:
     """Run the session's tests in a child after `prepare`, until one fails. Returns its id and a pipe with its verdict,
     which `told` may put into words."""
@@ -263,12 +292,16 @@ def _fork(
         os._exit(0)
 
 
-def _also(session: pytest.Session, plugin: object) -> None:
-    session.config.pluginmanager.register(plugin)
+def _paths(places: Iterable[str]) -> Iterator[str]:
+    """The Python files of `places`, folders or files, as they are named from the root."""
+    for place in places:
+        at = ROOT / place
+        for path in sorted(at.rglob("*.py")) if at.is_dir() else [at]:
+            yield path.relative_to(ROOT).as_posix()
 
 
-def _said(failed: str) -> str:
-    return f"found {failed}" if failed else "survived"
+def _said(failed: list[str]) -> str:
+    return f"found {failed[0]}" if failed else "survived"
 
 
 def _size_bytes() -> int:

@@ -1,6 +1,8 @@
 """Mutants in a running process, what is kept of them, and a whole run over one file."""
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
+from tests.mutants import runner
 from tests.mutants.catalogue import ROOT, Equivalent, Mutant, Source, equivalents, sources
 from tests.mutants.operators import States
 from tests.mutants.patch import CannotPatch, plant, running
@@ -171,7 +174,7 @@ def test_mutants_of_one_file_from_end_to_end(tmp_path: Path) -> None:
 def test_a_first_look_asks_the_nearest_tests_for_so_long(tmp_path: Path, quick_s: float, expected: str) -> None:
     """Guards a first look that begins with the slowest tests, or asks none; and one whose survivors count as judged."""
     mutant = next(m for m in every() if m.package == "router/core" and m.function)
-    runner = MutantRunner("router/core", [], Results(tmp_path / "results.jsonl"), 1, {}, quick_s)
+    judges = MutantRunner("router/core", [], Results(tmp_path / "results.jsonl"), 1, {}, quick_s)
     place = (str(ROOT / mutant.file), mutant.function, 1)
     names = {
         "b": ("tests/router/core/test_core.py::b", 0.5),
@@ -179,6 +182,26 @@ def test_a_first_look_asks_the_nearest_tests_for_so_long(tmp_path: Path, quick_s
         "a": ("tests/router/core/test_core.py::a", 0.25),
         "m": (f"tests/router/core/test_{Path(mutant.file).name}::m", 2.75),
     }
-    runner.enters = {place: list(names.values()), ("other.py", mutant.function, 1): [("other", 0.0)]}
-    assert [name[-1] for name, _ in runner._chosen(mutant)] == list(expected)
+    judges.enters = {place: list(names.values()), ("other.py", mutant.function, 1): [("other", 0.0)]}
+    assert [name[-1] for name, _ in judges._chosen(mutant)] == list(expected)
     assert digest_of_tests("router/core", quick=True) != digest_of_tests("router/core")
+
+
+@pytest.mark.parametrize("failed", [0, 3, 4])
+def test_what_fails_without_a_mutant_is_left_out_as_long_as_it_is_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, failed: int
+) -> None:
+    """Guards a whole run against one test that a busy machine has made late; and a score that is of a broken tree."""
+    names = [f"test_it.py::test_{n}" for n in range(6)]
+    said = {"failed": names[:failed], "tests": {name: (0.1, [("a.py", "f", 1)]) for name in names}}
+    child = subprocess.Popen(["true"])
+    pipe, end = os.pipe()
+    os.write(end, json.dumps(said).encode())
+    os.close(end)
+    monkeypatch.setattr(runner, "_fork", lambda *_: (child.pid, pipe))
+    judges = MutantRunner("router/core", [], Results(tmp_path / "results.jsonl"), 1, {})
+    if failed > runner.FEW_FAIL:
+        with pytest.raises(pytest.Session.Failed):
+            judges._enter(request.session, [], set())
+    else:
+        assert list(judges._enter(request.session, [], set())) == names[failed:]

@@ -160,6 +160,16 @@ def test_what_is_cached_is_found_again_but_for_the_last_token(length: int, cache
     assert (request.origin.decode_cached_tokens, request.have_blocks) == (cached_tokens, cached_tokens // 4)
 
 
+def test_a_prompt_that_is_scored_is_computed_whole() -> None:
+    """Guards log probabilities of a prompt: what is found in the cache would have none."""
+    bench = Fetching()
+    assert bench.place("a", PROMPT, max_tokens=1)
+    bench.step()
+    assert bench.place("b", PROMPT, prompt_logprobs=1)
+    accepted = bench.last(Accepted)
+    assert isinstance(accepted, Accepted) and accepted.cached_tokens == 0
+
+
 def test_cached_tokens_of_an_answer_that_goes_on_are_those_of_its_prompt() -> None:
     """Guards the account: output that another worker had computed was never a part of the prompt."""
     bench = Fetching()

@@ -74,6 +74,7 @@ def test_nothing_is_drafted_beyond_an_answers_last_token() -> None:
     plan = _plan(bench)
     assert plan.rows[0].drafts == 1, "one is said, one is drawn, so one may come between"
     bench._do(bench.scheduler.complete(plan, [4], 1.0))
+    assert not _batch(bench)._may_be_drafted(bench.request("a")), "no step is held back for its drafts"
     assert _plan(bench).rows[0].drafts == 0
 
 
@@ -154,6 +155,17 @@ def test_a_step_has_as_many_drafts_as_a_full_batch_has_rows() -> None:
     assert sum(row.drafts for row in plan.rows) == 3, "two rows leave room for two, but one row may have three"
 
 
+@pytest.mark.parametrize("room", [1, 2, 3, 4])
+def test_drafts_take_all_of_what_a_step_has_room_for(room: int) -> None:
+    """Guards the last of them: a token of its own each row has beside."""
+    bench = _bench(local_chunk_tokens=room)
+    assert bench.place("a", PROMPT, max_tokens=20)
+    while not _batch(bench).running:
+        bench.step()
+    _batch(bench).drafting = Drafting(EachAlone(lambda _: Guessing()), 3)
+    assert _plan(bench).rows[0].drafts == min(room, 3)
+
+
 def test_a_copy_that_is_under_way_is_not_made_again() -> None:
     """Guards a fork's first block: the second copy would come behind what its first step wrote."""
     bench = Fetching(local_chunk_tokens=2)
@@ -166,4 +178,5 @@ def test_a_copy_that_is_under_way_is_not_made_again() -> None:
     first, _ = bench.scheduler.plan(bench.now)
     second, _ = bench.scheduler.plan(bench.now)
     assert first is not None and len(first.copies) == 1
+    assert fork.lease.steps == 1, "a step under way counts once"
     assert second is None or second.copies == ()

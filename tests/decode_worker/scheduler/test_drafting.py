@@ -98,6 +98,20 @@ def test_drafts_go_where_they_are_drawn() -> None:
     assert {"good": len(given[good]), "bad": len(given.get(bad, []))} == {"good": 3, "bad": 0}
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_row_has_no_more_drafts_than_it_may(most: int) -> None:
+    """Guards blocks that are not there, and an answer's last token."""
+    made, request = Drafting(EachAlone(lambda _: Counting()), 3), _request()
+    assert made.propose([(request, most)], 1, 8) == {request: list(range(most))}
+
+
+def test_a_drafter_whose_time_is_not_known_is_not_worth_it() -> None:
+    costs = _drafting().costs
+    assert costs.weighed(1, [1.0, 1.0], [1, 2]) == (0, 0.0)
+    costs.proposed(Proposed([], forwards=((1, 1e-6),)))
+    assert costs.worth(1, [1.0, 1.0], [1, 2]) == 2
+
+
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_room_is_kept(room: int) -> None:
     made = Drafting(EachAlone(lambda _: Counting()), 3)
@@ -111,6 +125,7 @@ def test_what_became_of_a_request_is_told_once() -> None:
     made.forget(request)
     (told,) = made.take_outcomes()
     assert (told.drafted, told.drawn, told.steps, told.tokens_per_step) == (3, 2, 2, 2.0)
+    assert (made.drafted_tokens, made.drawn_tokens) == (3, 2), "of all requests"
     made.forget(request)
     assert made.take_outcomes() == []
 

@@ -57,6 +57,14 @@ def test_prompt_tokens_are_not_charged_with_the_rows_beside_them() -> None:
     assert 0.0 <= pace.s_per_token(0) < 1e-4
 
 
+def test_a_step_of_prompts_alone_is_all_theirs() -> None:
+    """Guards the prediction of a token against the time of rows that were not there."""
+    pace = Pace(64, 16, 0.05)
+    pace.measured(4, 0, 0.010)
+    pace.measured(0, 50, 0.050)
+    assert pace.s_per_token(0) == pytest.approx(0.001)
+
+
 def test_a_step_of_a_few_tokens_says_little_of_many() -> None:
     """Guards the prediction against steps whose time is that of reading the weights, whatever is computed."""
     pace = Pace(64, 16, 0.05)

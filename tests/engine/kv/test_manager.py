@@ -437,4 +437,32 @@ def test_what_went_below_is_known_by_what_stands_above_it() -> None:
     kv.release(_run(kv, list(range(80, 84))))
     assert kv.lower()[-1] == other[2] and kv.above(other[2]) == other[1]
     assert kv.above(three) is None, "the host tier has forgotten it"
+    assert three in kv.take_evicted() and three not in kv.lower(), "it would be kept as long as the process lives"
     assert KVCacheManager(3, 4, "m").above(one) is None, "there is no tier"
+
+
+@pytest.mark.parametrize("known", range(17))
+def test_an_idle_pool_takes_what_fits_it_whatever_is_cached_of_it(known: int) -> None:
+    """Guards a request that fills the pool against being refused since it would copy from a block that it needs."""
+    kv = KVCacheManager(4, 4, "m")
+    kv.release(_run(kv, list(range(16))))
+    lease = kv.acquire(b"", [*range(known), *range(100, 116 - known)], match_limit=15, room_tokens=16)
+    assert lease is not None and len(lease.blocks) == 4
+    kv.check()
+
+
+def test_what_left_the_tiers_and_is_on_the_device_is_not_gone() -> None:
+    """Guards what a router is told: a prefix that was computed again would be thought to be nowhere."""
+    tiers = Tiers(2, 4096)
+    kv = KVCacheManager(4, 4, "m", tiers)
+    first, other = list(range(8)), list(range(50, 66))
+    names = set(chain(kv.cache.root_identity(b""), first, 4))
+    for tokens in (first, other):
+        kv.release(_run(kv, tokens))
+        tiers.take_commands()
+    assert names <= set(kv.lower()) and not kv.take_evicted()
+    kv.release(_run(kv, first))
+    tiers.take_commands()
+    assert not any(name in tiers for name in names), "what was evicted for them has taken their places"
+    assert not names & set(kv.take_evicted())
+    kv.check()

@@ -3,9 +3,9 @@
 import pytest
 
 from engine.messages import Place, RequestStats, Tokens
-from engine.types import RequestId
+from engine.types import FinishReason, RequestId
 from router.core.admission import FEWEST_ANSWERS
-from router.core.events import ClientLeft, Command, Fail, Submit, TellWorker
+from router.core.events import ClientLeft, Command, Fail, Lost, Submit, TellWorker
 from tests.router.bench import Bench, ended, is_told
 from tests.router.core.parts import request_record
 from tests.router.fake_cluster import load
@@ -53,6 +53,7 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once() -> None:
     bench = measured(waiting_tokens=1000)
     failed = refusal(ask(bench, 5.4))
     assert (failed.fault.code, failed.refusal) == ("RESOURCE_EXHAUSTED", "deadline")
+    assert failed.outcome is FinishReason.REJECTED, "it is no failure"
     assert "11.00 s" in failed.fault.message and "5.40 s" in failed.fault.message
     assert failed.retry_after_s == pytest.approx(11.0 - 5.4), "by then the backlog is short enough"
     assert bench.router.open == 1
@@ -80,7 +81,7 @@ def test_answers_of_late_say_how_long_the_next_is_likely_to_be() -> None:
         assert is_told(ask(bench, 0.6, 0, f"r{number}", 8)[0], Place), "too few to tell"
         bench.accept(RequestId(f"r{number}"))
         call = bench.router._calls[RequestId(f"r{number}")]
-        call.emitted.extend([1] * (5 if number < 3 else 60))
+        call.emitted.extend([1] * (5 if number in (0, 3, 9) else 60))
         bench.hear(ended(RequestId(f"r{number}"), 1, output_tokens=len(call.emitted)))
     needed_s = 8 * S_PER_TOKEN + 59 * S_PER_STEP
     assert refusal(ask(bench, needed_s / 2 - 0.1, 0, "b", 8)).refusal == "deadline"
@@ -207,3 +208,11 @@ def test_nobody_is_refused_by_a_router_that_holds_nothing() -> None:
     bench.hear(ended())
     report(bench, waiting_tokens=10**6)
     assert is_told(ask(bench, 0.1, name="c")[0], Place)
+
+
+def test_where_there_is_no_decode_worker_nothing_is_predicted() -> None:
+    """Guards a router that has just begun: what comes before its workers waits for them, whatever its deadline."""
+    bench = Bench()
+    bench.do(Lost("d0"))
+    assert not ask(bench, None, None, "held") and not ask(bench, 0.001)
+    assert bench.router.waiting == 2

@@ -62,3 +62,25 @@ def test_numbers_of_sets_that_nobody_has_any_more_are_given_again() -> None:
         table.drop(nodes[:2], 1 << bit)
         table.check()
     assert len(table._masks) <= 4
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 7])
+def test_nodes_that_nobody_holds_any_more_are_used_again(at_once: int) -> None:
+    """Guards memory: workers evict, and others compute."""
+    table = BlockTable()
+    for number in range(50):
+        nodes = table.extend(np.arange(at_once * number, at_once * (number + 1), dtype=np.uint64))
+        table.mark(nodes, 1)
+        table.drop(nodes, 1)
+        table.check()
+    assert table._fresh == at_once + 1 and not len(table)
+
+
+def test_a_path_below_another_parent_ends_before_the_block_that_it_would_begin_with() -> None:
+    """Guards a block of two identities that coincide: it has one parent, and is counted as nobody else's child."""
+    table = BlockTable()
+    one, two = (table.extend(np.array(keys, np.uint64)) for keys in ([3, 4, 5], [7]))
+    table.mark(np.concatenate((one, two)), 1)
+    assert not len(table.extend(np.array([4, 5], np.uint64), two.item(0)))
+    assert not len(table.extend(np.array([4, 9], np.uint64)))
+    table.check()

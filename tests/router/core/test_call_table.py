@@ -198,3 +198,20 @@ def test_who_waits_does_not_move() -> None:
         assert list(parts.table._moving) == ["a"]
     moves.yielding = False
     assert parts.table.around([]) == [waits] and not parts.table._moving
+
+
+def test_who_is_forgotten_neither_moves_nor_hosts_a_sample() -> None:
+    """Guards a sample that is placed beside one that is over, and lists that grow with every request."""
+    parts = Parts()
+    parts.join("d0")
+    first, second = (parts.run(f"s{index}", group="g", sample_index=index) for index in (1, 2))
+    first.yielding = True
+    parts.table.moves(first)
+    parts.table.forget(first, parts.out)
+    waits = parts.wait("s0", group="g", sample_index=0)
+    assert parts.table.around([]) == [waits] and not parts.table._moving
+    assert list(parts.table.hosts(waits)) == [second]
+    parts.table.forget(second, parts.out)
+    assert not list(parts.table.hosts(waits)) and parts.table._groups == {"g": {0: waits}}
+    parts.table.forget(waits, parts.out)
+    assert not parts.table._groups

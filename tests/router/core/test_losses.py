@@ -119,6 +119,19 @@ def test_a_life_that_is_back_is_no_victim() -> None:
     assert call.state is State.WAITING and call.losses == 1 and not call.victims
 
 
+def test_who_was_held_back_for_a_life_that_is_back_is_offered_at_once() -> None:
+    """Guards a request against the seconds that it would wait for news which has come."""
+    parts = cluster()
+    parts.join("d1")
+    call = parts.offer("a")
+    for _ in (0, 1):
+        lose(parts, call.decode)
+        parts.queue.advance(0.0, parts.out)
+    assert call.state is State.WAITING and call.held_back_until_s is not None
+    parts.losses.back(next(iter(call.missing)), parts.out)
+    assert call.held_back_until_s is None and len(call.missing) == 1
+
+
 def test_a_lost_prefill_worker_is_blamed_on_those_it_failed() -> None:
     """Guards the prefill pool against a prompt that kills it, and a request against a loss that did not concern it."""
     parts = cluster()

@@ -361,3 +361,38 @@ def test_who_reads_is_compared_with_all_that_were_asked_and_are_of_its_kind(
     monkeypatch.setattr(parts.placer._reuse.missed, "placed", placed)
     assert pair(parts.placer.choose(waiting(), 0.0)) == ("p0", "d0")
     assert asked == [views]
+
+
+def test_what_nobody_holds_is_not_cached() -> None:
+    """Guards turns by what is cached: nothing, of a prompt that is new, and where there is no worker."""
+    parts, call = Parts(), waiting()
+    assert parts.placer.cached_tokens(call) == 0
+    worker = parts.join("d0")
+    assert parts.placer.cached_tokens(call) == 0
+    parts.index.insert("d0", call.chain(worker.key))
+    assert parts.placer.cached_tokens(call) == 32
+
+
+@pytest.mark.parametrize(("local_prefill", "expected_s"), [("auto", 40 * 0.01), ("never", 40 * 0.5)])
+def test_a_decode_worker_that_may_read_may_be_the_soonest(local_prefill: str, expected_s: float) -> None:
+    """Guards a deadline that is met by a decode worker alone, beside a prefill worker that is slow."""
+    parts = Parts(local_prefill=local_prefill)
+    parts.join("d0")
+    parts.join("p0")
+    parts.report("d0", s_per_prompt_token=0.01)
+    parts.report("p0", s_per_token=0.5)
+    soonest = parts.placer.soonest(waiting(), 0.0)
+    assert soonest is not None and soonest.first_token_s == pytest.approx(expected_s)
+
+
+def test_a_prompt_that_was_left_behind_is_no_line_and_no_less_than_none() -> None:
+    """Guards the price of a worker that has read most of a prompt which nobody wants any more."""
+    parts, call = Parts(), waiting()
+    parts.join("d0")
+    worker = parts.join("p0")
+    for queued, expected in ((100, 60), (40, 0), (10, 0)):
+        parts.report("p0", waiting_tokens=queued)
+        assert worker.load is not None
+        call.left_behind = worker.load, 40
+        choice = parts.placer.choose(call, 0.0)
+        assert choice is not None and choice.prefill.queue_tokens == expected

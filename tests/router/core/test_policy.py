@@ -284,6 +284,48 @@ def test_the_threshold_gives_affinity_up(cached: int, ahead: int, expected: str)
     assert choice.prefill.name == expected
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(103, "holder"), (104, "other")])
+def test_the_threshold_is_a_share_of_the_prompt(tokens: int, expected: str) -> None:
+    views = [prefill("holder", cached=31, outstanding=1), prefill("other")]
+    demand = msgspec.structs.replace(DEMAND, prompt_tokens=tokens)
+    choice = make_policy("affinity-threshold", 0).choose(demand, views, [decode()])
+    assert choice is not None and choice.prefill.name == expected
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(195, "holder"), (196, "other")])
+def test_the_threshold_is_one_of_proportion_too(ahead: int, expected: str) -> None:
+    """Guards affinity among workers that all have much to do: 65 requests more are little beside 130."""
+    views = [prefill("holder", cached=31, outstanding=ahead), prefill("other", outstanding=130)]
+    choice = make_policy("affinity-threshold", 0).choose(DEMAND, views, [decode()])
+    assert choice is not None and choice.prefill.name == expected
+
+
+def test_costs_that_differ_by_less_than_a_microsecond_are_ties() -> None:
+    """Guards a pool whose speeds differ in the last bits: all would go to one worker."""
+    quick = msgspec.structs.replace(prefill("quick"), s_per_token=0.01)
+    slow = msgspec.structs.replace(prefill("slow"), s_per_token=0.01 + 1e-11)
+    policy, drawn = LeastCost(Random(1)), set()
+    for _ in range(40):
+        choice = policy.choose(DEMAND, [quick, slow], [decode()])
+        assert choice is not None
+        drawn.add(choice.prefill.name)
+    assert drawn == {"quick", "slow"}
+
+
+def test_a_worker_that_reads_itself_has_its_work_twice_over_where_costs_are_equal() -> None:
+    """Guards pairs that cost the same against one that has more work than it says: its requests are on both sides."""
+    demand, policy = msgspec.structs.replace(DEMAND, prompt_blocks=0), LeastCost(Random(1))
+    for beside, expected in ((1, {"d"}), (2, {"d", "p"}), (3, {"p"})):
+        local = msgspec.structs.replace(decode("d", outstanding=beside), local=prefill("d", outstanding=beside))
+        pairs = ([prefill("p", outstanding=2)], [local, decode("e", outstanding=2)])
+        drawn = set()
+        for _ in range(40):
+            choice = policy.choose(demand, *pairs)
+            assert choice is not None
+            drawn.add(choice.prefill.name)
+        assert drawn == expected
+
+
 def test_of_two_drawn_the_less_loaded_is_taken() -> None:
     """Guards power-of-two against being least-loaded: the least loaded is drawn in two of four draws."""
     policy = make_policy("power-of-two", 1)

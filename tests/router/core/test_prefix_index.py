@@ -234,6 +234,9 @@ def test_workers_are_apart_and_can_be_forgotten() -> None:
     assert index.match("a", prompt) == 3, "a correction never raises or lowers without cause"
     index.evict("a", [prompt[1], b"unknown"])
     assert index.match("a", prompt) == 1
+    index.evict("nobody", prompt[:1])
+    index.evict("a", [])
+    assert index.match("a", prompt) == 1
     index.forget("a")
     assert index.match("a", prompt) == 0
     index.insert("a", prompt)
@@ -390,3 +393,32 @@ def test_who_had_all_that_was_believed_is_believed_as_before() -> None:
         index.correct("a", blocks([1, 2, 3]), actual)
         index.check()
         assert index.match("a", blocks([1, 2, 3])) == left
+
+
+def test_workers_that_come_and_go_leave_nothing_behind() -> None:
+    """Guards sets that grow by a bit with each life of a worker, and a table that is copied while requests wait."""
+    index = PrefixIndex()
+    for _ in range(40):
+        index.add("a", 64, 32)
+        index.add("b", 8)
+        assert len(index._table.keys) >= 64 + 32 + 8
+        index.insert("a", blocks([1, 2, 3]))
+        index.insert("b", blocks([1, 2, 3]))
+        assert index.depths(blocks([1, 2, 3])) == {"a": 3, "b": 3}
+        index.forget("b")
+        index.check()
+    assert len(index._owners) == 3
+
+
+def test_what_is_evicted_below_takes_nothing_from_the_tier_above() -> None:
+    """Guards the part of a sequence that is on the device: six blocks, of which four are there and the last is gone."""
+    index = PrefixIndex()
+    index.add("a", 4, 8)
+    prompt = blocks([1, 2, 3, 4, 5, 6])
+    index.insert("a", prompt)
+    index.evict("a", [prompt[5]])
+    index.check()
+    assert index.tiers(prompt) == {"a": {"device": 4, "host": 5}}
+    index.insert("a", prompt[:5])
+    index.check()
+    assert index.tiers(prompt) == {"a": {"device": 4, "host": 5}}

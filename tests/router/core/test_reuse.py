@@ -15,6 +15,7 @@ from router.core.reuse import (
     MissedWaits,
     Reuse,
     Waiting,
+    half_life,
 )
 
 SIZE = 16
@@ -194,3 +195,20 @@ def test_what_is_just_enough_is_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     missed._tokens = {b"b": 1.0, b"a": 2.0, b"c": 3.0}
     missed._forget(0.0)
     assert missed._tokens == {b"c": 3.0, b"a": 2.0}
+
+
+def test_one_prompt_alone_says_nothing_of_how_often_they_come() -> None:
+    """Guards the first price of a router that has run for long: its clock does not begin at nought."""
+    arrivals = Arrivals()
+    arrivals.came(1000.0, 1.0, 1)
+    assert arrivals.delayed(1.0, 1.0) == 0.0
+    arrivals.came(1002.0, 1.0, 1)
+    assert arrivals.delayed(1.0, 1.0) == pytest.approx((1.0 + 0.5) / 2.0 / (1.0 - 0.5))
+
+
+@pytest.mark.parametrize("workers", [2, 16])
+def test_half_of_what_was_missed_is_of_so_many_requests(workers: int) -> None:
+    missed, views = MissedWaits(), {f"w{n}": 0 for n in range(workers)}
+    for _ in range(int(half_life(workers))):
+        placed(missed, chain("a", 2), {}, views, "w0")
+    assert missed._weight == pytest.approx(2.0)

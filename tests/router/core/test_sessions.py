@@ -52,6 +52,23 @@ def test_who_names_many_drives_out_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(known) == 5 and repr(known) == "Sessions(5 of 5 tenants)"
 
 
+def test_what_goes_first_was_used_longest_ago_and_not_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a long conversation against many short ones: of one tenant, and of all of them."""
+    monkeypatch.setattr(sessions, "MAX_PER_TENANT", 3)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 5)
+    known = Sessions(60.0)
+    for number in range(20):
+        known.note(("a", "long"), HERE, 1.0)
+        known.note(("a", f"short {number}"), THERE, 1.0)
+        assert known.find(("a", "long"), 1.0) == HERE
+        known.note((f"tenant {number}", "chat"), THERE, 1.0)
+    assert known.find(("a", "long"), 2.0) == HERE and known.find(("a", "short 17"), 2.0) is None
+    assert known.find(("tenant 19", "chat"), 2.0) == THERE and known.find(("tenant 17", "chat"), 2.0) is None
+    known.note(("b", "long"), HERE, 100.0)
+    known.note(("b", "long"), HERE, 100.0)
+    assert len(known) == 3, "with each, one that is past its time"
+
+
 @pytest.mark.parametrize("policy", ["least-cost", "round-robin", "power-of-two"])
 def test_decisions_about_sessions_and_ejected_workers_are_repeated_bit_for_bit(policy: str) -> None:
     """Guards the log of decisions: all that a pin and an ejection decide is in the views of each record."""

@@ -115,6 +115,7 @@ def test_a_disk_with_room_for_less_than_is_written_ahead_comes_to_rest() -> None
 def test_a_disk_that_fails_is_given_up(hangs: bool) -> None:
     """Guards the disk from a cache that keeps it full. A spill that is told of afterwards changes nothing."""
     tiers = _tiers(segments=4)
+    assert tiers.disk_error == ""
     tiers.handle(Spilled(_spilling(tiers).segment))
     _demote(tiers, IDENTS[3:5])
     (pending,) = [number for number in (1, 2) if tiers.disk is not None and tiers.disk.has(number)]
