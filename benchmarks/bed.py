@@ -15,7 +15,7 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.spec import LaunchError
 from cluster.processes.supervisor import RestartConfig
-from engine.config import EngineConfig
+from engine.config import EngineConfig, TierConfig
 from engine.types import SamplingParams
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
@@ -61,6 +61,7 @@ class Bed:
         engine: EngineConfig,
         factories: Mapping[str, str] = FACTORIES,
         policy: str = "least-cost",
+        tiers: TierConfig | None = None,
     ) -> None:
         self._counts = TemporaryDirectory(prefix="worker-counts-")
         os.environ[FOLDER] = self._counts.name
@@ -72,8 +73,8 @@ class Bed:
             log_level="error",
             restart=RestartConfig(limit=RESTARTS, first_pause_s=0.05, longest_pause_s=0.2),
             router=RouterConfig(grpc_port=0, http_port=-1, unplaceable_s=60.0, policy=policy),
-            prefill=PrefillConfig(transfer=transfer, engine=engine),
-            decode=DecodeConfig(transfer=transfer, engine=engine),
+            prefill=PrefillConfig(transfer=transfer, engine=engine, tiers=tiers or TierConfig()),
+            decode=DecodeConfig(transfer=transfer, engine=engine, tiers=tiers or TierConfig()),
         )
         self.cluster = Cluster(config, make_launcher("process"), factories, model_dir=str(model_dir))
         self._stop = threading.Event()

@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ import msgspec
 
 from benchmarks import figures, output
 from benchmarks.front_disturbed import serve_disturber
+from benchmarks.front_peers import PeerFront, serve_text_workers
 from engine.handshake import Keyring, Party
 from engine.messages import (
     Accepted,
@@ -313,8 +315,11 @@ async def read_sse(address: str, tally: ClientCounts) -> None:
     host, _, port = address.rpartition(":")
     asked_s, is_first = time.monotonic(), True
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = msgspec.json.encode({"prompt": [1, 2, 3], "stream": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-length: {len(body)}\r\n\r\n"
+    body = msgspec.json.encode({"model": HexText.name, "prompt": [1, 2, 3], "stream": True})
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     status = await reader.readline()
     if b" 200 " not in status:
@@ -330,7 +335,8 @@ async def read_sse(address: str, tally: ClientCounts) -> None:
                 tally.took(found[1].decode())
 
 
-READERS: dict[str, Callable[[str, ClientCounts], Any]] = {"grpc": read_grpc, "sse": read_sse}
+PEER = "smg"
+READERS: dict[str, Callable[[str, ClientCounts], Any]] = {"grpc": read_grpc, "sse": read_sse, PEER: read_sse}
 
 
 def serve_client(pipe: Connection, shared: Any, front: str, address: str, streams: int, pause_s: float) -> None:
@@ -391,14 +397,29 @@ def _start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connectio
 
 
 def measure(
-    front: str, workers: int, streams: int, rate: int, seconds: float, clients: int, together: bool, disturb: str = ""
+    front: str,
+    workers: int,
+    streams: int,
+    rate: int,
+    seconds: float,
+    clients: int,
+    together: bool,
+    disturb: str = "",
+    python: Path = Path(sys.executable),
 ) -> dict[str, Any]:
     """Return the line of one router with `streams` open streams, each of `rate` tokens a second; `disturb` says by whom
-    they are disturbed while half of the ages are read."""
-    fleet, to_fleet = _start(serve_workers, workers)
-    router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or bool(disturb))
-    grpc_address, http = to_router.recv()
-    address = http if front == "sse" else grpc_address
+    they are disturbed while half of the ages are read. `python` has the routers of others."""
+    router: Any
+    if front == PEER:
+        fleet, to_fleet = _start(serve_text_workers, workers, TICK_S, VOCABULARY)
+        router = PeerFront(python, to_fleet.recv())
+        address = http = router.address
+    else:
+        fleet, to_fleet = _start(serve_workers, workers)
+        # Its end of the pipe is kept: the router ends with it.
+        router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or bool(disturb))
+        grpc_address, http = to_router.recv()
+        address = http if front == "sse" else grpc_address
     to_fleet.send(min(20.0, 2000.0 / streams))
     time.sleep(0.5)
     empty_bytes, began_cpu_s = rss_bytes(router.pid), cpu_s(router.pid)
@@ -478,7 +499,8 @@ def _ms(ages: list[int], share: float) -> float:
 
 def main() -> None:
     parser = output.parser(__doc__)
-    parser.add_argument("--fronts", default="grpc,sse", help="grpc, sse, or both")
+    parser.add_argument("--fronts", default="grpc,sse", help="grpc, sse, smg, or several of them")
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="where smg is installed")
     parser.add_argument("--streams", default="128", help="open streams, one after the other: 128,1024")
     parser.add_argument("--rates", default="25,100,400", help="tokens a second of each stream")
     parser.add_argument("--workers", type=int, default=8)
@@ -489,7 +511,15 @@ def main() -> None:
     options = parser.parse_args()
     lines = [
         measure(
-            front, options.workers, streams, rate, options.seconds, options.clients, options.together, options.disturb
+            front,
+            options.workers,
+            streams,
+            rate,
+            options.seconds,
+            options.clients,
+            options.together,
+            options.disturb,
+            options.python,
         )
         for front in options.fronts.split(",")
         for streams in figures.numbers(options.streams)

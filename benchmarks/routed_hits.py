@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from benchmarks import output
 from benchmarks.bed import Bed, TimedAnswer, random_prompt, transfer_config
 from cluster.processes.spec import LaunchError
-from engine.config import EngineConfig
+from engine.config import EngineConfig, TierConfig
 from engine.device import open_device
 from engine.model.config import ModelConfig
 from engine.model.prepared.cache import prepare
@@ -73,6 +73,7 @@ def measure(
     prefill: int,
     decode: int,
     pool_blocks: int,
+    host_blocks: int,
     asked: Sequence[list[int]],
     groups: int,
     clients: int,
@@ -81,10 +82,14 @@ def measure(
 ) -> output.Line:
     """Ask one cluster all of `asked`, `clients` at a time; return what came of it."""
     engine = EngineConfig(model_dir=str(model_dir), threads=1)
-    engine = EngineConfig(threads=1, pool_bytes=pool_blocks * open_device(engine).layout.block_bytes)
+    block_bytes = open_device(engine).layout.block_bytes
+    engine = EngineConfig(threads=1, pool_bytes=pool_blocks * block_bytes)
+    tiers = TierConfig(host_bytes=host_blocks * block_bytes)
     transfer = transfer_config("auto", True)
     with (
-        Bed(model_dir, prefill=prefill, decode=decode, transfer=transfer, engine=engine, policy=policy) as bed,
+        Bed(
+            model_dir, prefill=prefill, decode=decode, transfer=transfer, engine=engine, policy=policy, tiers=tiers
+        ) as bed,
         ThreadPoolExecutor(clients) as pool,
     ):
 
@@ -122,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefix-tokens", type=int, default=128)
     parser.add_argument("--own-tokens", type=int, default=8, help="of each prompt, behind its group's")
     parser.add_argument("--pool-blocks", type=int, default=100, help="of each worker")
+    parser.add_argument("--host-blocks", type=int, default=0, help="of each worker's tier in host memory")
     parser.add_argument("--clients", type=int, default=4, help="prompts at a time")
     parser.add_argument("--answer-tokens", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
@@ -138,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 prefill=options.prefill,
                 decode=options.decode,
                 pool_blocks=options.pool_blocks,
+                host_blocks=options.host_blocks,
                 asked=asked,
                 groups=options.groups,
                 clients=options.clients,

@@ -5,7 +5,7 @@ it sees every prompt as a request of its own, and its choice is where the prompt
 policy`). What is not installed for `--python` is left out, and said. `repeats` says if the router sends a prompt that
 it has seen before where it was: one that does not has not been shown at its best here.
 
-    python -m venv peers && peers/bin/pip install smg vllm-router
+    python -m venv peers && peers/bin/pip install smg vllm-router ai-dynamo-runtime
     python -m benchmarks.routers --python peers/bin/python --workload chat --load .8,.95
 """
 
@@ -15,22 +15,29 @@ from pathlib import Path
 
 from benchmarks import output
 from benchmarks.routers.http_routers import MODULES, HttpRouter, version
-from benchmarks.routers.policy import PeerError, PeerPolicy
+from benchmarks.routers.policy import PeerError, PeerPolicy, knows_repeats
+from benchmarks.routers.selection_service import PACKAGE, SelectionRouter
 from benchmarks.routing.__main__ import _numbers, lines
 from benchmarks.routing.runs import RoutingCase, run, run_with
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome
 from benchmarks.routing.workloads import GENERATED
 
 OURS = ("least-cost", "affinity-threshold")
+NAMES = (*MODULES, PACKAGE)
+"""The packages whose routers can be driven."""
 
 
 def run_peer(case: RoutingCase, python: Path) -> tuple[RoutingOutcome, bool]:
     """Serve a case with the router that `case.policy` names; also say if it knows prompts again. Raises PeerError."""
     shape = case.shape
     names = [f"prefill-{number}" for number in range(shape.prefill)]
-    router = HttpRouter(case.policy, names, shape.prefill * shape.prefill_blocks, python)
+    router: HttpRouter | SelectionRouter
+    if case.policy == PACKAGE:
+        router = SelectionRouter(names, shape.prefill_blocks, python)
+    else:
+        router = HttpRouter(case.policy, names, shape.prefill_blocks, python)
     try:
-        knows = router.knows_repeats()
+        knows = knows_repeats(router)
         return run_with(case, lambda: PeerPolicy(router, case.seed)), knows
     finally:
         router.close()
@@ -45,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=_numbers(float), default=[0.8], metavar="SHARE,...")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="where the routers are installed")
     options = parser.parse_args(arguments)
-    versions = {name: version(name, options.python) for name in MODULES}
+    versions = {name: version(name, options.python) for name in NAMES}
     for name, installed in versions.items():
         print(f"{name} {installed}" if installed else f"{name} is left out: it is not installed for {options.python}")
     cases, outcomes, repeats = [], [], []

@@ -46,6 +46,11 @@ class _HeldHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        if self.path == "/tokenize":
+            # Without it vllm-router knows no prompt again, and goes by load alone.
+            text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+            self._send(200, {"count": len(text), "max_model_len": 1 << 20, "tokens": [ord(char) for char in text]})
+            return
         if self.path != "/v1/chat/completions":
             self._send(404, {})
             return

@@ -1,8 +1,10 @@
 """`smg` and `vllm-router` as their makers ship them, each as a process before workers that the simulation answers for.
 
-Over HTTP both keep a tree of the characters of prompts, and hear of no evictions. A block of a prompt is BLOCK_CHARS
-characters, equal for equal blocks. A tree may be as large as all prefill workers' caches together, and is cut every
-second of the wall: with their default sizes nothing would ever be forgotten in a run of seconds.
+Over HTTP both keep a tree of prompts, smg of their characters and vllm-router of what a worker's `/tokenize` makes of
+them, here a token a character; they hear of no evictions. A block of a prompt is BLOCK_CHARS characters, equal for
+equal blocks. A tree may be as large as what it stands for (smg's: all prefill workers' caches together, vllm-router's:
+each one's), and is cut every second of the wall: with their default sizes nothing would ever be forgotten in a run of
+seconds.
 """
 
 import socket
@@ -23,6 +25,8 @@ BLOCK_CHARS = 16
 START_S = 60.0
 
 MODULES = {"smg": "smg.launch_router", "vllm-router": "vllm_router.launch_router"}
+ONE_TREE = ("smg",)
+"""Those whose option for the size of a tree is of all workers' together."""
 
 
 def version(package: str, python: Path) -> str:
@@ -46,7 +50,8 @@ class HttpRouter:
     """A router's process, `cache_aware`, before workers of these names."""
 
     def __init__(self, name: str, workers: Sequence[str], blocks: int, python: Path = Path(sys.executable)) -> None:
-        """`blocks`: of all workers together. Raises PeerError if it does not start."""
+        """`blocks`: of each worker. Raises PeerError if it does not start."""
+        trees_of = len(workers) if name in ONE_TREE else 1
         self._workers = HeldWorkers(workers)
         self._port, metrics = _free_port(), _free_port()
         self._log = TemporaryFile()  # noqa: SIM115 - as long as the process
@@ -55,7 +60,7 @@ class HttpRouter:
             "--port": self._port,
             "--prometheus-port": metrics,
             "--policy": "cache_aware",
-            "--max-tree-size": blocks * BLOCK_CHARS,
+            "--max-tree-size": blocks * trees_of * BLOCK_CHARS,
             "--eviction-interval-secs": 1,
             "--log-level": "error",
             "--request-timeout-secs": 3600,
@@ -77,14 +82,6 @@ class HttpRouter:
     def computed(self, request: RequestId) -> None:
         """Answer for the worker, so that the router counts the request no more."""
         self._workers.answer(request)
-
-    def knows_repeats(self) -> bool:
-        """Return True if a prompt that has been served goes where it was, though that worker has more to do."""
-        prompt = range(40 * BLOCK)
-        names = [self.choose(RequestId(f"probe-{number}"), prompt, b"probe") for number in range(6)]
-        for number in range(6):
-            self.computed(RequestId(f"probe-{number}"))
-        return len(set(names)) == 1
 
     def close(self) -> None:
         self._process.kill()

@@ -7,6 +7,7 @@ worker with the fewest blocks in use. As far as it is told, a request has ended 
 from collections.abc import Sequence
 from typing import Protocol
 
+from benchmarks.routing.workloads import BLOCK
 from engine.types import RequestId
 from router.core.decisions import RecordedPolicy
 from router.core.policy import Choice, DecodeView, Demand, PrefillView, cost, reason
@@ -27,6 +28,19 @@ class PeerRouter(Protocol):
 
     def close(self) -> None:
         """End it, and what was started for it."""
+
+
+def knows_repeats(peer: PeerRouter) -> bool:
+    """Return True if a prompt that has been served goes where it was, though that worker has more to do."""
+    prompt = range(40 * BLOCK)
+    first = RequestId("probe-0")
+    names = {peer.choose(first, prompt, b"probe")}
+    peer.computed(first)
+    later = [RequestId(f"probe-{number}") for number in range(1, 6)]
+    names.update([peer.choose(request, prompt, b"probe") for request in later])
+    for request in later:
+        peer.computed(request)
+    return len(names) == 1
 
 
 class PeerPolicy(RecordedPolicy):
@@ -51,9 +65,7 @@ class PeerPolicy(RecordedPolicy):
         if self._chosen.pop(request, None) is not None:
             self._peer.computed(request)
 
-    def choose(
-        self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
-    ) -> Choice | None:
+    def choose(self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]) -> Choice | None:
         if not prefills or not decodes:
             return None
         request = self._request

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.routers.__main__ import run_peer
+from benchmarks.routers.__main__ import NAMES, run_peer
 from benchmarks.routers.held_workers import HeldWorkers
-from benchmarks.routers.http_routers import BLOCK_CHARS, MODULES, text, version
+from benchmarks.routers.http_routers import BLOCK_CHARS, text, version
 from benchmarks.routers.policy import PeerError, PeerPolicy
 from benchmarks.routing import bounds, cluster, matrix
 from benchmarks.routing.cluster import RoutingFaults
@@ -197,7 +197,7 @@ def test_a_router_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         workers.send(workers_port, RequestId("r1"), "x")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_installed_router_serves_everybody(name: str) -> None:
     python = Path(sys.executable)
     if not version(name, python):
