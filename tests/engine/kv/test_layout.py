@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.kv.groups import LayerGroup
 from engine.kv.layout import KVLayout, Plane
 
 SIZES = {"kv_heads": 2, "layers": 3, "block_size": 4, "head_dim": 8}
@@ -61,3 +62,11 @@ def test_peers_read_what_is_described() -> None:
 def test_what_cannot_be_laid_out_is_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         KVLayout(**SIZES | changes)
+
+
+def test_a_window_may_be_one_key() -> None:
+    """Guards a model whose layers see their own position alone."""
+    groups = (LayerGroup((0, 1, 2)), LayerGroup((3,), 1))
+    assert KVLayout(**SIZES, groups=groups).group_count == 2
+    with pytest.raises(ValueError, match="do not fit"):
+        KVLayout(**SIZES, groups=(groups[0], LayerGroup((3,), 0)))

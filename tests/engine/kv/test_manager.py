@@ -449,3 +449,20 @@ def test_an_idle_pool_takes_what_fits_it_whatever_is_cached_of_it(known: int) ->
     lease = kv.acquire(b"", [*range(known), *range(100, 116 - known)], match_limit=15, room_tokens=16)
     assert lease is not None and len(lease.blocks) == 4
     kv.check()
+
+
+def test_what_left_the_tiers_and_is_on_the_device_is_not_gone() -> None:
+    """Guards what a router is told: a prefix that was computed again would be thought to be nowhere."""
+    tiers = Tiers(2, 4096)
+    kv = KVCacheManager(4, 4, "m", tiers)
+    first, other = list(range(8)), list(range(50, 66))
+    names = set(chain(kv.cache.root_identity(b""), first, 4))
+    for tokens in (first, other):
+        kv.release(_run(kv, tokens))
+        tiers.take_commands()
+    assert names <= set(kv.lower()) and not kv.take_evicted()
+    kv.release(_run(kv, first))
+    tiers.take_commands()
+    assert not any(name in tiers for name in names), "what was evicted for them has taken their places"
+    assert not names & set(kv.take_evicted())
+    kv.check()

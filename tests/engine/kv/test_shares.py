@@ -219,3 +219,11 @@ def test_what_was_entered_is_tidied_when_it_is_four_times_what_there_is() -> Non
         lengths.append(len(shares._order))
     assert lengths[:69] == [*range(1, 69), 1] and max(lengths) == 4 + 64
     assert shares.loser(b"b") == b"a"
+
+
+def test_what_stands_in_no_line_leaves_none() -> None:
+    shares: CacheShares[int] = CacheShares(16)
+    shares.took(A, 2)
+    shares.let_go(A, 1)
+    assert not shares.occupy(A, 2) and not shares.occupy(V, 1) and shares.idle == 1
+    assert shares.occupy(A, 1) and not shares.occupy(A, 1) and shares.idle == 0

@@ -435,6 +435,20 @@ def test_whatever_tokens_are_named_no_more_blocks_come_than_were_charged(found: 
                 kv.release(_compute(kv, _lease(kv, tokens[: found + 1]), tokens[: found + 1]))
             lease = _lease(kv, tokens[:length], grow=more, migrating=True)
             assert lease.cached_tokens == (found if length > found else 0)
+            for _ in range(2):
+                assert all(held <= charge for held, charge in zip(lease.held, lease.charges, strict=True))
+                kv.extend(lease, length + more, migrating=True)
             kv.check()
-            kv.extend(lease, length + more, migrating=True)
-            kv.check()
+
+
+def test_what_is_released_while_a_step_reads_it_does_not_slide() -> None:
+    """Guards blocks that a step under way reads: those of a request that has ended are let go when it has."""
+    kv, tokens = _manager(), list(range(24))
+    lease = _compute(kv, _lease(kv, tokens), tokens)
+    kv.launched([lease])
+    before = _held(lease)
+    kv.release(lease)
+    kv.slide(lease, 60)
+    assert _held(lease) == before and all(before)
+    kv.ended([lease])
+    kv.check()

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.messages import Place, RequestStats, Tokens
-from engine.types import RequestId
+from engine.types import FinishReason, RequestId
 from router.core.admission import FEWEST_ANSWERS
 from router.core.events import ClientLeft, Command, Fail, Lost, Submit, TellWorker
 from tests.router.bench import Bench, ended, is_told
@@ -53,6 +53,7 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once() -> None:
     bench = measured(waiting_tokens=1000)
     failed = refusal(ask(bench, 5.4))
     assert (failed.fault.code, failed.refusal) == ("RESOURCE_EXHAUSTED", "deadline")
+    assert failed.outcome is FinishReason.REJECTED, "it is no failure"
     assert "11.00 s" in failed.fault.message and "5.40 s" in failed.fault.message
     assert failed.retry_after_s == pytest.approx(11.0 - 5.4), "by then the backlog is short enough"
     assert bench.router.open == 1

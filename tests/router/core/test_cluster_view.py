@@ -136,6 +136,16 @@ def test_an_end_extends_and_corrects() -> None:
     assert held(parts, "d0") == [3], "the last token is written by the step after it"
 
 
+def test_who_had_what_was_believed_keeps_what_is_below_it() -> None:
+    """Guards the conversations of others, which go on behind the part that this request has found."""
+    parts = cluster()
+    call = parts.run("a")
+    parts.index.insert("p0", [*call.chain(call.key), b"below"])
+    call.believed_prefill_tokens = 16
+    parts.view.ended(call, RequestStats(prefill_cached_tokens=16))
+    assert parts.index.match("p0", [*call.chain(call.key), b"below"]) == 3
+
+
 def test_what_became_of_a_prediction_is_part_of_the_next_price() -> None:
     """Guards coefficients that nobody fits: prompts take three times as long on p0 as its own speed says, and half of
     what blocks take is hidden. What was predicted is without the factors of then, so they do not feed on themselves."""
@@ -199,6 +209,7 @@ def test_what_came_meanwhile_is_believed_where_a_worker_has_what_it_was_believed
 def test_nothing_is_predicted_of_a_prompt_that_is_an_answer_so_far() -> None:
     """Guards coefficients against requests that are placed again: what they report is of both placements."""
     parts = cluster()
+    assert parts.offer("b").predicted_s is None, "nobody has measured anything"
     parts.report("p0", s_per_token=0.01)
     call = parts.wait("a")
     for emitted, source, known in (([], None, True), ([7], None, False), ([], ("d1", 1), False)):

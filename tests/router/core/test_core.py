@@ -466,3 +466,27 @@ def test_of_tokens_that_are_told_again_only_the_new_ones_bring_log_probabilities
     bench.hear(Tokens(A, 1, 0, [1, 2], said[:2]))
     told = bench.hear(Tokens(A, 1, 1, [2, 3, 4], said[1:]))
     assert told == [Ignored("duplicate", 1), Deliver(A, [3, 4], said[2:])]
+
+
+def test_a_prompts_log_probabilities_are_told_once() -> None:
+    """Guards a client that is given its prompt twice: a worker begins again where it is not sure that it was heard."""
+    bench = Bench()
+    bench.submit()
+    bench.accept()
+    scores = [TokenLogprobs(3, -0.5)]
+    told = [
+        command
+        for ids in ([5], [5, 6])
+        for command in bench.hear(Tokens(A, 1, 0, ids, prompt_logprobs=scores))
+        if isinstance(command, Deliver)
+    ]
+    assert [(one.ids, list(one.prompt_logprobs)) for one in told] == [([5], scores), ([6], [])]
+
+
+def test_nobody_reads_a_prompt_whose_offer_was_refused() -> None:
+    """Guards requests with the same beginning, which would go where it is thought to be about to be computed."""
+    bench = Bench()
+    bench.submit()
+    assert bench.router.index.held_blocks("p0") == 2
+    bench.hear(Refused(A, 1, 9))
+    assert bench.router.waiting == 1 and bench.router.index.held_blocks("p0") == 0

@@ -193,6 +193,7 @@ def test_near_and_far_have_medians_of_their_own() -> None:
         fitted.ended((0.1, 0.2), account("p1", prefill_run=0.1, migrate=0.4))
     assert fitted.exposure("d0") == pytest.approx((0.5, 2.0))
     assert fitted.exposure("d1") == fitted.exposure("nobody") == fitted.exposure("d0")
+    assert fitted.least_exposure("d0") == pytest.approx(0.5) and fitted.least_exposure("d1") == 1.0
     assert fitted.s_per_block("d1") == fitted.s_per_block("nobody") == (0.001, 0.01)
     fitted.reported("d1", load(s_per_block={"p0": 0.02}))
     assert fitted.s_per_block("d1") == (0.001, 0.02), "its own, and the median where it has none"
@@ -233,3 +234,20 @@ def test_a_report_that_cannot_be_teaches_nothing_of_steps(step_s: float) -> None
     before = fitted.step("d0", 0.01), fitted.step("d1", 0.01)
     fitted.reported("d0", load(s_per_token=step_s, running_requests=9))
     assert (fitted.step("d0", 0.01), fitted.step("d1", 0.01)) == before
+
+
+def test_who_has_moved_blocks_one_way_is_like_the_others_in_the_other() -> None:
+    fitted = cluster()
+    for _ in range(200):
+        fitted.ended((0.1, 0.2), account("p0", "d0", prefill_run=0.1, migrate=0.1))
+        fitted.ended((0.1, 0.2), account("p0", "d1", prefill_run=0.1, migrate=0.4))
+    assert fitted.exposure("d0") == fitted.exposure("d1") == pytest.approx((0.5, 2.0))
+
+
+def test_the_line_is_read_off_so_many_reports() -> None:
+    line = StepLine()
+    for number in range(FEWEST_REPORTS):
+        assert not line.s_per_row
+        rows = 1 + 8 * (number % 2)
+        line.measured(rows, 0.01 + 0.001 * rows)
+    assert line.s_per_row == pytest.approx(0.001)

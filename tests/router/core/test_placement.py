@@ -383,3 +383,16 @@ def test_a_decode_worker_that_may_read_may_be_the_soonest(local_prefill: str, ex
     parts.report("p0", s_per_token=0.5)
     soonest = parts.placer.soonest(waiting(), 0.0)
     assert soonest is not None and soonest.first_token_s == pytest.approx(expected_s)
+
+
+def test_a_prompt_that_was_left_behind_is_no_line_and_no_less_than_none() -> None:
+    """Guards the price of a worker that has read most of a prompt which nobody wants any more."""
+    parts, call = Parts(), waiting()
+    parts.join("d0")
+    worker = parts.join("p0")
+    for queued, expected in ((100, 60), (40, 0), (10, 0)):
+        parts.report("p0", waiting_tokens=queued)
+        assert worker.load is not None
+        call.left_behind = worker.load, 40
+        choice = parts.placer.choose(call, 0.0)
+        assert choice is not None and choice.prefill.queue_tokens == expected

@@ -284,6 +284,14 @@ def test_the_threshold_gives_affinity_up(cached: int, ahead: int, expected: str)
     assert choice.prefill.name == expected
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(103, "holder"), (104, "other")])
+def test_the_threshold_is_a_share_of_the_prompt(tokens: int, expected: str) -> None:
+    views = [prefill("holder", cached=31, outstanding=1), prefill("other")]
+    demand = msgspec.structs.replace(DEMAND, prompt_tokens=tokens)
+    choice = make_policy("affinity-threshold", 0).choose(demand, views, [decode()])
+    assert choice is not None and choice.prefill.name == expected
+
+
 @pytest.mark.parametrize(("ahead", "expected"), [(195, "holder"), (196, "other")])
 def test_the_threshold_is_one_of_proportion_too(ahead: int, expected: str) -> None:
     """Guards affinity among workers that all have much to do: 65 requests more are little beside 130."""

@@ -234,6 +234,9 @@ def test_workers_are_apart_and_can_be_forgotten() -> None:
     assert index.match("a", prompt) == 3, "a correction never raises or lowers without cause"
     index.evict("a", [prompt[1], b"unknown"])
     assert index.match("a", prompt) == 1
+    index.evict("nobody", prompt[:1])
+    index.evict("a", [])
+    assert index.match("a", prompt) == 1
     index.forget("a")
     assert index.match("a", prompt) == 0
     index.insert("a", prompt)

@@ -15,6 +15,7 @@ from router.core.reuse import (
     MissedWaits,
     Reuse,
     Waiting,
+    half_life,
 )
 
 SIZE = 16
@@ -203,3 +204,11 @@ def test_one_prompt_alone_says_nothing_of_how_often_they_come() -> None:
     assert arrivals.delayed(1.0, 1.0) == 0.0
     arrivals.came(1002.0, 1.0, 1)
     assert arrivals.delayed(1.0, 1.0) == pytest.approx((1.0 + 0.5) / 2.0 / (1.0 - 0.5))
+
+
+@pytest.mark.parametrize("workers", [2, 16])
+def test_half_of_what_was_missed_is_of_so_many_requests(workers: int) -> None:
+    missed, views = MissedWaits(), {f"w{n}": 0 for n in range(workers)}
+    for _ in range(int(half_life(workers))):
+        placed(missed, chain("a", 2), {}, views, "w0")
+    assert missed._weight == pytest.approx(2.0)

@@ -60,6 +60,7 @@ def test_what_goes_first_was_used_longest_ago_and_not_named_first(monkeypatch: p
     for number in range(20):
         known.note(("a", "long"), HERE, 1.0)
         known.note(("a", f"short {number}"), THERE, 1.0)
+        assert known.find(("a", "long"), 1.0) == HERE
         known.note((f"tenant {number}", "chat"), THERE, 1.0)
     assert known.find(("a", "long"), 2.0) == HERE and known.find(("a", "short 17"), 2.0) is None
     assert known.find(("tenant 19", "chat"), 2.0) == THERE and known.find(("tenant 17", "chat"), 2.0) is None

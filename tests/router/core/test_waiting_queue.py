@@ -11,6 +11,7 @@ from engine.types import FinishReason, RequestId, TokenLogprobs
 from router.core.call import State
 from router.core.ejection import CONSECUTIVE
 from router.core.events import Command, Fail, TellWorker
+from router.core.waiting_queue import FEWEST_DEPARTURES
 from tests.router.bench import is_told
 from tests.router.core.parts import Parts, request_record
 
@@ -154,7 +155,9 @@ def test_an_adopted_request_waits_aside_until_all_is_known() -> None:
     parts.wait("b")
     assert advance(parts) == ["b"]
     assert advance(parts, 4.9) == []
+    assert list(parts.queue._departures) == [0.0], "the line has moved, and is not empty"
     assert advance(parts, 5.0) == ["a"]
+    assert not parts.queue._departures
     assert advance(parts, 5.0) == []
 
 
@@ -292,3 +295,13 @@ def test_an_offer_behind_a_loss_says_what_the_client_was_told_of_its_tokens(told
     parts.queue.advance(0.0, parts.out)
     (place,) = [c.record for c in parts.take() if is_told(c, Place)]
     assert list(place.record.emitted_logprobs) == (said if told else [])
+
+
+def test_a_line_is_waited_for_at_the_speed_of_its_last_departures() -> None:
+    parts = Parts()
+    for name in "abc":
+        parts.wait(name)
+    for number in range(12):
+        wait_s = 0.0 if number < FEWEST_DEPARTURES else 3 * (20.0 - 0.0) / number
+        assert parts.queue.wait_s("", 1.0, 0, 20.0) == pytest.approx(wait_s)
+        parts.queue._departures.append(float(number))

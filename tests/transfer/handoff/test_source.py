@@ -4,7 +4,7 @@ import pytest
 
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import FirstToken, Handoff, Offer, PrefillFailed, StartPrefill, Stop
-from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
+from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams, TokenLogprobs
 from transfer.handoff.commands import (
     Command,
     Emit,
@@ -103,6 +103,18 @@ def test_the_first_token_names_its_chunks_and_ends_the_offers() -> None:
     (said,) = notes.source.finish(H, [3], queue_s=0.0, run_s=0.0, cached_tokens=0)
     assert isinstance(said, Emit) and isinstance(said.record, FirstToken)
     assert said.record.chunks == 2 and not notes.source.sender.is_open(H)
+
+
+def test_the_first_token_says_what_is_known_of_it_and_of_the_prompt() -> None:
+    """Guards an answer whose first token alone would have no log probabilities, and the account of what was cached."""
+    notes = Notes()
+    notes.ask()
+    first, score = TokenLogprobs(3, -0.5, ((4, -1.0),)), TokenLogprobs(2, -0.25)
+    (said,) = notes.source.finish(H, [first, 5], queue_s=0.5, run_s=0.25, cached_tokens=7, scores=[score])
+    assert isinstance(said, Emit) and isinstance(said.record, FirstToken)
+    record = said.record
+    assert (record.token, record.logprobs, list(record.more), record.prompt_logprobs) == (3, first, [5], [score])
+    assert (record.queue_s, record.run_s, record.cached_tokens) == (0.5, 0.25, 7)
 
 
 def test_a_send_that_fails_is_told_and_no_more_is_computed_for_it() -> None:

@@ -28,7 +28,7 @@ def test_host_memory_that_is_full_stays_as_it_was() -> None:
     assert isinstance(store, Store)
     stored = Stored(store.number, 2, 0.1)
     tiers.handle(stored)
-    stashes.stored(stored)
+    assert stashes.stored(stored) == [], "it has not failed"
     assert (stashes.stored_blocks, stashes.store_s) == (2, 0.1), "what operators are told"
     stashes.drop(first)
     longer = _computed(kv, [1, 1, 1, 1, 3, 3, 3, 3, 4, 4, 4, 4])

@@ -327,3 +327,9 @@ def test_what_moves_off_one_worker_does_not_hold_up_another() -> None:
     parts.call("first").yielding = True
     parts.call("second").decode = "d2"
     assert parts.due(at_once=1) == ["second"]
+
+
+def test_who_was_asked_to_move_is_not_asked_again() -> None:
+    parts = Leaving()
+    parts.call("a").yielding = True
+    assert parts.due(3) == []
