@@ -98,7 +98,7 @@ def serve_text_workers(pipe: Connection, count: int, tick_s: float, period: int)
     asyncio.run(_serve(pipe, count, tick_s, period))
 
 
-class Started:
+class FrontProcess:
     """A front of others in a process of its own, which is ended as one of `multiprocessing` is."""
 
     def __init__(self, command: Callable[[int], list[str]], ready: str) -> None:
@@ -131,7 +131,7 @@ class Started:
         self._log.close()
 
 
-class SmgFront(Started):
+class SmgFront(FrontProcess):
     """A process of `smg` before HTTP workers."""
 
     def __init__(self, python: Path, workers: list[str]) -> None:

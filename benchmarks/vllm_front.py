@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.front_peers import Started
+from benchmarks.front_peers import FrontProcess
 
 CONTEXT_TOKENS = 1 << 20
 # What runs in vLLM's interpreter. It cannot import anything of ours. Its input is a rate a line.
@@ -98,7 +98,7 @@ def write_model(folder: Path, vocabulary: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-class VllmFront(Started):
+class VllmFront(FrontProcess):
     """A process of vLLM's API server. `send` names the rate of its engine, in steps a second."""
 
     def __init__(self, python: Path, groups: int, tick_s: float, vocabulary: int) -> None:
