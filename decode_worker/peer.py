@@ -33,7 +33,7 @@ from engine.messages import (
 from engine.types import Incarnation
 from transfer.handoff.commands import Connect
 from transfer.handoff.negotiation import Agreement, NegotiationError, check_whole, narrow_bytes, negotiate
-from transfer.transport import Transport
+from transfer.ranks.movers import Way
 from worker.rpc import InboxStream, Put, RpcLoop, Send
 from worker.streams import READ
 
@@ -80,7 +80,7 @@ class Peers:
     rpc: RpcLoop
     hello: Hello
     """This worker's hello, whose endpoints are filled in for each peer."""
-    ways: Sequence[Transport]
+    ways: Sequence[Way]
     put: Put
     reach: Callable[[Connect], None]
     unfinished: Callable[[], list[Handoff]]

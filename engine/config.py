@@ -79,6 +79,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that compute one model together, each with a part of every layer and of every block
     (`docs/tensor-parallel.md`); only on the CPU so far. `threads` are each one's. The model's heads and widths must
     divide by it."""
+    rank_pools: Literal["auto", "shared", "own"] = "auto"
+    """Where the blocks of such ranks lie. `shared`: in one pool, that of rank 0, which all of them map. `own`: each has
+    a pool of its KV heads, and moves them itself, as ranks with a device each must; without lower tiers so far. `auto`:
+    shared on the CPU, own on GPUs."""
     rank_wait_s: float = 30.0
     """A rank of them that has not answered for so long has ended, and the worker with it."""
     sum_slices: int = 1
@@ -113,6 +117,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def may_draft(self) -> bool:
         """True where steps may have drafts, if the device's answers do not depend on a step's other rows."""
         return self.speculation != "off" and not (self.speculation == "auto" and self.plans_ahead)
+
+    @property
+    def has_rank_pools(self) -> bool:
+        """True where each of several ranks has a pool of its own."""
+        is_own = self.rank_pools == "own" or (self.rank_pools == "auto" and self.device != "cpu")
+        return is_own and self.tensor_parallel > 1
 
     @property
     def groups_layers(self) -> bool:

@@ -1,7 +1,8 @@
 """Everything one engine computes with, opened from its config: the model, its KV pool, a runner."""
 
+import ctypes
 import logging
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from engine.backends.attention import TorchAttention
+from engine.backends.attention import AttentionBackend, TorchAttention
 from engine.backends.determinism import deviations
 from engine.backends.native_attention import NativeAttention, attends_to
 from engine.backends.workspace import measure_workspace
@@ -25,7 +26,7 @@ from engine.messages import MemoryUse
 from engine.model.config import ModelConfig, Progress
 from engine.model.llama import Llama, load_model
 from engine.model.split import check_split
-from engine.ranks.orders import RankReady
+from engine.ranks.orders import PROGRAM, RankReady
 from engine.ranks.sums import RankSums
 from engine.runner import ModelRunner, Opened, Runner
 from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from engine.ranks.group import RankGroup
 
 log = logging.getLogger(__name__)
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 32 << 20
+"""The largest piece of memory that stays with a process when it is freed: the most that glibc takes."""
 
 ANY_STEP = StepLimits(chunk_tokens=16)
 """The steps that a GPU is made ready for where nobody knows which will come."""
@@ -90,19 +95,21 @@ def open_device(
     host_tier_bytes: int = 0,
     progress: Progress | None = None,
     transport_bytes: int = 0,
+    rank_program: str = PROGRAM,
 ) -> EngineDevice:
     """Load the prepared model and allocate the pool. Sets this process's compute threads. `progress` hears of weights
     that are copied to a device, in bytes.
 
     `limits` are those of the steps to come: what a profiled workspace is measured for, and on a GPU all is compiled and
     recorded for before this returns; `host_tier_bytes` are left out of a pool that is sized by this host's memory,
-    `transport_bytes` out of one that is sized by a GPU's. Raises ModelError for a model that is not whole, ValueError
+    `transport_bytes` out of one that is sized by a GPU's. `rank_program`: the module that the processes of other ranks
+    run, which moves the blocks of their own pools. Raises ModelError for a model that is not whole, ValueError
     for a pool too small to hold one block, for a profile without limits, for kernels that do not run on the device, for
     another dtype than the model was prepared in, for a pool beside which a GPU has no room for a step, for a model that
     cannot be divided among the ranks asked for, where `deterministic` is on and cannot be kept, and where products in
     8-bit floats are asked for and cannot be had; RankError for a rank that cannot be opened.
     """
-    torch.set_num_threads(config.threads)
+    _settle(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
     kernels = config.kernels  # refused whether or not this machine has such a device
@@ -113,7 +120,7 @@ def open_device(
     if config.arithmetic == "fp8" and max(config.tensor_parallel, config.sum_slices) > 1:
         raise ValueError("engine.arithmetic: fp8 rounds whole rows, of which tensor-parallel ranks have parts")
     if config.tensor_parallel > 1:
-        return _open_ranks(config, model_dir, limits, host_tier_bytes)
+        return _open_ranks(config, model_dir, limits, host_tier_bytes, rank_program)
     native = _native(config)
     alone: AbstractContextManager[None] = nullcontext()
     if config.device != "cpu":
@@ -160,7 +167,9 @@ def _device(
 ) -> EngineDevice:
     """`shape`: of the whole model."""
     model_dir = Path(config.model_dir)
-    memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
+    # Of ranks with pools of their own each has as much as this one.
+    pools = config.tensor_parallel if config.has_rank_pools else 1
+    memory = MemoryUse(weights_bytes, opened.workspace_bytes, pools * opened.kv.nbytes)
     if draft is not None:
         memory = msgspec.structs.replace(
             memory, draft_weights_bytes=draft.weights_bytes, draft_kv_bytes=draft.kv.nbytes
@@ -203,7 +212,7 @@ class RankPart:
 
 def open_part(config: EngineConfig, sums: RankSums) -> RankPart:
     """Load a rank's part of the prepared model; sets this process's compute threads. Raises what `open_device` does."""
-    torch.set_num_threads(config.threads)
+    _settle(config.threads)
     model_dir = Path(config.model_dir)
     native = _native(config)
     model = load_model(model_dir, panels=native is not None, integer=config.integer_bits, ranks=sums)
@@ -213,13 +222,25 @@ def open_part(config: EngineConfig, sums: RankSums) -> RankPart:
     return RankPart(model, native, _attention(model, native, stable), stable, fingerprint, weights_bytes)
 
 
+def _settle(threads: int) -> None:
+    """Set this process's compute threads, and let it keep the memory that a step gives back: glibc returns large pieces
+    to the system, and the next layer would begin with a page fault for each 4 KiB."""
+    torch.set_num_threads(threads)
+    with suppress(AttributeError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
+
+
 def _open_ranks(
-    config: EngineConfig, model_dir: Path, limits: StepLimits | None, host_tier_bytes: int
+    config: EngineConfig, model_dir: Path, limits: StepLimits | None, host_tier_bytes: int, program: str
 ) -> EngineDevice:
     """Open a model whose parts several processes compute, of which this one is rank 0."""
     if config.device != "cpu" or config.kernels == "triton":
         where = f"on {config.device} with {config.kernels} kernels"
         raise ValueError(f"engine.tensor_parallel: ranks compute on the CPU, not {where}")
+    if config.has_rank_pools and host_tier_bytes:
+        raise ValueError("engine.rank_pools: blocks of ranks' own pools go to no lower tier; set tiers.host_bytes = 0")
     if config.sum_slices > 1:
         raise ValueError("engine.sum_slices: is for one process, and engine.tensor_parallel asks for more")
     shape = ModelConfig.load(model_dir)
@@ -227,7 +248,7 @@ def _open_ranks(
     from engine.ranks.group import RankGroup
 
     with ExitStack() as closing:
-        group = RankGroup(config, shape)
+        group = RankGroup(config, shape, program)
         closing.callback(group.close)
         part = open_part(config, group.sums)
         shape = msgspec.structs.replace(shape, fingerprint=part.fingerprint)
@@ -285,7 +306,11 @@ def _open_on_cpu(
         workspace_bytes = measure_workspace(Path(config.model_dir), config.block_size, limits, layout.dtype)
     draft_bytes = 0 if draft is None else draft.nbytes
     kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes, host_tier_bytes, draft_bytes)
-    kv = PagedKV(layout, config.blocks_in(kv_bytes, layout.block_bytes))
+    own = layout
+    if group is not None and config.has_rank_pools:
+        own = layout.restricted(group.heads[0])
+        kv_bytes //= len(group.heads)
+    kv = PagedKV(own, config.blocks_in(kv_bytes, own.block_bytes))
     if config.kernels == "triton":
         from engine.backends.gpu.attention import TritonAttention
 
@@ -301,10 +326,14 @@ def _open_on_cpu(
     from engine.ranks.group import GroupModel
     from engine.ranks.heads import HeadBlocks, HeadsAttention
 
-    group.share_pool(kv)
-    blocks = HeadBlocks(layout, group.kv_heads)
-    own = HeadsAttention(on_cpu, blocks, blocks.view(kv.memory, kv.file))
-    return Opened(kv, ModelRunner(GroupModel(model, group), kv, own, cores=cores), workspace_bytes)
+    heads: AttentionBackend = on_cpu
+    if config.has_rank_pools:
+        group.open_pools(kv)
+    else:
+        group.share_pool(kv)
+        blocks = HeadBlocks(layout, group.heads[0])
+        heads = HeadsAttention(on_cpu, blocks, blocks.view(kv.memory, kv.file))
+    return Opened(kv, ModelRunner(GroupModel(model, group), kv, heads, cores=cores), workspace_bytes)
 
 
 def _open_on_gpu(

@@ -358,12 +358,23 @@ class HandoffMessage(Record):
     handoff: Handoff
 
 
+class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The same of one tensor-parallel rank with a pool of its own, which holds `kv_heads` of the model's from
+    `first_head` on. `details` by rank of the peer; ranks beyond the last have the last one's."""
+
+    first_head: int
+    kv_heads: int
+    details: list[dict[str, Any]]
+
+
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The way by which a peer reaches a worker's KV memory. `details` belongs to the transport named here and to nobody
-    else."""
+    else. `ranks`: the tensor-parallel ranks that have a pool, of which the first is described by `details` too; empty
+    where there is one pool, and the peer has one."""
 
     transport: str
     details: dict[str, Any] = {}
+    ranks: list[RankEndpoint] = []
 
 
 class Hello(Record, kw_only=True):
@@ -416,6 +427,8 @@ class BlockOffer(msgspec.Struct, frozen=True):
     index: int
     tokens: int  # valid tokens in it
     digest: int
+    more: list[int] = []
+    """Where a block lies in, or goes to, several pools: the digests of its further parts (`transfer.ranks.group`)."""
 
 
 class Offer(HandoffMessage):

@@ -1,7 +1,7 @@
 """Opens what a worker of either role is made of. It is closed in the reverse order, also if opening fails half way."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +26,14 @@ from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics
 from telemetry.rank_metrics import RankMetrics
 from transfer.config import TransferConfig
+from transfer.handoff.commands import MoverEvent
 from transfer.liveness import host_id
-from transfer.mover import Mover
+from transfer.ranks.links import FromMover, MoveLink
+from transfer.ranks.movers import RankMovers, RankTransport, Way
 from transfer.registry import open_transports
 from transfer.transport import Transport
 from worker.config import DecodeConfig, PrefillConfig
+from worker.rank import PROGRAM as RANK_PROGRAM
 from worker.rpc import RpcLoop, dialable
 from worker.streams import Readers, RouterStream, methods
 
@@ -42,13 +45,13 @@ class Parts:
     info: WorkerInfo
     hello: Hello
     """This worker's hello to other workers; the ways to its memory are added for each of them."""
-    transports: Mapping[str, Transport]
+    transports: Mapping[str, Way]
     transfer: TransferConfig
     device: EngineDevice
     kv: KVCacheManager
     tier_mover: TierMover | None
     """The lower tiers; None where there are none."""
-    mover: Mover
+    mover: RankMovers
     metrics: WorkerMetrics
     inbox: Inbox
     rpc: RpcLoop
@@ -77,7 +80,10 @@ def open_parts(
     incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
     inbox = Inbox()
 
-    device = open_device(config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes)
+    engine, limits, host_bytes = config.engine, config.step_limits, config.tiers.host_bytes
+    if engine.has_rank_pools and config.tiers.disk_bytes:
+        raise ValueError("engine.rank_pools: blocks of ranks' own pools go to no lower tier; set tiers.disk_bytes = 0")
+    device = open_device(engine, limits, host_bytes, progress, transfer.device_bytes, RANK_PROGRAM)
     closing.callback(device.kv.close)
     if device.draft_kv is not None:
         closing.callback(device.draft_kv.close)
@@ -91,7 +97,7 @@ def open_parts(
     if tiering is not None:
         closing.callback(tiering.mover.stop)
     transports = open_transports(device.kv, incarnation, transfer, host)
-    mover = Mover(transports, device.kv, device.layout, inbox.put)
+    mover, ways = open_movers(device, transports, inbox.put, incarnation, transfer, host)
     closing.callback(mover.stop)
     mover.warm_up(transfer.wire)
 
@@ -146,7 +152,7 @@ def open_parts(
     return Parts(
         info=info,
         hello=hello,
-        transports=transports,
+        transports=ways,
         transfer=transfer,
         device=device,
         kv=device.manager(None if tiering is None else tiering.tiers, config.step_limits.chunk_tokens),
@@ -155,6 +161,25 @@ def open_parts(
         metrics=metrics,
         inbox=inbox,
         rpc=rpc,
-        readers=Readers(hello, transports, mover.submit),
+        readers=Readers(hello, ways, mover.submit),
         routers={},
     )
+
+
+def open_movers(
+    device: EngineDevice,
+    transports: Mapping[str, Transport],
+    on_event: Callable[[MoverEvent], None],
+    incarnation: Incarnation,
+    config: TransferConfig,
+    host: str,
+) -> tuple[RankMovers, Mapping[str, Way]]:
+    """Return the movers of a worker's pools, and the ways to them that its peers are told: those of rank 0, or of all
+    ranks where each has a pool. Raises TransferError for a rank that cannot open its transports."""
+    heads, links, wait_s = [device.layout.heads], dict[int, MoveLink[FromMover]](), 0.0
+    if device.ranks is not None and device.ranks.moves:
+        heads, wait_s = device.ranks.heads, device.ranks.wait_s
+        links = {rank: MoveLink(sock, FromMover) for rank, sock in device.ranks.moves.items()}
+    movers = RankMovers(transports, device.kv, device.layout, on_event, heads, links)
+    movers.open(incarnation, config, host)
+    return movers, {name: RankTransport(way, movers, heads, wait_s) for name, way in transports.items()}

@@ -35,8 +35,8 @@ from engine.types import Incarnation
 from transfer.handoff.commands import Connect, FromReader, ReaderDead, ReaderEvent, ReaderLost, ReaderUp
 from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.liveness import ProcessWatch
+from transfer.ranks.movers import Way
 from transfer.registry import choose
-from transfer.transport import Transport
 from worker.rpc import InboxStream, Put, Send, ServedStream
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Readers:
 
     hello: Hello
     """This worker's hello, whose endpoints are filled in by the one that asks."""
-    transports: Mapping[str, Transport]
+    transports: Mapping[str, Way]
     submit: Callable[[Connect], None]
     _streams: dict[Incarnation, ReaderStream] = field(default_factory=dict)
     _unlisted: dict[ReaderStream, tuple[Hello, float]] = field(default_factory=dict)
@@ -197,7 +197,9 @@ class Readers:
         name = choose(self.transports, host, process.host)
         transport = self.transports[name]
         renewal = os.urandom(RENEWAL_BYTES)
-        answer = msgspec.structs.replace(self.hello, endpoints=[transport.describe(peer)], renewal=renewal)
+        ranks = next((len(endpoint.ranks) for endpoint in hello.endpoints if endpoint.transport == name), 0)
+        endpoints = [transport.describe(peer, ranks or 1)]
+        answer = msgspec.structs.replace(self.hello, endpoints=endpoints, renewal=renewal)
         try:
             agreement = negotiate(answer, hello)
         except NegotiationError as error:

@@ -1,5 +1,6 @@
-"""The process of a tensor-parallel rank other than rank 0: it loads its part of the model, maps the worker's pool, and
-computes what it is told, until it is told to end, the worker's process is gone, or a rank fails."""
+"""The process of a tensor-parallel rank other than rank 0: it loads its part of the model, maps the worker's pool or
+opens one of its own, and computes what it is told, until it is told to end, the worker's process is gone, or a rank
+fails."""
 
 import ctypes
 import logging
@@ -9,12 +10,14 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import msgspec
 import torch
 
+from engine.backends.attention import AttentionBackend
 from engine.config import EngineConfig
 from engine.cores import process_cores
 from engine.device import arithmetic_of, open_part
@@ -35,19 +38,24 @@ from engine.ranks.orders import (
     digest_of,
 )
 from engine.ranks.sums import RankError, RankSums, bytes_of, places_bytes
-from engine.storage.paged import PoolFile, header_bytes
+from engine.storage.paged import KVTensors, PagedKV, PoolFile, header_bytes
 
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
+Serve = Callable[[socket.socket, KVTensors, KVLayout, Callable[[str], None]], None]
+"""Moves blocks of the rank's pool as it is told over a socket; calls back with why the rank must end."""
+
+
+def main(serve: Serve | None = None) -> None:
+    """`serve`: what moves the blocks of a rank's own pool, in a thread of its own."""
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSetup)
     _end_with_rank_0()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {setup.rank} %(levelname)s %(name)s: %(message)s")
     orders = socket.socket(fileno=setup.orders_fd)
     try:
         with torch.inference_mode():
-            Follower(setup, orders).run()
+            Follower(setup, orders, serve).run()
     except RankError as error:
         _say(orders, RankFailed(error.rank, error.problem))
         raise SystemExit(1) from error
@@ -60,7 +68,7 @@ class Follower:
     """Opens its part; `run` does what it is told. Raises RankError where another rank fails, and what opening raises.
     Mutable state: the number of the last order."""
 
-    def __init__(self, setup: RankSetup, orders: socket.socket) -> None:
+    def __init__(self, setup: RankSetup, orders: socket.socket, serve: Serve | None = None) -> None:
         config = msgspec.msgpack.decode(setup.config, type=EngineConfig)
         self._rank, self._orders, self._number = setup.rank, orders, 0
         whole = ModelConfig.load(Path(config.model_dir))
@@ -77,11 +85,19 @@ class Follower:
         ready = RankReady(fingerprint, arithmetic, part.weights_bytes, part.is_stable)
         _say(orders, ready)
         blocks = HeadBlocks(layout, share.kv_heads(whole))
-        pool = self._map_pool(layout)
-        # Generations are rank 0's: nobody looks for them here.
-        self._kv = blocks.view(pool, PoolFile("headrace-rank", 1))
-        self._attention = HeadsAttention(part.attention, blocks, self._kv)
-        _say(orders, PoolMapped(len(pool)))
+        self._attention: AttentionBackend
+        if setup.moves_fd < 0:
+            pool = self._map_pool(layout)
+            # Generations are rank 0's: nobody looks for them here.
+            self._kv = blocks.view(pool, PoolFile("headrace-rank", 1))
+            self._attention = HeadsAttention(part.attention, blocks, self._kv)
+            _say(orders, PoolMapped(len(pool)))
+        else:
+            self._kv, self._attention = self._open_pool(blocks.layout), part.attention
+            if serve is not None:
+                moves = socket.socket(fileno=setup.moves_fd)
+                args = (moves, self._kv, blocks.layout, self._fail)
+                threading.Thread(target=serve, args=args, name="moves", daemon=True).start()
         cores = process_cores(config.threads) if part.native is not None and config.lend_cores else None
         if part.native is not None and cores is not None:
             part.native.threads = cores.threads
@@ -99,16 +115,39 @@ class Follower:
         os.close(fds[0])
         return bytes_of(memory, header_bytes(blocks)).view(blocks, block_bytes)
 
+    def _open_pool(self, layout: KVLayout) -> KVTensors:
+        """Open a pool of this rank's heads; rank 0 keeps its generations."""
+        word = self._orders.recv(ANNOUNCEMENT.size)
+        if not word:
+            raise SystemExit(0)
+        blocks, block_bytes, _ = ANNOUNCEMENT.unpack(word)
+        if block_bytes != layout.block_bytes:
+            raise RankError(self._rank, f"has blocks of {layout.block_bytes} bytes, not of {block_bytes}")
+        kv = PagedKV(layout, blocks)
+        socket.send_fds(self._orders, [msgspec.msgpack.encode(PoolMapped(kv.blocks))], [kv.fd])
+        return kv
+
+    def _fail(self, why: str) -> None:
+        _say(self._orders, RankFailed(self._rank, why))
+        os._exit(1)
+
     def run(self) -> None:
         while word := self._orders.recv(ANNOUNCEMENT.size):
             number, size, announced = ANNOUNCEMENT.unpack(word)
             self._number += 1
             raw = bytes(self._memory[:size])
-            _say(self._orders, OrderRead(self._number, digest_of(raw, self._number)))
-            if (number, announced) != (self._number, digest_of(raw, self._number)):
+            read = OrderRead(self._number, digest_of(raw, self._number))
+            if (number, announced) != (read.number, read.digest):
+                _say(self._orders, read)
                 raise RankError(self._rank, f"has read another order than {number}, which rank 0 wrote")
-            with self._at_work():
-                self._carry_out(msgspec.msgpack.decode(raw, type=RankOrder))
+            order = msgspec.msgpack.decode(raw, type=RankOrder)
+            if order.kind == "copy":
+                # Before it is said: no sum follows a copy, by which rank 0 would know that it is made.
+                self._kv.copy(order.copies)
+            _say(self._orders, read)
+            if order.kind != "copy":
+                with self._at_work():
+                    self._carry_out(order)
 
     def _carry_out(self, order: RankOrder) -> None:
         if order.rows is not None:

@@ -36,6 +36,7 @@ from engine.model.split import Share
 from engine.ranks.orders import (
     ANNOUNCEMENT,
     ORDER_BYTES,
+    PROGRAM,
     OrderRead,
     PackedTensor,
     PoolMapped,
@@ -67,12 +68,14 @@ class RankGroup:
     Mutable state: the number of the last order, how long orders were waited for, which ranks have ended and why, and
     whether the group is closing."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+    def __init__(self, config: EngineConfig, model: ModelConfig, program: str = PROGRAM) -> None:
+        """`program`: the module that another rank's process runs."""
         ranks = config.tensor_parallel
-        self.kv_heads = Share(0, ranks).kv_heads(model)
+        self.heads = [Share(rank, ranks).kv_heads(model) for rank in range(ranks)]
+        """The KV heads that each rank computes with."""
+        self.wait_s = config.rank_wait_s
         self.weights_bytes: list[int] = []
         """By rank, once they are ready."""
-        self._wait_s = config.rank_wait_s
         self._on_death: Callable[[RankError], None] = lambda error: None
         self._number = 0
         self._orders_waited_s = 0.0
@@ -88,11 +91,17 @@ class RankGroup:
             for low in range(high)
         }
         self._orders = {rank: ends[0] for rank, ends in orders.items()}
+        moves = {rank: socket.socketpair() for rank in self._others} if config.has_rank_pools else {}
+        self.moves = {rank: ends[0] for rank, ends in moves.items()}
+        """By rank, where each that has a pool of its own is told which of its blocks to move."""
+        for ends in moves.values():
+            # Whoever gives a command waits for no stopped rank for longer.
+            set_wait(ends[0], self.wait_s, socket.SO_SNDTIMEO)
         own = {rank: sums[0, rank][0] for rank in self._others}
         self._memory = mmap.mmap(memory_fd, ORDER_BYTES + places_bytes(ranks))
         heads = (model.heads, model.kv_heads)
         self.sums = RankSums(Share(0, ranks), heads, model.vocab, own, bytes_of(self._memory, ORDER_BYTES))
-        self._links = [*self._orders.values(), *own.values()]
+        self._links = [*self._orders.values(), *own.values(), *self.moves.values()]
         setups = {}
         for rank in self._others:
             links = {other: _end(sums, rank, other) for other in range(ranks) if other != rank}
@@ -103,6 +112,7 @@ class RankGroup:
                 memory_fd=memory_fd,
                 orders_fd=orders[rank][1].fileno(),
                 sums_fds={other: link.fileno() for other, link in links.items()},
+                moves_fd=moves[rank][1].fileno() if rank in moves else -1,
             )
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._wake_fd, self._waked_fd = os.pipe()[::-1]
@@ -112,7 +122,7 @@ class RankGroup:
         def run() -> None:
             try:
                 for rank, setup in setups.items():
-                    self._processes[rank] = _start(setup)
+                    self._processes[rank] = _start(setup, program)
             except OSError as error:
                 failure.append(error)
             finally:
@@ -123,8 +133,8 @@ class RankGroup:
         self._thread.start()
         started.wait()
         os.close(memory_fd)
-        for pair in [*(ends[1] for ends in orders.values()), *(ends[1] for ends in sums.values())]:
-            pair.close()
+        for pair in [*orders.values(), *sums.values(), *moves.values()]:
+            pair[1].close()
         for (low, _), ends in sums.items():
             if low:
                 ends[0].close()
@@ -170,9 +180,29 @@ class RankGroup:
         for rank in self._others:
             if (mapped := self._hear(rank, PoolMapped).blocks) != kv.blocks:
                 raise RankError(rank, f"has a pool of {mapped} blocks, not of {kv.blocks}")
-        self.sums.wait_at_most(self._wait_s)
+        self._limit_waits()
+
+    def open_pools(self, kv: KVTensors) -> None:
+        """Let each of the others open a pool of its own heads, of as many blocks as rank 0's, `kv`, which counts their
+        generations and has its copies made there too. From then on as above."""
+        heads = zip(self._others, self.heads[1:], strict=True)
+        words = {rank: ANNOUNCEMENT.pack(kv.blocks, kv.layout.head_bytes * len(held), 1) for rank, held in heads}
+        for rank, word in words.items():
+            self._send(rank, lambda link, word=word: link.send(word))  # type: ignore[misc]
+        for rank in self._others:
+            files: list[int] = []
+            mapped = self._hear(rank, PoolMapped, files)
+            if mapped.blocks != kv.blocks or len(files) != 1:
+                raise RankError(rank, f"has a pool of {mapped.blocks} blocks, not of {kv.blocks}")
+            kv.file.lead(files[0])
+            os.close(files[0])
+        kv.copied = lambda pairs: self.order(RankOrder("copy", copies=pairs))
+        self._limit_waits()
+
+    def _limit_waits(self) -> None:
+        self.sums.wait_at_most(self.wait_s)
         for link in self._orders.values():
-            set_wait(link, self._wait_s)
+            set_wait(link, self.wait_s)
 
     def order(self, order: RankOrder) -> None:
         """Tell all ranks to compute; returns when they have read what, and not when they have done it."""
@@ -241,9 +271,14 @@ class RankGroup:
         except OSError as error:
             raise self.explained(RankError(rank, "has ended")) from error
 
-    def _hear(self, rank: int, kind: type[S]) -> S:
+    def _hear(self, rank: int, kind: type[S], files: list[int] | None = None) -> S:
+        """`files`: takes the descriptors that come with what is said."""
         try:
-            raw = self._orders[rank].recv(_SAID_BYTES)
+            if files is None:
+                raw = self._orders[rank].recv(_SAID_BYTES)
+            else:
+                raw, fds, _, _ = socket.recv_fds(self._orders[rank], _SAID_BYTES, 1)
+                files += fds
         except BlockingIOError:
             raise self.explained(RankError(rank, "does not answer")) from None
         except OSError as error:
@@ -326,12 +361,13 @@ def _end(sums: dict[tuple[int, int], tuple[socket.socket, socket.socket]], rank:
     return sums[min(rank, other), max(rank, other)][int(rank > other)]
 
 
-def _start(setup: RankSetup) -> subprocess.Popen[bytes]:
+def _start(setup: RankSetup, program: str) -> subprocess.Popen[bytes]:
     """Start a rank; its standard input is how it learns what it is, and that this process is gone."""
+    moves = () if setup.moves_fd < 0 else (setup.moves_fd,)
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.ranks.follower"],
+        [sys.executable, "-m", program],
         stdin=subprocess.PIPE,
-        pass_fds=(setup.memory_fd, setup.orders_fd, *setup.sums_fds.values()),
+        pass_fds=(setup.memory_fd, setup.orders_fd, *setup.sums_fds.values(), *moves),
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(setup) + b"\n")

@@ -15,6 +15,10 @@ import xxhash
 from torch import Tensor
 
 from engine.batch import ForwardBatch, GroupTables
+from engine.types import BlockId
+
+PROGRAM = "engine.ranks.follower"
+"""The module that another rank's process runs, where nothing is to move blocks of a pool of its own."""
 
 ORDER_BYTES = 64 * 1024 * 1024
 """Room for one order; memory that is never written is never taken."""
@@ -55,17 +59,19 @@ class PackedTables(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankOrder(msgspec.Struct, frozen=True, array_like=True):
-    """`kind`: compute the KV and the logits of a batch, its last hidden rows alone, or the logits of such `rows`. The
-    fields of the batch, by name: numbers, lists of numbers, tensors, lists of tensors; and `windows`, the tables of the
-    layer groups but the first."""
+    """`kind`: compute the KV and the logits of a batch, its last hidden rows alone, or the logits of such `rows`; or
+    make `copies` of blocks in the rank's own pool, which are made when it says that it has read the order. The fields
+    of the batch, by name: numbers, lists of numbers, tensors, lists of tensors; and `windows`, the tables of the layer
+    groups but the first."""
 
-    kind: Literal["forward", "hidden", "logits"]
+    kind: Literal["forward", "hidden", "logits", "copy"]
     numbers: dict[str, int] = {}
     lists: dict[str, list[int]] = {}
     tensors: dict[str, PackedTensor] = {}
     tables: dict[str, list[PackedTensor]] = {}
     rows: PackedTensor | None = None
     windows: list[PackedTables] = []
+    copies: list[tuple[BlockId, BlockId]] = []
 
     @staticmethod
     def of_batch(kind: Literal["forward", "hidden"], batch: ForwardBatch) -> "RankOrder":
@@ -107,6 +113,8 @@ class RankSetup(msgspec.Struct, frozen=True):
     memory_fd: int
     orders_fd: int
     sums_fds: dict[int, int]
+    moves_fd: int = -1
+    """The place where a rank with a pool of its own is told which of its blocks to move."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +127,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolMapped(msgspec.Struct, frozen=True, tag=True):
-    """The rank has mapped the pool that it was sent, of so many blocks."""
+    """The rank has mapped the pool that it was sent, or opened one of its own and sent its file, of so many blocks."""
 
     blocks: int
 

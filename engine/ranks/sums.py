@@ -52,10 +52,10 @@ def places_bytes(ranks: int) -> int:
     return 2 * ranks * PLACE_BYTES
 
 
-def set_wait(link: socket.socket, wait_s: float) -> None:
-    """Let receives end after `wait_s`; 0: never."""
+def set_wait(link: socket.socket, wait_s: float, which: int = socket.SO_RCVTIMEO) -> None:
+    """Let receives, or sends, end after `wait_s`; 0: never."""
     whole = int(wait_s)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, int((wait_s - whole) * 1e6)))
+    link.setsockopt(socket.SOL_SOCKET, which, struct.pack("@ll", whole, int((wait_s - whole) * 1e6)))
 
 
 class RankSums:

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -50,6 +51,20 @@ class PoolFile:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.map = mmap.mmap(self.fd, size)
         self.generations = np.frombuffer(self.map, dtype=np.uint64, count=blocks)
+        self._followed = [self.generations]
+
+    def lead(self, fd: int) -> None:
+        """Advance the generations of another rank's file together with these; they have the same blocks. Raises
+        ValueError where it is smaller."""
+        blocks, found = len(self.generations), os.fstat(fd).st_size
+        if found < header_bytes(blocks):
+            raise ValueError(f"a file of {found} bytes has no generations of {blocks} blocks")
+        self._followed.append(np.frombuffer(mmap.mmap(fd, header_bytes(blocks)), dtype=np.uint64, count=blocks))
+
+    def advance(self, blocks: list[BlockId]) -> None:
+        """Advance the generation of each block, once for each time it is named."""
+        for generations in self._followed:
+            np.add.at(generations, np.asarray(blocks), np.uint64(1))
 
     def close(self) -> None:
         """Close the descriptor. The mapping itself goes when the last view of it does."""
@@ -82,6 +97,8 @@ class KVTensors:
         self.memory = memory
         self.tensor, self.scales = pool_views(memory, layout)
         self.file = file
+        self.copied: Callable[[list[tuple[BlockId, BlockId]]], None] = lambda pairs: None
+        """Called with the copies that are to be made, before they are: other ranks make them in their pools."""
 
     @cached_property
     def pool(self) -> KVPool:
@@ -113,10 +130,12 @@ class KVTensors:
         """Mark blocks as handed out anew, once for each time they are named: whoever still reads them under the old
         generation reads a stale block."""
         if blocks:
-            np.add.at(self.file.generations, np.asarray(blocks), np.uint64(1))
+            self.file.advance(blocks)
 
     def copy(self, pairs: list[tuple[BlockId, BlockId]]) -> None:
         """Copy whole blocks (source, target), one after the other: the copy of copy-on-write."""
+        if pairs:
+            self.copied(pairs)
         for source, target in pairs:
             self.memory[target].copy_(self.memory[source])
 

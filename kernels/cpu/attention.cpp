@@ -205,8 +205,8 @@ template <bool WINDOWED, typename E>
 static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vector<Part> &parts, const Query *queries,
                    int count, const Scoring &scoring, Scratch &scratch) {
   const int64_t dim = pool.head_dim;
-  const float *q[ROWS_AT_ONCE];
-  int64_t limits[ROWS_AT_ONCE], least = queries[0].low, most = 0;
+  const float *q[PROMPT_ROWS];
+  int64_t limits[PROMPT_ROWS], least = queries[0].low, most = 0;
   for (int r = 0; r < count; ++r) {
     q[r] = queries[r].q, limits[r] = queries[r].limit;
     least = std::min(least, queries[r].low), most = std::max(most, limits[r]);
@@ -230,7 +230,7 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
         factors[t] = SCALED ? scales_of(here.tiles[t], UNIT<E> * scoring.scale) : every(scoring.scale);
       }
       int end = part.row + part.rows;
-      float *to[ROWS_AT_ONCE];
+      float *to[PROMPT_ROWS];
       for (int r = part.row; r < end; ++r) to[r] = &scratch.scores[r * padded + first - base];
       int r = part.row;
       // These see none of the keys: within a sequence the first rows, and under a window the last ones.
@@ -242,28 +242,25 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
         chosen(some, q + r, (const E *)turned, dim, factors, to + r, ahead);
       }
     });
-  float totals[ROWS_AT_ONCE];
+  float totals[PROMPT_ROWS];
   for (int r = 0; r < count; ++r) {
     // From here on positions count from the tile in which the row's first token lies.
     const int64_t skipped = down(low_of(r)), low = low_of(r) - skipped, limit = limits[r] - skipped;
     float *scores = &scratch.scores[r * padded + skipped - base];
     const int64_t end = (limit + LANES - 1) / LANES * LANES;
     if (scoring.softcap != 0.0f) cap(scores, end, scoring.softcap);
-    for (int64_t t = 0; t < low; ++t) scores[t] = -INFINITY;
-    for (int64_t t = limit; t < end; ++t) scores[t] = -INFINITY;
-    Floats most_of = load(scores);
-    for (int64_t t = LANES; t < end; t += LANES) most_of = larger(most_of, load(scores + t));
+    // Only the first tile and the last one have lanes that the row does not see.
+    const auto seen = [=](Floats of_tile, int64_t t, float other) {
+      if (t >= low && t + LANES <= limit) return of_tile;
+      return only(of_tile, (int)std::max<int64_t>(0, low - t), (int)std::min<int64_t>(LANES, limit - t), other);
+    };
+    Floats most_of = every(-INFINITY);
+    for (int64_t t = 0; t < end; t += LANES) most_of = larger(most_of, seen(load(scores + t), t, -INFINITY));
     const float sink = scoring.sinks ? scoring.sinks[queries[r].head] : -INFINITY, best = largest(most_of);
     const Floats top = every(best < sink ? sink : best);
     Floats total = every(0.0f);
     for (int64_t t = 0; t < end; t += LANES) {
-      Floats weights = exponential(sub(load(scores + t), top));
-      if (t + LANES > limit || t < low) {
-        store(scores + t, weights);
-        for (int64_t i = t; i < low; ++i) scores[i] = 0.0f;
-        for (int64_t i = limit; i < end; ++i) scores[i] = 0.0f;
-        weights = load(scores + t);
-      }
+      const Floats weights = seen(exponential(sub(load(scores + t), top)), t, 0.0f);
       store(scores + t, weights);
       total = add(total, weights);
     }
@@ -323,7 +320,7 @@ HEADRACE_API void headrace_attend(const float *qkv, int64_t heads, int64_t seque
   each((int64_t)items.size(), threads, [&](int64_t i) {
     static thread_local Scratch scratch;
     const Item &item = items[i];
-    Query queries[ROWS_AT_ONCE] = {};
+    Query queries[PROMPT_ROWS] = {};
     int count = 0;
     std::vector<Part> parts;
     if (item.shared) parts.push_back({nullptr, item.shared, item.shared, 0, 0});

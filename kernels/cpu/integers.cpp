@@ -11,7 +11,8 @@
 //   words, of 2 columns at a time     16 bits: n                      23 bits: n = 2^15 h + (128 m + l)
 //   bytes, in pairs of columns                                        23 bits, 4-bit codes: pairs.h
 //
-// -128 <= h, m, l < 128; of 23 bits |h| <= 112 and -64 <= l < 64. Bytes are multiplied by bytes without a sign, so 8-bit codes
+// With 4-bit codes 23 bits are 2^15 h + 256 m + l. -128 <= h, m, l < 128; of 23 bits |h| <= 112, and the middle term (the
+// lowest of 8-bit codes) is of 7 bits. Bytes are multiplied by bytes without a sign, so 8-bit codes
 // have 128 added, and their sums begin with that much less. The sums of terms are exact in 32 bits; that of n, of 4-bit
 // codes, is too: 32 * 3686000 * 15 < 2^31. Of 8-bit codes it is made of two floats. Integers have no order, and the groups of a row are added first to last. So the
 // bits of a product depend on its row of x and its row of W alone: not on the other rows, the number of threads, or the
@@ -34,13 +35,13 @@ constexpr int64_t SHARED_ROWS = 32;  // fewer are rounded before another thread 
 constexpr bool by_words(int arithmetic) { return arithmetic == BITS_16_BY_WORDS || arithmetic == BITS_23_BY_WORDS; }
 constexpr bool is_wide(int arithmetic) { return arithmetic == BITS_23 || arithmetic == BITS_23_BY_WORDS; }
 constexpr int terms_of(int arithmetic) { return (by_words(arithmetic) ? 1 : 2) + (is_wide(arithmetic) ? 1 : 0); }
-constexpr int low_bits(int arithmetic) { return is_wide(arithmetic) ? LOW_BITS : 8; }
+constexpr int low_bits(int arithmetic, bool is_q4) { return is_wide(arithmetic) && !is_q4 ? 7 : LOW_BITS; }
 constexpr int most_of(int arithmetic) { return is_wide(arithmetic) ? 3686000 : 32639; }
 constexpr int bytes_of_terms(int arithmetic) { return terms_of(arithmetic) * GROUP * (by_words(arithmetic) ? 2 : 1); }
 
 static_assert((int64_t)GROUP * 3686000 * 15 < (int64_t)1 << 31, "sums of products with 4-bit codes fit 32 bits");
 static_assert((int64_t)GROUP * 32639 * 255 < (int64_t)1 << 31, "sums of a term and 8-bit codes fit 32 bits");
-static_assert((112 << HIGH_BITS) + (1 << (HIGH_BITS - 1)) - 64 > 3686000 + 1, "the highest term is at most 112");
+static_assert((112 << HIGH_BITS) + (1 << (HIGH_BITS - 1)) - 128 > 3686000 + 1, "the highest term is at most 112");
 
 // The rows that are multiplied at a time, and the vectors of a panel: what the registers hold.
 #if defined(__AVX512F__)
@@ -53,30 +54,32 @@ constexpr int AT_ONCE = 1;
 constexpr int SPAN = VECTORS / AT_ONCE;  // a tile has every SPAN-th vector of a panel
 
 // 32 integers -> their terms, one term of all after the other; words in the order 0, 2, 1, 3 of each four.
-template <int ARITHMETIC>
-static void cut(const int32_t *n, uint8_t *terms) {
+template <int ARITHMETIC, int LOW>
+static void cut(const Ints (&n)[2], Ints (&high)[2], Ints (&middle)[2], uint8_t *terms) {
   constexpr bool WIDE = is_wide(ARITHMETIC);
+  constexpr int MIDDLE = HIGH_BITS - LOW;
   int32_t words[GROUP * 2];
-  for (int i = 0; i < GROUP; i += LANES) {
-    const Ints all = load_ints(n + i), low = low_part<low_bits(ARITHMETIC)>(all);
-    const Ints more = signed_right<low_bits(ARITHMETIC)>(less(all, low)), middle = WIDE ? low_part<8>(more) : more;
-    const Ints high = signed_right<8>(less(more, middle));
+  for (int i = 0; i < 2; ++i) {
+    const Ints low = low_part<LOW>(n[i]), more = signed_right<LOW>(less(n[i], low));
+    middle[i] = WIDE ? low_part<MIDDLE>(more) : more;
+    high[i] = signed_right<MIDDLE>(less(more, middle[i]));
     if (by_words(ARITHMETIC)) {
-      store(words + i, WIDE ? high : all);
-      if (WIDE) store(words + GROUP + i, add(left<low_bits(ARITHMETIC)>(middle), low));
+      store(words + i * LANES, WIDE ? high[i] : n[i]);
+      if (WIDE) store(words + GROUP + i * LANES, add(left<LOW>(middle[i]), low));
     } else {
-      if (WIDE) store_bytes(terms + i, high);
-      store_bytes(terms + (WIDE ? GROUP : 0) + i, middle);
-      store_bytes(terms + (WIDE ? 2 * GROUP : GROUP) + i, low);
+      if (WIDE) store_bytes(terms + i * LANES, high[i]);
+      store_bytes(terms + (WIDE ? GROUP : 0) + i * LANES, middle[i]);
+      store_bytes(terms + (WIDE ? 2 * GROUP : GROUP) + i * LANES, low);
     }
   }
   for (int i = 0; by_words(ARITHMETIC) && i < terms_of(ARITHMETIC) * GROUP; ++i)
     ((int16_t *)terms)[(i & ~3) + (i >> 1 & 1) + (i & 1) * 2] = (int16_t)words[i];
 }
 
-// What is no number, or infinite, makes the scale none.
-template <int ARITHMETIC>
-static void round_group(const float *x, int parts, bool is_shifted, uint8_t *terms, Beside &beside) {
+// What is no number, or infinite, makes the scale none. `in_pairs`: many rows are multiplied as pairs.h says.
+template <int ARITHMETIC, bool IS_Q4>
+static void round_group(const float *x, int parts, bool in_pairs, uint8_t *terms, Beside &beside) {
+  constexpr bool is_shifted = !IS_Q4;
   uint32_t bits[GROUP], most = 0;
   std::memcpy(bits, x, sizeof bits);
   for (int i = 0; i < GROUP; ++i) most = std::max(most, bits[i] & 0x7fffffffu);
@@ -91,11 +94,13 @@ static void round_group(const float *x, int parts, bool is_shifted, uint8_t *ter
   }
   const float limit = (float)most_of(ARITHMETIC);
   const Floats inverse = every(limit / largest);
-  int32_t n[GROUP];
-  for (int i = 0; i < GROUP; i += LANES) store(n + i, to_ints(mul(load(x + i), inverse)));
-  cut<ARITHMETIC>(n, terms);
+  const Ints whole[2] = {to_ints(mul(load(x), inverse)), to_ints(mul(load(x + LANES), inverse))};
+  Ints high[2], middle[2];
+  cut<ARITHMETIC, low_bits(ARITHMETIC, IS_Q4)>(whole, high, middle, terms);
   beside.scale = largest / limit;
-  if (ARITHMETIC == BITS_23 && !is_shifted && has_pairs()) beside.starts[0][0] = start_of_pairs(terms);
+  if (ARITHMETIC == BITS_23 && IS_Q4 && in_pairs) beside.starts[0][0] = start_of_pairs(whole, high, middle);
+  int32_t n[GROUP];
+  for (int i = 0; i < 2; ++i) store(n + i * LANES, whole[i]);
   const int count = GROUP / parts;
   for (int part = 0; part < parts; ++part) {
     int32_t sum = 0;
@@ -119,10 +124,21 @@ static WholeRows rounded(const float *x, int64_t rows, int64_t columns, int kind
   besides.resize(std::max<size_t>(besides.size(), rows * columns / GROUP));
   uint8_t *to = terms.data();
   Beside *beside = besides.data();
-  each_row(rows, rows < SHARED_ROWS ? 1 : threads, [=](int64_t r) {
+  const bool in_pairs = has_pairs() && rows > tile_rows(ARITHMETIC);
+  constexpr int64_t TOGETHER = 16;
+  each((rows + TOGETHER - 1) / TOGETHER, rows < SHARED_ROWS ? 1 : threads, [=](int64_t i) {
+    // Row after row of a group: those of other groups lie at distances that share few lines of the first-level cache.
+    const int64_t first = i * TOGETHER, end = std::min(rows, first + TOGETHER);
     for (int64_t g = 0; g < columns / GROUP; ++g)
-      round_group<ARITHMETIC>(x + r * columns + g * GROUP, parts_of(kind), kind != Q4, to + (g * rows + r) * SIZE,
-                              beside[g * rows + r]);
+      for (int64_t r = first; r < end; ++r) {
+        const float *from = x + r * columns + g * GROUP;
+        uint8_t *at = to + (g * rows + r) * SIZE;
+        fetch(from + GROUP), fetch(from + GROUP + LANES);
+        if (kind == Q4)
+          round_group<ARITHMETIC, true>(from, 1, in_pairs, at, beside[g * rows + r]);
+        else
+          round_group<ARITHMETIC, false>(from, parts_of(kind), false, at, beside[g * rows + r]);
+      }
   });
   return {to, beside, rows, SIZE};
 }
@@ -156,7 +172,7 @@ inline Floats sum_of(const Ints *total) {
   constexpr bool WIDE = is_wide(ARITHMETIC);
   const Ints *rest = total + WIDE;
   const Ints low =
-      by_words(ARITHMETIC) ? rest[0] : add(left<low_bits(ARITHMETIC)>(rest[0]), rest[by_words(ARITHMETIC) ? 0 : 1]);
+      by_words(ARITHMETIC) ? rest[0] : add(left<low_bits(ARITHMETIC, KIND == Q4)>(rest[0]), rest[by_words(ARITHMETIC) ? 0 : 1]);
   if (!WIDE) return to_floats(low);
   if (KIND == Q4) return to_floats(add(left<HIGH_BITS>(total[0]), low));
   return fma(to_floats(total[0]), every((float)(1 << HIGH_BITS)), to_floats(low));

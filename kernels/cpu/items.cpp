@@ -44,7 +44,7 @@ std::vector<Item> items_of(int64_t sequences, const int64_t *counts, const int64
                            const int64_t *tables, int64_t block_size, int64_t kv_heads, int64_t group,
                            int64_t window, int threads) {
   const Sequences all{counts, contexts, starts, tables, block_size, window};
-  const int64_t at_once = std::max<int64_t>(1, ROWS_AT_ONCE / group) * group;
+  const int64_t at_once = std::max<int64_t>(1, PROMPT_ROWS / group) * group;
   // Two items for each thread, so that none ends long after the others.
   const int64_t together = std::min<int64_t>(ROWS_AT_ONCE / group, sequences * kv_heads / (2 * threads));
   std::vector<Item> items;
@@ -54,8 +54,8 @@ std::vector<Item> items_of(int64_t sequences, const int64_t *counts, const int64
     if (counts[s] == 1 && all.joined(items, {s, row, 0, rows}, together)) continue;
     // Whole tokens of a prompt; of more query heads than are taken at once (MQA), some of a token's.
     for (int64_t first = 0; first < rows; first += at_once)
-      for (int64_t some = first; some < std::min(rows, first + at_once); some += ROWS_AT_ONCE)
-        items.push_back({{{s, row, some, std::min({rows, first + at_once, some + ROWS_AT_ONCE})}}, 0, 0});
+      for (int64_t some = first; some < std::min(rows, first + at_once); some += PROMPT_ROWS)
+        items.push_back({{{s, row, some, std::min({rows, first + at_once, some + PROMPT_ROWS})}}, 0, 0});
   }
   const size_t of_a_head = items.size();
   for (int64_t head = 1; head < kv_heads; ++head)

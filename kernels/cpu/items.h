@@ -6,7 +6,8 @@
 
 namespace headrace {
 
-constexpr int ROWS_AT_ONCE = 24;
+// Of sequences with one new token each; and of a prompt, whose keys are turned once for all of them.
+constexpr int ROWS_AT_ONCE = 24, PROMPT_ROWS = 48;
 
 // Query rows of one sequence and one KV head, which are its tokens times the query heads of that head: [first, end) of
 // them. `row` is the sequence's first in qkv.
@@ -14,7 +15,7 @@ struct Member {
   int64_t sequence, row, first, end;
 };
 
-// What one thread does at a time: at most ROWS_AT_ONCE rows; its members' first `shared` tokens lie in the same blocks.
+// What one thread does at a time: at most PROMPT_ROWS rows; its members' first `shared` tokens lie in the same blocks.
 struct Item {
   std::vector<Member> members;
   int64_t head, shared;

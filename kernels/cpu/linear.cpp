@@ -17,6 +17,7 @@
 namespace headrace {
 
 constexpr int FEW_ROWS = 4;
+constexpr int64_t PART_ROWS = 64;  // of products in integers
 
 // The vectors of a panel that few rows are multiplied by at a time, each STRIDE-th: what the registers hold.
 #if defined(__AVX512F__)
@@ -256,6 +257,10 @@ struct Matrix {
 
   void finish(int64_t number, const float *sums, int64_t rows, const float *bias, float *out) const {
     const int64_t first = number * PANEL, here = std::min<int64_t>(PANEL, width - first);
+    if (here == PANEL && !bias) {
+      for (int64_t r = 0; r < rows; ++r) std::memcpy(out + r * width + first, sums + r * PANEL, PANEL * sizeof(float));
+      return;
+    }
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t j = 0; j < here; ++j)
         out[r * width + first + j] = sums[r * PANEL + j] + (bias ? bias[first + j] : 0.0f);
@@ -274,8 +279,13 @@ HEADRACE_API void headrace_linear(const float *x, int64_t rows, int64_t columns,
   if (matrix.in_whole(arithmetic)) {
     arithmetic = possible(arithmetic);
     const WholeRows whole = round_rows(x, rows, columns, kind, arithmetic, threads);
-    each(matrix.panels(), threads,
-         [&](int64_t i) { matrix.multiply_panel(i, panels, whole, rows, arithmetic, bias, out); });
+    // Of many rows a part at a time, whose sums stay in the first-level cache; parts also make threads end together.
+    const int64_t parts = (rows + PART_ROWS - 1) / PART_ROWS, some = ((rows + parts - 1) / parts + 3) / 4 * 4;
+    each(matrix.panels() * parts, threads, [&](int64_t i) {
+      const int64_t first = i % parts * some;
+      matrix.multiply_panel(i / parts, panels, whole.from(first), std::min(some, rows - first), arithmetic, bias,
+                            out + first * width);
+    });
     return;
   }
   each(matrix.panels(), threads, [&](int64_t i) { matrix.multiply_panel(i, panels, x, rows, bias, out); });

@@ -6,8 +6,8 @@
 //   (a + w)(b + v) = a v + b w + a b + v w         a, b: terms of two columns of x; v, w: the 4-bit codes of these columns
 //
 // a b is the same for all rows of W, v w for all rows of x. The columns are those of two quads, one after the other. Bytes
-// without a sign are a + (w + 128), with one b + v, so |a|, |b| <= 112: the highest term and the lowest are multiplied so,
-// the middle one as ever, which shares the processor's work best. Sums are exact modulo 2^32, and what is left of them fits.
+// without a sign are a + (w + 128), with one b + v, so |a|, |b| <= 112: the highest term and the middle one are multiplied
+// so, the lowest as ever, which shares the processor's work best. Sums are exact modulo 2^32, and what is left of them fits.
 #pragma once
 
 #include "integers.h"
@@ -16,7 +16,8 @@
 
 namespace headrace {
 
-constexpr int HIGH_BITS = 15, LOW_BITS = 7;  // of the terms of 23 bits
+// n = 2^HIGH_BITS h + 2^LOW_BITS m + l, of 4-bit codes.
+constexpr int HIGH_BITS = 15, LOW_BITS = 8, MIDDLE_BITS = HIGH_BITS - LOW_BITS;
 
 #if defined(__AVX512F__)
 
@@ -25,28 +26,35 @@ inline bool has_pairs() {
   return found;
 }
 
-// What the lowest term of 32 columns begins with: what only x decides of the products of all three, negative.
-inline int32_t start_of_pairs(const uint8_t *terms) {
-  const __m256i sign = _mm256_set1_epi8((char)0x80);
-  const auto second = [=](int term) { return _mm256_srli_epi64(_mm256_loadu_si256((const __m256i *)terms + term), 32); };
-  const auto pairs = [=](__m256i first, __m256i second) {
-    __m256i sum = _mm256_setzero_si256();
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(_mm256_xor_si256(first, sign)), "v"(second));
-    return sum;
+// What the lowest term of 32 columns begins with: what only x decides of the products of all three, negative. Of n and
+// its two highest terms, sixteen columns at a time:
+//
+//   2^15 sum of (h + 128) h' + 2^8 sum of (m + 128) m' + sum of 128 l' = sum of 2^15 h h' + 2^8 m m' + 2^7 n'
+inline int32_t start_of_pairs(const Ints (&n)[2], const Ints (&high)[2], const Ints (&middle)[2]) {
+  // Words of the first quad of each two; and whole numbers of the second.
+  const __m512i first = _mm512_maskz_set1_epi32(0x0f0f, 0xffff);
+  const auto products = [=](const Ints(&x)[2]) {
+    __m512i total = _mm512_setzero_si512();
+    for (const Ints &some : x) {
+      const __m512i second = _mm512_shuffle_i32x4(some.v, some.v, _MM_SHUFFLE(2, 3, 0, 1));
+      total = _mm512_add_epi32(total, _mm512_madd_epi16(_mm512_and_si512(some.v, first), second));
+    }
+    return total;
   };
-  const __m256i high = pairs(_mm256_loadu_si256((const __m256i *)terms), second(0));
-  const __m256i middle = pairs(_mm256_setzero_si256(), second(1));
-  const __m256i low = pairs(_mm256_loadu_si256((const __m256i *)terms + 2), second(2));
-  const __m256i all = _mm256_add_epi32(
-      _mm256_add_epi32(_mm256_slli_epi32(high, HIGH_BITS), _mm256_slli_epi32(middle, LOW_BITS)), low);
+  const __m512i of_second = _mm512_maskz_add_epi32(0xf0f0, n[0].v, n[1].v);
+  const __m512i all = _mm512_add_epi32(
+      _mm512_add_epi32(_mm512_slli_epi32(products(high), HIGH_BITS), _mm512_slli_epi32(products(middle), LOW_BITS)),
+      _mm512_slli_epi32(of_second, 7));
   // By hand: _mm512_reduce_add_epi32 ends in an addition of two ints, which must not overflow.
-  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-  return _mm_cvtsi128_si32(_mm_sub_epi32(_mm_setzero_si128(), sum));  // the second and fourth are zeros
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
+  return _mm_cvtsi128_si32(_mm_sub_epi32(_mm_setzero_si128(), sum));
 }
 
-// Quads [8][64][4] of 4-bit codes: add 128 to each second one, and write behind them [64] what only W decides of the
-// products of the highest and the lowest term.
+// Quads [8][64][4] of 4-bit codes: add 128 to each second one, and write behind them [64] what the middle term begins with:
+// what only W decides of the products of the two highest, negative.
 inline void make_pairs(uint8_t *quads) {
   for (int j = 0; j < VECTORS; ++j) {
     Ints total = every(0);
@@ -56,7 +64,7 @@ inline void make_pairs(uint8_t *quads) {
       total = add_bytes(total, raised, load_ints(at));
       store(at + PANEL * 4, raised);
     }
-    store(quads + GROUP * PANEL + j * LANES * 4, add(left<HIGH_BITS>(total), total));
+    store(quads + GROUP * PANEL + j * LANES * 4, less(every(0), add(left<MIDDLE_BITS>(total), total)));
   }
 }
 
@@ -73,12 +81,12 @@ inline void multiply_pairs(const uint8_t *x, const Beside *beside, const float *
   constexpr int SPAN = VECTORS / COUNT;
   Ints high[ROWS][COUNT], middle[ROWS][COUNT], low[ROWS][COUNT];
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r)
+  for (int j = 0; j < COUNT; ++j) {
+    const Ints start = load_ints(quads + GROUP * PANEL + (vector + j * SPAN) * LANES * 4);
 #pragma GCC unroll 8
-    for (int j = 0; j < COUNT; ++j) {
-      high[r][j] = middle[r][j] = every(0);
-      low[r][j] = every(beside[r].starts[0][0]);
-    }
+    for (int r = 0; r < ROWS; ++r)
+      high[r][j] = every(0), middle[r][j] = start, low[r][j] = every(beside[r].starts[0][0]);
+  }
   for (int q = 0; q < GROUP / 4; q += 2) {
     Ints v[COUNT], w[COUNT];
 #pragma GCC unroll 8
@@ -96,21 +104,20 @@ inline void multiply_pairs(const uint8_t *x, const Beside *beside, const float *
           total[j] = add_bytes(total[j], sums_of_bytes(w[j], a), sums_of_bytes(v[j], b));
       };
       add_pairs(high[r], at);
-      const Ints a = four_columns(at + GROUP), b = four_columns(at + GROUP + 4);
+      const Ints a = four_columns(at + 2 * GROUP), b = four_columns(at + 2 * GROUP + 4);
 #pragma GCC unroll 8
-      for (int j = 0; j < COUNT; ++j) middle[r][j] = add_bytes(add_bytes(middle[r][j], v[j], a), w[j], b);
-      add_pairs(low[r], at + 2 * GROUP);
+      for (int j = 0; j < COUNT; ++j) low[r][j] = add_bytes(add_bytes(low[r][j], v[j], a), w[j], b);
+      add_pairs(middle[r], at + GROUP);
     }
   }
 #pragma GCC unroll 8
   for (int j = 0; j < COUNT; ++j) {
     const int column = (vector + j * SPAN) * LANES;
-    const Ints of_codes = load_ints(quads + GROUP * PANEL + column * sizeof(int32_t));
     const Floats scale = load(by + column), offset = load(by + PANEL + column);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
-      const Ints more = add(left<HIGH_BITS>(high[r][j]), left<LOW_BITS>(middle[r][j]));
-      const Floats total = to_floats(add(more, less(low[r][j], of_codes)));
+      const Ints more = add(left<MIDDLE_BITS>(high[r][j]), middle[r][j]);
+      const Floats total = to_floats(add(left<LOW_BITS>(more), low[r][j]));
       float *at = sums + r * PANEL + column;
       store(at, fma(offset, every(beside[r].sums[0]), fma(mul(total, scale), every(beside[r].scale), load(at))));
     }
@@ -120,7 +127,7 @@ inline void multiply_pairs(const uint8_t *x, const Beside *beside, const float *
 #else
 
 constexpr bool has_pairs() { return false; }
-inline int32_t start_of_pairs(const uint8_t *) { return 0; }
+inline int32_t start_of_pairs(const Ints (&)[2], const Ints (&)[2], const Ints (&)[2]) { return 0; }
 inline void make_pairs(uint8_t *) {}
 template <int ROWS, int COUNT>
 inline void multiply_pairs(const uint8_t *, const Beside *, const float *, const uint8_t *, int, float *) {}

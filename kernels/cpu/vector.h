@@ -53,6 +53,11 @@ inline Floats from_e4m3_over_256(const uint8_t *p) {
   const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
   return {_mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16((short)0xbf80)))};
 }
+// Lanes [from, to) of a; the others are `other`.
+inline Floats only(Floats a, int from, int to, float other) {
+  const __mmask16 chosen = (__mmask16)((1u << to) - (1u << from));
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(other), chosen, a.v)};
+}
 // Sixteen bytes of two codes each: the low halves, then the high ones.
 inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
@@ -184,7 +189,33 @@ inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
 
 inline Floats from_e4m3(const uint8_t *p) { return mul(from_e4m3_over_256(p), every(256.0f)); }
 
+#if defined(__AVX512F__)
+
 // Neighbours at distance 8, 4, 2, 1 are added.
+inline float sum(Floats a) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Of lanes that are no numbers, none or one of them.
+inline float largest(Floats a) {
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+#else
+
+inline Floats only(Floats a, int from, int to, float other) {
+  float v[LANES];
+  store(v, a);
+  for (int i = 0; i < LANES; ++i) v[i] = i >= from && i < to ? v[i] : other;
+  return load(v);
+}
+
 inline float sum(Floats a) {
   float v[LANES];
   store(v, a);
@@ -199,6 +230,8 @@ inline float largest(Floats a) {
   for (int i = 1; i < LANES; ++i) v[0] = v[0] > v[i] ? v[0] : v[i];
   return v[0];
 }
+
+#endif
 
 // e^x to within two units in the last place, for x of any size; below -87.3 it is 1.2e-38, not 0. Of two operands that
 // do not compare, the second is taken: so what is no number stays none.

@@ -39,5 +39,5 @@ class SimTransport:
         self.reads_remotely = name == "shm"
         self._memory = memory
 
-    def describe(self, peer: Incarnation) -> Endpoint:
+    def describe(self, peer: Incarnation, ranks: int = 0) -> Endpoint:
         return Endpoint(transport=self.name, details={"pid": self._memory.process.pid})

@@ -1,8 +1,8 @@
 """A prefill and a decode worker, as far as their transfer threads and the pure sides of a handoff: no schedulers."""
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from transfer.handoff.commands import (
     Broken,
     Command,
     Connect,
+    Disconnect,
     Emit,
     ExpectedBlock,
     Fenced,
@@ -34,11 +35,22 @@ from transfer.handoff.receiver import KVReceiver
 from transfer.handoff.sender import KVSender
 from transfer.host.loopback import LoopbackHub
 from transfer.mover import Mover
+from transfer.ranks.movers import RankMovers, Way
+from transfer.transport import Transport
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
 BLOCKS = 40
 PREFILL, DECODE = Incarnation(11), Incarnation(22)
 H = Handoff(RequestId("r"), 1, 1, DECODE, PREFILL)
+
+
+class Opened(NamedTuple):
+    """The movers of a worker that is there already, the ways to it by transport, and where its events come."""
+
+    mover: RankMovers
+    ways: Mapping[str, Way]
+    inbox: list[MoverEvent]
+    layout: KVLayout
 
 
 class Worker:
@@ -52,20 +64,32 @@ class Worker:
         layout: KVLayout,
         stall_s: float = 10.0,
         pool: PagedKV | None = None,
+        opened: Opened | None = None,
     ) -> None:
-        """`pool`: of a worker that goes on without this transfer thread."""
+        """`pool`: of a worker that goes on without this transfer thread. `opened`: of one that has its own."""
         self.me = me
+        self.opened = opened
         self.borrowed = pool is not None
         self.pool = pool or PagedKV(layout, BLOCKS)
+        self.layout = layout
         self.inbox: list[MoverEvent] = []
+        self.transport: Transport
+        self.mover: Mover | RankMovers
+        self.way: Way
+        if opened is not None:
+            self.mover, self.way, self.inbox = opened.mover, opened.ways[kind], opened.inbox
+            return
         config = TransferConfig(stall_s=stall_s)
-        self.transport = open_any(kind, self.pool, me, hub, config)
+        self.way = self.transport = open_any(kind, self.pool, me, hub, config)
         self.mover = Mover({kind: self.transport}, self.pool, layout, self.inbox.append)
 
     def connect(self, other: "Worker", digest_share: float, wire: str = AS_STORED) -> None:
-        digest = XXH3 if self.transport.device is None else WP64
-        agreement = Agreement(other.pool.layout, digest_share, digest, wire)
-        self.mover.submit(Connect(other.me, other.transport.describe(self.me), agreement))
+        on_host = self.opened is not None or self.transport.device is None
+        agreement = Agreement(other.layout, digest_share, XXH3 if on_host else WP64, wire)
+        endpoint = other.way.describe(self.me)
+        if self.opened is not None:  # the other is too, and its answer knows how many ranks this one has
+            endpoint = other.way.describe(self.me, len(self.way.describe(other.me).ranks) or 1)
+        self.mover.submit(Connect(other.me, endpoint, agreement))
 
 
 class Pair:
@@ -80,11 +104,12 @@ class Pair:
         stall_s: float = 10.0,
         wire: str = AS_STORED,
         pools: tuple[PagedKV | None, PagedKV | None] = (None, None),
+        opened: tuple[Opened | None, Opened | None] = (None, None),
     ) -> None:
         self.hub = LoopbackHub()
         self.threaded = threaded
-        self.prefill = Worker(kind, PREFILL, self.hub, layouts[0], stall_s, pools[0])
-        self.decode = Worker(kind, DECODE, self.hub, layouts[1], stall_s, pools[1])
+        self.prefill = Worker(kind, PREFILL, self.hub, layouts[0], stall_s, pools[0], opened[0])
+        self.decode = Worker(kind, DECODE, self.hub, layouts[1], stall_s, pools[1], opened[1])
         self.sender, self.receiver = KVSender(), KVReceiver()
         self.told: list[Command] = []
         self.events: list[MoverEvent] = []
@@ -134,7 +159,7 @@ class Pair:
                 self.events.append(event)
                 match event:
                     case Posted():
-                        self.at_prefill(self.sender.posted(event.handoff, event.seq, event.digests))
+                        self.at_prefill(self.sender.posted(event.handoff, event.seq, event.digests, event.more))
                     case Sent():
                         self.at_prefill(self.sender.sent(event.handoff, event.seq, event.error))
                     case Received():
@@ -174,7 +199,11 @@ class Pair:
         return bytes(source) == bytes(self.decode.pool.block(BlockId(BLOCKS - 1 - index)))
 
     def close(self) -> None:
-        for worker in (self.prefill, self.decode):
+        for worker, other in ((self.prefill, self.decode), (self.decode, self.prefill)):
+            if worker.opened is not None:
+                worker.mover.submit(Disconnect(other.me))
+                worker.mover.run_once()
+                continue
             worker.mover.stop()
             if not worker.borrowed:
                 worker.pool.close()

@@ -117,7 +117,7 @@ def test_streams_are_closed_before_the_memory_behind_them(monkeypatch: pytest.Mo
     order: list[str] = []
     rpc_stop, mover_stop = RpcLoop.stop, Mover.stop
     monkeypatch.setattr(RpcLoop, "stop", lambda self, *a: (order.append("streams"), rpc_stop(self, *a)))
-    monkeypatch.setattr(Mover, "stop", lambda self: (order.append("transfers"), mover_stop(self)))
+    monkeypatch.setattr(Mover, "stop", lambda self, *_: (order.append("transfers"), mover_stop(self)))
     with ExitStack() as closing:
         parts = open_one(closing)
         close = parts.device.kv.close

@@ -50,48 +50,50 @@ class IncomingBlock(msgspec.Struct, frozen=True):
     tokens: int
     identity: bytes
     digest: int
+    more: tuple[int, ...] = ()
+    """The digests of its further parts, where it comes from or goes to several pools (`transfer.ranks.group`)."""
 
 
 # ---- to the transfer thread
 
 
-class Connect(msgspec.Struct, frozen=True):
+class Connect(msgspec.Struct, frozen=True, tag=True):
     peer: Incarnation
     endpoint: Endpoint
     agreement: Agreement
 
 
-class Disconnect(msgspec.Struct, frozen=True):
+class Disconnect(msgspec.Struct, frozen=True, tag=True):
     """Forget a peer; whatever is outstanding with it ends as failed."""
 
     peer: Incarnation
 
 
-class PostSend(msgspec.Struct, frozen=True):
+class PostSend(msgspec.Struct, frozen=True, tag=True):
     peer: Incarnation
     move: Move
     blocks: tuple[OutgoingBlock, ...]
 
 
-class PostRecv(msgspec.Struct, frozen=True):
+class PostRecv(msgspec.Struct, frozen=True, tag=True):
     peer: Incarnation
     move: Move
     blocks: tuple[IncomingBlock, ...]
 
 
-class PostScrap(msgspec.Struct, frozen=True):
+class PostScrap(msgspec.Struct, frozen=True, tag=True):
     """Bytes that nobody wants may be on their way: let them land nowhere."""
 
     peer: Incarnation
     move: Move
 
 
-class CancelRecv(msgspec.Struct, frozen=True):
+class CancelRecv(msgspec.Struct, frozen=True, tag=True):
     handoff: Handoff
     seq: int
 
 
-class CancelSend(msgspec.Struct, frozen=True):
+class CancelSend(msgspec.Struct, frozen=True, tag=True):
     """The receiver reads no more: do not wait for it to take the bytes. `Sent` follows, as cancelled."""
 
     handoff: Handoff
@@ -146,15 +148,17 @@ Command = MoverCommand | Emit | Settled | Arrived | Broken | Fenced
 # ---- from the transfer thread
 
 
-class Posted(msgspec.Struct, frozen=True):
-    """The source blocks are digested and their send is posted: they can be offered."""
+class Posted(msgspec.Struct, frozen=True, tag=True):
+    """The source blocks are digested and their send is posted: they can be offered. `more`: for each block the
+    digests of its further parts, or nothing at all."""
 
     handoff: Handoff
     seq: int
     digests: tuple[int, ...]
+    more: tuple[tuple[int, ...], ...] = ()
 
 
-class Sent(msgspec.Struct, frozen=True):
+class Sent(msgspec.Struct, frozen=True, tag=True):
     """A send has ended; with `error` set it failed, or could not be posted at all (then no `Posted` came before)."""
 
     handoff: Handoff
@@ -163,7 +167,7 @@ class Sent(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Received(msgspec.Struct, frozen=True):
+class Received(msgspec.Struct, frozen=True, tag=True):
     """A receive has ended: nothing of it touches local memory any more. `error` is empty if it landed verified."""
 
     handoff: Handoff
@@ -173,14 +177,14 @@ class Received(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Unreachable(msgspec.Struct, frozen=True):
+class Unreachable(msgspec.Struct, frozen=True, tag=True):
     """A `Connect` failed, or the way that it made has broken: nothing can be read from `peer` until the next one."""
 
     peer: Incarnation
     error: str
 
 
-class MoverDied(msgspec.Struct, frozen=True):
+class MoverDied(msgspec.Struct, frozen=True, tag=True):
     """The transfer thread met an error it does not know and has ended; the worker must exit."""
 
     error: str

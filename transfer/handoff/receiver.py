@@ -146,7 +146,8 @@ class KVReceiver:
     @staticmethod
     def _incoming(receiving: _Receiving, block: BlockOffer) -> IncomingBlock:
         expected = receiving.expected[block.index]
-        return IncomingBlock(expected.rows, block.generation, expected.tokens, expected.identity, block.digest)
+        known = expected.tokens, expected.identity
+        return IncomingBlock(expected.rows, block.generation, *known, block.digest, tuple(block.more))
 
     def _break(self, handoff: Handoff, receiving: _Receiving, why: str) -> list[Command]:
         if receiving.state is not R.OPEN:

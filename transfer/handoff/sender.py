@@ -52,10 +52,12 @@ class KVSender:
         move = Move(handoff, len(sending.chunks) - 1, local)
         return [PostSend(handoff.decode, move, chunk.blocks)]
 
-    def posted(self, handoff: Handoff, seq: int, digests: Sequence[int]) -> list[Command]:
+    def posted(
+        self, handoff: Handoff, seq: int, digests: Sequence[int], more: Sequence[Sequence[int]] = ()
+    ) -> list[Command]:
         """The transfer thread has posted a chunk."""
         sending, chunk = self._outstanding(handoff, seq)
-        if chunk.posted or len(digests) != len(chunk.blocks):
+        if chunk.posted or len(digests) != len(chunk.blocks) or len(more) not in (0, len(digests)):
             raise HandoffError(f"{handoff} chunk {seq}: posted twice, or digests do not fit")
         chunk.posted = True
         if sending.state is S.LOST or (sending.state is S.STOPPED and sending.reads_remotely):
@@ -63,8 +65,8 @@ class KVSender:
             chunk.reading = False
             return []
         offers = [
-            BlockOffer(block.source, block.generation, block.index, block.tokens, digest)
-            for block, digest in zip(chunk.blocks, digests, strict=True)
+            BlockOffer(block.source, block.generation, block.index, block.tokens, digest, list(others))
+            for block, digest, others in zip(chunk.blocks, digests, more or ((),) * len(digests), strict=True)
         ]
         return [Emit(handoff.decode, Offer(handoff, seq, offers))]
 

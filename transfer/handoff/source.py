@@ -105,8 +105,8 @@ class HandoffSource(Generic[T]):
                 return self._settle(self.sender.landed(message))
             case FromReader(_, Stop() as message):
                 return self._stop(message)
-            case Posted(handoff, seq, digests):
-                return self._settle(self.sender.posted(handoff, seq, digests))
+            case Posted(handoff, seq, digests, more):
+                return self._settle(self.sender.posted(handoff, seq, digests, more))
             case Sent(handoff, seq, error):
                 return self._settle(self.sender.sent(handoff, seq, error))
             case ReaderUp(peer, reads_remotely, unfinished):

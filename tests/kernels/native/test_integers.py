@@ -28,20 +28,25 @@ WRAPPING = """
 
 using namespace headrace;
 
-static const int8_t ENDS[3][4] = {{-112, 112, 0, 1}, {-128, 127, 0, 1}, {-64, 63, 0, 1}};
+static const int8_t ENDS[3][4] = {{-112, 112, 0, 1}, {-64, 63, 0, 1}, {-128, 127, 0, 1}};
 
 int main() {
   if (!has_pairs()) return 3;
   uint32_t state = 1;
   for (int turn = 0; turn < 10000; ++turn) {
-    int8_t terms[3][GROUP];
+    int32_t terms[3][GROUP], n[GROUP];
     for (int term = 0; term < 3; ++term)
-      for (int8_t &of_column : terms[term]) of_column = ENDS[term][(state = state * 1664525 + 1013904223) >> 30];
+      for (int32_t &of_column : terms[term]) of_column = ENDS[term][(state = state * 1664525 + 1013904223) >> 30];
+    for (int i = 0; i < GROUP; ++i)
+      n[i] = terms[0][i] * (1 << HIGH_BITS) + terms[1][i] * (1 << LOW_BITS) + terms[2][i];
     uint32_t want = 0;
     for (int i = 0; i < GROUP; i += i % 8 == 3 ? 5 : 1)
       want -= ((uint32_t)((terms[0][i] + 128) * terms[0][i + 4]) << HIGH_BITS) +
-              ((uint32_t)(128 * terms[1][i + 4]) << LOW_BITS) + (uint32_t)((terms[2][i] + 128) * terms[2][i + 4]);
-    if ((uint32_t)start_of_pairs((const uint8_t *)terms) != want) return 1;
+              ((uint32_t)((terms[1][i] + 128) * terms[1][i + 4]) << LOW_BITS) + (uint32_t)(128 * terms[2][i + 4]);
+    const Ints whole[2] = {load_ints(n), load_ints(n + LANES)};
+    const Ints high[2] = {load_ints(terms[0]), load_ints(terms[0] + LANES)};
+    const Ints middle[2] = {load_ints(terms[1]), load_ints(terms[1] + LANES)};
+    if ((uint32_t)start_of_pairs(whole, high, middle) != want) return 1;
   }
 }
 """
@@ -78,11 +83,11 @@ def rounded(x: Tensor, bits: IntegerBits) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 32), (64, 64), (100, 96), (200, 576)])
 def test_products(kernels: Native, bits: IntegerBits, kind: Kind, rows: int, columns: int) -> None:
-    """Every height of tile and its rest, panels that are not full, a bias; values of a row that differ a million times
-    in size."""
+    """Every height of tile and its rest, parts of many rows, panels that are not full, a bias; values of a row that
+    differ a million times in size."""
     weight = weight_of(kind, rows, columns)
     wide, bias = unpack(weight).double(), torch.randn(rows)
-    for n in (1, 2, 3, 4, 5, 6, 7, 8, 13, 50):
+    for n in (1, 2, 3, 4, 5, 6, 7, 8, 13, 50, 129):
         x = torch.randn(n, columns) * torch.logspace(-3, 3, columns)[torch.randperm(columns)]
         got = kernels.linear(x, integer(weight, bits), bias)
         size = float((x.double().abs() @ wide.abs().T).max())

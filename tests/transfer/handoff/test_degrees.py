@@ -2,13 +2,17 @@
 heads, real processes as ranks, real transfer threads; and ranks that are killed or stopped at each step of a
 handoff."""
 
+import mmap
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import pytest
+import torch
 
 from engine.backends.workspace import trial_row
 from engine.config import EngineConfig
@@ -16,14 +20,28 @@ from engine.device import EngineDevice, open_device
 from engine.messages import Handoff
 from engine.model.config import ModelConfig
 from engine.model.prepared.cache import prepare
-from engine.ranks.sums import RankError
+from engine.model.split import Share
+from engine.ranks.sums import RankError, bytes_of
 from engine.step import StepPlan
-from engine.storage.paged import PagedKV
-from engine.types import BlockId, RequestId, SamplingParams
+from engine.storage.paged import PagedKV, header_bytes
+from engine.types import BlockId, Incarnation, RequestId, SamplingParams
 from tests.chaos import faults
 from tests.engine.model.checkpoints import build, save_hf
-from tests.transfer.pair import DECODE, PREFILL, Pair
-from transfer.handoff.commands import Arrived, ExpectedBlock, OutgoingBlock, Rows, Settled
+from tests.transfer.pair import DECODE, PREFILL, Opened, Pair
+from transfer.config import TransferConfig
+from transfer.handoff.commands import (
+    Arrived,
+    ExpectedBlock,
+    Fenced,
+    MoverEvent,
+    OutgoingBlock,
+    Received,
+    Rows,
+    Settled,
+)
+from transfer.registry import LOOPBACK, open_transports
+from worker.opening import open_movers
+from worker.rank import PROGRAM as RANK_PROGRAM
 
 SIZE, POOL = 4, 16
 PROMPT = [30 + 7 * at % 61 for at in range(18)]
@@ -55,13 +73,51 @@ TRIED = (
 )
 
 
+class Blocks:
+    """The blocks of a device, with the heads of all its pools, whichever process has them."""
+
+    def __init__(self, device: EngineDevice) -> None:
+        self._layout = device.layout
+        group, blocks = device.ranks, device.blocks
+        self._pools = [(device.kv.layout.heads, device.kv.memory)]
+        for pid, heads in zip(group.pids, group.heads[1:], strict=True) if group and group.moves else ():
+            fd = next(fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "headrace-kv" in str(fd.readlink()))
+            each = len(heads) * device.layout.head_bytes
+            with fd.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), header_bytes(blocks) + blocks * each)
+            self._pools.append((heads, bytes_of(memory, header_bytes(blocks)).view(blocks, each)))
+
+    def read(self, block: BlockId) -> list[bytes]:
+        """Return what each pool has of a block, in the order of the ranks."""
+        return [memory[block].numpy().tobytes() for _, memory in self._pools]
+
+    def whole(self, block: BlockId) -> bytes:
+        """Return a block with all heads. Pools that have the same heads must have the same bytes."""
+        size, found = self._layout.head_bytes, dict[int, bytes]()
+        for (heads, _), raw in zip(self._pools, self.read(block), strict=True):
+            for at, head in enumerate(heads):
+                assert found.setdefault(head, own := raw[at * size : (at + 1) * size]) == own
+        return b"".join(found[head] for head in self._layout.heads)
+
+    def write(self, block: BlockId, whole: bytes) -> None:
+        size = self._layout.head_bytes
+        for heads, memory in self._pools:
+            part = bytearray(whole[heads.start * size : heads.stop * size])
+            memory[block].copy_(torch.frombuffer(part, dtype=torch.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        return self._layout.block_bytes
+
+
 class Devices:
     """Devices of ranks, each opened when first asked for, and answers of single processes that sum up in slices."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._models: dict[int, Path] = {}
-        self._devices: dict[tuple[int, int, str], EngineDevice] = {}
+        self._devices: dict[tuple[int, int, str, str], EngineDevice] = {}
+        self._opened: dict[int, tuple[EngineDevice, Opened]] = {}
         self._answers: dict[Degrees, list[int]] = {}
 
     def model(self, kv_heads: int) -> Path:
@@ -82,13 +138,28 @@ class Devices:
             deterministic="off",
             rank_wait_s=RANK_WAIT_S,
         )
-        return open_device(msgspec.structs.replace(base, **options))
+        config = msgspec.structs.replace(base, **options)
+        if config.has_rank_pools:
+            share = Share(0, config.tensor_parallel).kv_heads(ModelConfig.load(folder))
+            pool_bytes = POOL * block_bytes * len(share) * config.tensor_parallel // kv_heads
+            config = msgspec.structs.replace(config, pool_bytes=pool_bytes)
+        return open_device(config, rank_program=RANK_PROGRAM)
 
-    def of(self, kv_heads: int, ranks: int, role: str) -> EngineDevice:
-        key = kv_heads, ranks, role
+    def of(self, kv_heads: int, ranks: int, role: str, pools: str = "shared") -> EngineDevice:
+        key = kv_heads, ranks, role, pools
         if key not in self._devices:
-            self._devices[key] = self.opened(kv_heads, tensor_parallel=ranks)
+            self._devices[key] = self.opened(kv_heads, tensor_parallel=ranks, rank_pools=pools)
         return self._devices[key]
+
+    def moving(self, device: EngineDevice, me: Incarnation) -> Opened:
+        """Return the movers of a device, as a worker opens them."""
+        if id(device) not in self._opened:
+            inbox: list[MoverEvent] = []
+            config = TransferConfig()
+            ways = open_transports(device.kv, me, config, LOOPBACK)
+            movers, told = open_movers(device, ways, inbox.append, me, config, LOOPBACK)
+            self._opened[id(device)] = device, Opened(movers, told, inbox, device.layout)
+        return self._opened[id(device)][1]
 
     def answer(self, degrees: Degrees) -> list[int]:
         """Return what one process after the other answers, which copy the prompt's blocks."""
@@ -102,7 +173,18 @@ class Devices:
             close(writer)
         return self._answers[degrees]
 
+    def joined(self, kind: str, prefill: EngineDevice, decode: EngineDevice) -> Pair:
+        assert isinstance(prefill.kv, PagedKV) and isinstance(decode.kv, PagedKV)
+        return Pair(
+            kind,
+            layouts=(prefill.layout, decode.layout),
+            pools=(prefill.kv, decode.kv),
+            opened=(self.moving(prefill, PREFILL), self.moving(decode, DECODE)),
+        )
+
     def close(self) -> None:
+        for _, opened in self._opened.values():
+            opened.mover.stop()
         for device in self._devices.values():
             close(device)
 
@@ -143,12 +225,13 @@ class Story:
     STEPS = ("before", "offered", "reading", "landed", "released")
     _numbers = count()
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, decode_blocks: Blocks) -> None:
         self.pair = pair
+        self._decode = decode_blocks
         self.handoff = Handoff(RequestId(f"r{next(self._numbers)}"), 1, 1, DECODE, PREFILL)
-        decode, prefill = pair.decode.pool, pair.prefill.pool
+        prefill = pair.prefill.pool
         for block in range(POOL):
-            decode.block(BlockId(block))[:] = POISON * decode.block_bytes
+            decode_blocks.write(BlockId(block), POISON * decode_blocks.nbytes)
         self._blocks, expected = [], {}
         for at in range(FULL):
             tokens, identity = min(SIZE, len(PROMPT) - SIZE * at), bytes([at]) * 16
@@ -158,7 +241,7 @@ class Story:
         pair.told.clear()
         pair.events.clear()
         pair.receiver.expect(self.handoff, expected)
-        pair.sender.open(self.handoff, pair.prefill.transport.reads_remotely)
+        pair.sender.open(self.handoff, pair.prefill.way.reads_remotely)
 
     def run(self, at: Callable[[str], None] = lambda step: None) -> None:
         """Carry it out; `at` each step before it is taken."""
@@ -176,8 +259,8 @@ class Story:
         pair.until(lambda: Settled(self.handoff) in pair.told)
         at("released")
         untouched = set(range(POOL)) - set(TARGETS[:FULL])
-        decode = pair.decode.pool
-        assert all(bytes(decode.block(BlockId(b))) == POISON * decode.block_bytes for b in untouched)
+        decode = self._decode
+        assert all(decode.whole(BlockId(b)) == POISON * decode.nbytes for b in untouched)
 
 
 @pytest.fixture(scope="module")
@@ -187,28 +270,25 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
     devices.close()
 
 
-def joined(kind: str, prefill: EngineDevice, decode: EngineDevice) -> Pair:
-    assert isinstance(prefill.kv, PagedKV) and isinstance(decode.kv, PagedKV)
-    return Pair(kind, layouts=(prefill.layout, decode.layout), pools=(prefill.kv, decode.kv))
-
-
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.parametrize("degrees", TRIED, ids=lambda degrees: "{}-heads-{}-{}".format(*degrees))
+@pytest.mark.parametrize("pools", [("shared", "shared"), ("own", "own"), ("own", "shared"), ("shared", "own")])
 @pytest.mark.slow
-def test_any_degree_hands_over_to_any(devices: Devices, degrees: Degrees, kind: str) -> None:
+def test_any_degree_hands_over_to_any(devices: Devices, degrees: Degrees, kind: str, pools: tuple[str, str]) -> None:
     """Guards against heads in the wrong place of a block, blocks that are offered before every rank has written them,
     and ranks that do not see what has landed."""
     wanted = devices.answer(degrees)
-    prefill = devices.of(degrees.kv_heads, degrees.prefill, "p")
-    decode = devices.of(degrees.kv_heads, degrees.decode, "d")
+    prefill = devices.of(degrees.kv_heads, degrees.prefill, "p", pools[0])
+    decode = devices.of(degrees.kv_heads, degrees.decode, "d", pools[1])
     for device, ranks in ((prefill, degrees.prefill), (decode, degrees.decode)):
         assert (len(device.ranks.pids) if device.ranks else 0) == ranks - 1
     tokens = read(prefill)
-    pair = joined(kind, prefill, decode)
+    pair = devices.joined(kind, prefill, decode)
     try:
-        Story(pair).run()
+        there, here = Blocks(prefill), Blocks(decode)
+        Story(pair, here).run()
         for source, target in zip(SOURCES[: FULL - 1], TARGETS, strict=False):
-            assert bytes(decode.kv.block(target)) == bytes(prefill.kv.block(source))
+            assert here.whole(target) == there.whole(source)
         assert answer(decode, tokens) == wanted
     finally:
         pair.close()
@@ -225,18 +305,63 @@ def test_a_stopped_rank_does_not_hold_up_a_handoff(devices: Devices, role: str, 
     device = prefill if role == "prefill" else decode
     assert device.ranks is not None
     (rank,) = device.ranks.pids
-    pair = joined(kind, prefill, decode)
+    pair = devices.joined(kind, prefill, decode)
     try:
         for step in Story.STEPS:
             tokens = read(prefill)
             try:
-                Story(pair).run(lambda now, step=step: faults.freeze(rank) if now == step else None)  # type: ignore[misc]
+                Story(pair, Blocks(decode)).run(lambda now, step=step: faults.freeze(rank) if now == step else None)  # type: ignore[misc]
                 assert faults.process_state(rank) == "T"
             finally:
                 faults.thaw(rank)
             assert answer(decode, tokens) == wanted, step
     finally:
         pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("end", ["landed", "fenced"])
+def test_with_pools_of_their_own_nothing_lands_or_is_fenced_until_every_rank_has_its_heads(
+    devices: Devices, end: str, kind: str
+) -> None:
+    """Guards against a chunk that counts as landed, or targets that are freed, when some of the ranks are ready."""
+    prefill, decode = devices.of(2, 2, "p", "own"), devices.of(2, 2, "d", "own")
+    assert decode.ranks is not None
+    (rank,) = decode.ranks.pids
+    wanted, tokens = devices.answer(Degrees(2, 2, 2)), read(prefill)
+    pair = devices.joined(kind, prefill, decode)
+    here = Blocks(decode)
+    story, poison = Story(pair, here), POISON * (here.nbytes // 2)
+
+    def stop_a_rank(now: str) -> None:
+        if now != "offered":
+            return
+        faults.freeze(rank)
+        pair.until(lambda: here.read(TARGETS[0])[0] != poison)
+        if end == "fenced":
+            pair.at_decode(pair.receiver.stop(story.handoff))
+        for _ in range(40):
+            pair.turn()
+            time.sleep(0.005)
+        assert faults.process_state(rank) == "T" and here.read(TARGETS[0])[1] == poison
+        assert not any(isinstance(one, Received | Fenced) for one in (*pair.events, *pair.told))
+        faults.thaw(rank)
+        if end == "fenced":
+            pair.until(lambda: any(isinstance(one, Fenced) for one in pair.told))
+            raise _StoppedError
+
+    try:
+        with suppress(_StoppedError):
+            story.run(stop_a_rank)
+            assert answer(decode, tokens) == wanted
+    finally:
+        faults.thaw(rank)
+        pair.close()
+
+
+class _StoppedError(Exception):
+    """The story has ended early."""
 
 
 @pytest.mark.chaos
@@ -256,10 +381,10 @@ def test_a_rank_lost_at_a_step_ends_its_worker_and_spoils_no_block(
     heard: list[RankError] = []
     lost.ranks.watch(heard.append)
     tokens = read(prefill)
-    pair = joined("shm", prefill, decode)
+    pair = devices.joined("shm", prefill, decode)
     try:
         strike = faults.kill if how == "kill" else faults.freeze
-        Story(pair).run(lambda now: strike(rank) if now == step else None)
+        Story(pair, Blocks(decode)).run(lambda now: strike(rank) if now == step else None)
         if role == "prefill":
             assert answer(decode, tokens) == wanted
         with pytest.raises(RankError, match="SIGKILL" if how == "kill" else "does not answer") as found:

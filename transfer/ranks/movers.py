@@ -1,0 +1,185 @@
+"""The movers of a worker's ranks, driven from rank 0: stands where a `transfer.mover.Mover` does.
+
+    rank 0                                                        rank r (transfer.ranks.follower)
+      any thread       submit -> group -> own mover
+                                       `- a socket per rank --->     thread "moves"    commands
+      transfer thread  its own mover's events -> group              thread "transfer" its mover
+      thread "moves"   what rank r says -> group  <--- events ---
+
+The group is asked under a lock, and what it tells goes out under the same, so every rank hears its commands in the
+order in which the worker gave them. Whoever gives a command waits only for a rank that has stopped taking any, for as
+long as its socket may.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from engine.kv.layout import KVLayout
+from engine.messages import Endpoint, RankEndpoint
+from engine.types import Incarnation
+from transfer.config import TransferConfig
+from transfer.digest import Tally
+from transfer.handoff.commands import MoverCommand, MoverDied, MoverEvent
+from transfer.mover import Mover
+from transfer.ranks.group import MoverGroup, Told, ToRank, part_of
+from transfer.ranks.links import DescribedTo, DescribeTo, FromMover, MoveLink, MoverOpened, OpenMover, Reported
+from transfer.transport import KVMemory, TransferError, Transport
+
+MOST_RANKS = 8
+"""The most ranks that a peer may have, where it is not known how many."""
+NCCL = "nccl"
+
+
+class RankMovers:
+    """`heads`: those of each rank's pool, this one's, rank 0's, first. `links`: a socket to each other rank. Raises
+    TransferError for a rank that cannot open its transports. Owner: as a mover's.
+
+    Mutable state, under a lock: the group's, what each rank has reported last, and whether it is stopping."""
+
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        memory: KVMemory,
+        layout: KVLayout,
+        on_event: Callable[[MoverEvent], None],
+        heads: Sequence[range],
+        links: Mapping[int, MoveLink[FromMover]],
+    ) -> None:
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._group = MoverGroup(heads)
+        self._own = Mover(transports, memory, layout.restricted(heads[0]), self._hear_own)
+        self._links = links
+        self._reports: dict[int, Reported] = {}
+        self._answers: queue.SimpleQueue[FromMover] = queue.SimpleQueue()
+        self._stopping = False
+
+    def open(self, incarnation: Incarnation, config: TransferConfig, host: str) -> None:
+        """Have the other ranks open what rank 0 has opened."""
+        for rank, link in self._links.items():
+            link.say(OpenMover(part_of(incarnation, rank), config, host))
+        for rank, link in self._links.items():
+            opened = link.hear()
+            if not isinstance(opened, MoverOpened) or opened.error:
+                why = "has ended" if opened is None else getattr(opened, "error", "says something else")
+                raise TransferError(f"tensor-parallel rank {rank} opens no transports: {why}")
+        for rank, link in self._links.items():
+            threading.Thread(target=self._hear, args=(rank, link), name=f"moves-{rank}", daemon=True).start()
+
+    def describe(self, rank: int, transport: str, peers: Sequence[Incarnation], wait_s: float) -> list[dict[str, Any]]:
+        """Ask a rank what each of these ranks of a peer is to be told. Waits for the answer."""
+        self._links[rank].say(DescribeTo(transport, tuple(peers)))
+        try:
+            answer = self._answers.get(timeout=wait_s)
+        except queue.Empty:
+            raise TransferError(f"tensor-parallel rank {rank} does not say how it is reached") from None
+        assert isinstance(answer, DescribedTo)
+        return list(answer.details)
+
+    def submit(self, command: MoverCommand) -> None:
+        with self._lock:
+            self._give(self._group.submit(command))
+
+    def warm_up(self, wire: str) -> None:
+        self._own.warm_up(wire)
+
+    def start(self) -> None:
+        self._own.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        self._stopping = True
+        self._own.stop(timeout_s)
+
+    def run_once(self) -> bool:
+        return self._own.run_once()
+
+    @property
+    def outstanding(self) -> int:
+        return self._own.outstanding + sum(report.outstanding for report in self._reports.values())
+
+    @property
+    def scrapped_bytes(self) -> int:
+        return self._own.scrapped_bytes + sum(report.scrapped_bytes for report in self._reports.values())
+
+    @property
+    def beat(self) -> int | None:
+        """Rank 0's. The other ranks look at theirs themselves."""
+        return self._own.beat
+
+    @property
+    def digests(self) -> Tally:
+        """Those of all ranks."""
+        total = Tally(self._own.digests.made, self._own.digests.verified, self._own.digests.mismatched)
+        for report in self._reports.values():
+            total.made += report.made
+            total.verified += report.verified
+            total.mismatched += report.mismatched
+        return total
+
+    def _give(self, told: Iterable[Told]) -> None:
+        for one in told:
+            if not isinstance(one, ToRank):
+                self._on_event(one)
+            elif one.rank == 0:
+                self._own.submit(one.command)
+            else:
+                try:
+                    self._links[one.rank].say(one.command)
+                except TransferError as error:
+                    if not self._stopping:
+                        self._on_event(MoverDied(f"at rank {one.rank}: {error}"))
+
+    def _hear_own(self, event: MoverEvent) -> None:
+        with self._lock:
+            self._give(self._group.heard(0, event))
+
+    def _hear(self, rank: int, link: MoveLink[FromMover]) -> None:
+        try:
+            for said in link:  # until it ends: who watches its process tells of that
+                if not isinstance(said, Reported):
+                    self._answers.put(said)
+                    continue
+                with self._lock:
+                    self._reports[rank] = said
+                    self._give(self._group.heard(rank, said.event))
+        except Exception as error:
+            self._on_event(MoverDied(f"what rank {rank} says is not understood: {error}"))
+
+
+class Way(Protocol):
+    """A transport, as far as peers are told of it."""
+
+    name: str
+    reads_remotely: bool
+
+    def describe(self, peer: Incarnation, ranks: int = 0) -> Endpoint:
+        """`ranks`: how many of the peer's have a pool; 0: not known."""
+
+
+class RankTransport:
+    """The `Way` to the pools of a worker's ranks, of which there may be one. `describe` raises TransferError where a
+    rank does not answer."""
+
+    def __init__(self, own: Transport, movers: RankMovers, heads: Sequence[range], wait_s: float) -> None:
+        self._own = own
+        self._movers = movers
+        self._heads = heads
+        self._wait_s = wait_s
+        self.name = own.name
+        self.reads_remotely = own.reads_remotely
+
+    def describe(self, peer: Incarnation, ranks: int = 0) -> Endpoint:
+        # Of a peer whose ranks are not known, the ranks may dial over nccl; over tcp and shm nobody does.
+        lives = [part_of(peer, rank) for rank in range(ranks or (MOST_RANKS if self.name == NCCL else 1))]
+        own = [self._own.describe(life) for life in lives]
+        if len(self._heads) == len(own) == 1:
+            return own[0]
+        told = [[endpoint.details for endpoint in own]]
+        told += [self._movers.describe(rank, self.name, lives, self._wait_s) for rank in range(1, len(self._heads))]
+        endpoints = [
+            RankEndpoint(first_head=heads.start, kv_heads=len(heads), details=details)
+            for heads, details in zip(self._heads, told, strict=True)
+        ]
+        return Endpoint(transport=self.name, details=own[0].details, ranks=endpoints)
