@@ -273,3 +273,10 @@ def test_the_line_is_read_off_so_many_reports() -> None:
         rows = 1 + 8 * (number % 2)
         line.measured(rows, 0.01 + 0.001 * rows)
     assert line.s_per_row == pytest.approx(0.001)
+
+
+def test_an_end_is_part_of_the_medians_at_once() -> None:
+    fitted = cluster()
+    assert fitted.exposure("d1") == (1.0, 1.0) and fitted.delay("p1") == 1.0
+    fitted.ended((0.1, 0.2), account(prefill_run=0.2, migrate=0.1))
+    assert fitted.exposure("d1")[0] == fitted.exposure("d0")[0] < 1.0 < fitted.delay("p0") == fitted.delay("p1")
