@@ -27,7 +27,8 @@ import msgspec
 
 from benchmarks import figures, output
 from benchmarks.front_disturbed import serve_disturber
-from benchmarks.front_peers import PeerFront, serve_text_workers
+from benchmarks.front_peers import SmgFront, serve_text_workers
+from benchmarks.vllm_front import VllmFront
 from engine.handshake import Keyring, Party
 from engine.messages import (
     Accepted,
@@ -205,8 +206,14 @@ class ScriptedWorker:
         self._steps += 1
         records.append(
             Load(
-                step=self._steps, free_blocks=BLOCKS, cached_blocks=0, active_blocks=0, reserved_blocks=0,
-                quarantined_blocks=0, running_requests=len(self._next), s_per_token=1e-4,
+                step=self._steps,
+                free_blocks=BLOCKS,
+                cached_blocks=0,
+                active_blocks=0,
+                reserved_blocks=0,
+                quarantined_blocks=0,
+                running_requests=len(self._next),
+                s_per_token=1e-4,
             )
         )
         if self._send is not None:
@@ -315,7 +322,9 @@ async def read_sse(address: str, tally: ClientCounts) -> None:
     host, _, port = address.rpartition(":")
     asked_s, is_first = time.monotonic(), True
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = msgspec.json.encode({"model": HexText.name, "prompt": [1, 2, 3], "stream": True})
+    body = msgspec.json.encode(
+        {"model": HexText.name, "prompt": [1, 2, 3], "stream": True, "max_tokens": CONTEXT_TOKENS // 8}
+    )
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
@@ -335,8 +344,12 @@ async def read_sse(address: str, tally: ClientCounts) -> None:
                 tally.took(found[1].decode())
 
 
-PEER = "smg"
-READERS: dict[str, Callable[[str, ClientCounts], Any]] = {"grpc": read_grpc, "sse": read_sse, PEER: read_sse}
+READERS: dict[str, Callable[[str, ClientCounts], Any]] = {
+    "grpc": read_grpc,
+    "sse": read_sse,
+    "smg": read_sse,
+    "vllm": read_sse,
+}
 
 
 def serve_client(pipe: Connection, shared: Any, front: str, address: str, streams: int, pause_s: float) -> None:
@@ -396,6 +409,23 @@ def _start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connectio
     return process, ours
 
 
+def _opened(front: str, workers: int, has_http: bool, python: Path) -> tuple[Any, Any, str, str, list[Any]]:
+    """Start a front and its workers. Return its process, who is told the rate, the address that is measured, that of
+    HTTP, and what else is to be ended."""
+    if front == "vllm":
+        server = VllmFront(python, workers, TICK_S, VOCABULARY)
+        return server, server, server.address, server.address, []
+    if front == "smg":
+        fleet, to_fleet = _start(serve_text_workers, workers, TICK_S, VOCABULARY)
+        peer = SmgFront(python, to_fleet.recv())
+        return peer, to_fleet, peer.address, peer.address, [fleet]
+    fleet, to_fleet = _start(serve_workers, workers)
+    router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or has_http)
+    grpc_address, http = to_router.recv()
+    router.pipe = to_router  # the router ends with it
+    return router, to_fleet, http if front == "sse" else grpc_address, http, [fleet]
+
+
 def measure(
     front: str,
     workers: int,
@@ -408,18 +438,8 @@ def measure(
     python: Path = Path(sys.executable),
 ) -> dict[str, Any]:
     """Return the line of one router with `streams` open streams, each of `rate` tokens a second; `disturb` says by whom
-    they are disturbed while half of the ages are read. `python` has the routers of others."""
-    router: Any
-    if front == PEER:
-        fleet, to_fleet = _start(serve_text_workers, workers, TICK_S, VOCABULARY)
-        router = PeerFront(python, to_fleet.recv())
-        address = http = router.address
-    else:
-        fleet, to_fleet = _start(serve_workers, workers)
-        # Its end of the pipe is kept: the router ends with it.
-        router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or bool(disturb))
-        grpc_address, http = to_router.recv()
-        address = http if front == "sse" else grpc_address
+    they are disturbed while half of the ages are read. `python` has the fronts of others."""
+    router, to_fleet, address, http, others = _opened(front, workers, bool(disturb), python)
     to_fleet.send(min(20.0, 2000.0 / streams))
     time.sleep(0.5)
     empty_bytes, began_cpu_s = rss_bytes(router.pid), cpu_s(router.pid)
@@ -472,7 +492,7 @@ def measure(
     ages.sort()
     disturbed.sort()
     first_s.sort()
-    for process in (*(process for process, _ in readers), *beside, router, fleet):
+    for process in (*(process for process, _ in readers), *beside, router, *others):
         process.kill()
         process.join()
     return {
@@ -499,8 +519,8 @@ def _ms(ages: list[int], share: float) -> float:
 
 def main() -> None:
     parser = output.parser(__doc__)
-    parser.add_argument("--fronts", default="grpc,sse", help="grpc, sse, smg, or several of them")
-    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="where smg is installed")
+    parser.add_argument("--fronts", default="grpc,sse", help="grpc, sse, smg, vllm, or several of them")
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="where smg, or vLLM, is installed")
     parser.add_argument("--streams", default="128", help="open streams, one after the other: 128,1024")
     parser.add_argument("--rates", default="25,100,400", help="tokens a second of each stream")
     parser.add_argument("--workers", type=int, default=8)

@@ -8,13 +8,13 @@ import asyncio
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryFile
 
-MODEL = "hex"
-START_S = 120.0
+START_S = 240.0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 ABOUT = {
     b"/v1/models": b'{"object":"list","data":[{"id":"hex","object":"model"}]}',
@@ -98,16 +98,47 @@ def serve_text_workers(pipe: Connection, count: int, tick_s: float, period: int)
     asyncio.run(_serve(pipe, count, tick_s, period))
 
 
-class PeerFront:
+class FrontProcess:
+    """A front of others in a process of its own, which is ended as one of `multiprocessing` is."""
+
+    def __init__(self, command: Callable[[int], list[str]], ready: str) -> None:
+        """`command` starts one that listens at a port, and answers 200 at `ready` when it can serve. Raises
+        RuntimeError if it does not start."""
+        port = _free_port()
+        self._log = TemporaryFile()  # noqa: SIM115 - as long as the process
+        self.process = subprocess.Popen(
+            command(port), stdin=subprocess.PIPE, stdout=self._log, stderr=subprocess.STDOUT
+        )
+        self.pid = self.process.pid
+        self.address = f"127.0.0.1:{port}"
+        until_s = time.monotonic() + START_S
+        while not _is_ready(port, ready):
+            if self.process.poll() is not None or time.monotonic() > until_s:
+                self._log.seek(0)
+                told = self._log.read()[-600:].decode(errors="replace")
+                self.kill()
+                self.join()
+                raise RuntimeError(f"it does not start: {told}")
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def join(self) -> None:
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self._log.close()
+
+
+class SmgFront(FrontProcess):
     """A process of `smg` before HTTP workers."""
 
     def __init__(self, python: Path, workers: list[str]) -> None:
         """Raises RuntimeError if it does not start."""
-        port, metrics = _free_port(), _free_port()
         options = {
             "--host": "127.0.0.1",
-            "--port": port,
-            "--prometheus-port": metrics,
+            "--prometheus-port": _free_port(),
             "--policy": "round_robin",
             "--log-level": "error",
             "--request-timeout-secs": 3600,
@@ -115,31 +146,13 @@ class PeerFront:
         }
         command = [str(python), "-m", "smg.launch_router", "--worker-urls", *workers, "--disable-retries"]
         command += [str(part) for option in options.items() for part in option]
-        self._log = TemporaryFile()  # noqa: SIM115 - as long as the process
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
-        self.pid = self._process.pid
-        self.address = f"127.0.0.1:{port}"
-        until_s = time.monotonic() + START_S
-        while not _is_ready(port):
-            if self._process.poll() is not None or time.monotonic() > until_s:
-                self._log.seek(0)
-                told = self._log.read()[-600:].decode(errors="replace")
-                self.kill()
-                raise RuntimeError(f"smg does not start: {told}")
-            time.sleep(0.2)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def join(self) -> None:
-        self._process.wait()
-        self._log.close()
+        super().__init__(lambda port: [*command, "--port", str(port)], "/readiness")
 
 
-def _is_ready(port: int) -> bool:
+def _is_ready(port: int, path: str) -> bool:
     connection = HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request("GET", "/readiness")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, HTTPException):
         return False

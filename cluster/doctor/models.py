@@ -25,17 +25,18 @@ def configured_model(model: str, name: str = "model", setting: str = "--model") 
         return Check(name, "fail", f"{path}: no such file or directory", f"name another: {setting}")
     try:
         shape = find_shape(model)
+        if shape.not_run or shape.model is None:
+            return Check(name, "fail", shape.not_run, "docs/models.md says what runs")
+        held = _held(model, shape.model)
     except ModelError as error:
         return Check(name, "fail", str(error), "docs/models.md says what runs")
-    if shape.not_run or shape.model is None:
-        return Check(name, "fail", shape.not_run, "docs/models.md says what runs")
     windows = [str(window) for window in shape.model.windows if window]
     parts = [
         f"{shape.name}: family {shape.model.family}, weights in {shape.stored}",
         f"{shape.layers} layers, context of {shape.context_tokens} tokens",
         *([f"windows of {', '.join(windows)}"] if windows else []),
         *([f"{shape.model.expert_count} experts"] if shape.model.experts else []),
-        *_held(model, shape.model),
+        *held,
     ]
     return Check(name, "ok", ", ".join(parts))
 

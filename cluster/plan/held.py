@@ -21,7 +21,7 @@ _PLAIN = tuple(DTYPE_BYTES)
 
 def kinds_at_hand(named: str, dtype: str) -> dict[str, str]:
     """Return what each weight of a GGUF file, a directory or the demo model ("") is kept as in a model in `dtype`; none
-    of a config.json or a prepared model. Raises ModelError."""
+    of a config.json or a prepared model. Raises ModelError, for a tensor that nothing reads too."""
     from engine.model.prepared.cache import find_demo_model, opened
     from engine.model.prepared.weights import prepared_weights, stored_kind
 
@@ -29,7 +29,9 @@ def kinds_at_hand(named: str, dtype: str) -> dict[str, str]:
     if path.suffix != ".gguf" and not any(path.glob("*.safetensors")):
         return {}
     source = opened(path)
-    return {key: stored_kind(source, weight, layer, dtype) for key, weight, layer in prepared_weights(source)}
+    found = {key: stored_kind(source, weight, layer, dtype) for key, weight, layer in prepared_weights(source)}
+    source.check_all_read()
+    return found
 
 
 def held_bytes(

@@ -1,5 +1,6 @@
 """The shape of a decoder-only model: sizes, rotary embedding, options. No torch, no files but its own JSON."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -92,6 +93,9 @@ class LongRope(msgspec.Struct, frozen=True, tag="longrope", kw_only=True):
 
 
 MOST_LAYERS = 10_000
+MOST_CONTEXT_TOKENS = 1 << 24
+"""Rotary tables have a row for each: a worker would not come to an end of many more."""
+MOST_EXPERTS = 10_000
 _SIZES = ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context_tokens")
 
 RopeScaling = Llama3Rope | LinearRope | FactorsRope | YarnRope | LongRope
@@ -263,6 +267,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field in _SIZES:
             if getattr(self, field) < 1:
                 raise ModelError(path, f"{field} is {getattr(self, field)}, must be at least 1")
+        if self.context_tokens > MOST_CONTEXT_TOKENS:
+            raise ModelError(path, f"context_tokens is {self.context_tokens}, must be at most {MOST_CONTEXT_TOKENS}")
+        _check_numbers(path, self)
+        if self.norm_eps <= 0:
+            raise ModelError(path, f"norm_eps is {self.norm_eps}, must be above 0")
         if self.heads % self.kv_heads:
             raise ModelError(path, f"{self.heads} heads do not divide by {self.kv_heads} KV heads")
         if self.head_dim % 2:
@@ -285,7 +294,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def _check_experts(self, path: Path, experts: ExpertOptions) -> None:
-        if experts.width < 1 or not 1 <= experts.chosen <= experts.count:
+        _check_numbers(path, experts)
+        if experts.width < 1 or not 1 <= experts.chosen <= experts.count <= MOST_EXPERTS:
             raise ModelError(path, f"{experts.chosen} of {experts.count} experts of width {experts.width}")
         if self.activation != "silu":
             raise ModelError(path, f"experts with activation {self.activation} are not supported")
@@ -294,6 +304,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         dims = self.rotary_dims(table)
         if dims % 2 or not 0 < dims <= self.head_dim:
             raise ModelError(path, f"{dims} dimensions of a head of {self.head_dim} are rotated: must be even")
+        _check_numbers(path, table)
+        if table.theta <= 1 or table.scale <= 0:
+            raise ModelError(path, f"a rotary table has theta {table.theta} and scale {table.scale}")
+        if isinstance(table.scaling, LinearRope | Llama3Rope | YarnRope):
+            _check_scaling(path, table.scaling)
         given: tuple[tuple[float, ...], ...] = ()
         match scaling := table.scaling:
             case FactorsRope():
@@ -301,10 +316,31 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             case LongRope():
                 given = (scaling.short, scaling.long)
         for factors in given:
-            if len(factors) != dims // 2 or not min(factors) > 0:
+            if len(factors) != dims // 2 or not all(0 < factor < math.inf for factor in factors):
                 raise ModelError(path, f"{len(factors)} rope factors for {dims} rotated dimensions, or one not above 0")
 
     @staticmethod
     def load(model_dir: Path) -> "ModelConfig":
         """Read a prepared model's configuration. Raises ModelError."""
         return read_prepared(model_dir / CONFIG_FILE, ModelConfig)
+
+
+def _check_numbers(path: Path, said: msgspec.Struct) -> None:
+    """Raise ModelError for a field that is NaN or without end."""
+    for field in said.__struct_fields__:
+        if isinstance(value := getattr(said, field), float) and not math.isfinite(value):
+            raise ModelError(path, f"{field} is {value}, not a finite number")
+
+
+def _check_scaling(path: Path, scaling: LinearRope | Llama3Rope | YarnRope) -> None:
+    """Raise ModelError for a scaling by which frequencies are no numbers."""
+    _check_numbers(path, scaling)
+    match scaling:
+        case Llama3Rope():
+            is_sound = scaling.original_context_tokens > 0 and 0 < scaling.low_freq_factor < scaling.high_freq_factor
+        case YarnRope():
+            is_sound = scaling.original_context_tokens > 0 and 0 < scaling.beta_slow <= scaling.beta_fast
+        case LinearRope():
+            is_sound = True
+    if not is_sound or scaling.factor <= 0:
+        raise ModelError(path, f"a rope scaling makes no frequencies: {scaling}")

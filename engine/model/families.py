@@ -275,7 +275,7 @@ MISTRAL = msgspec.structs.replace(LLAMA, name="mistral", hugging_face="mistral",
 """Mistral (arXiv 2310.06825): Llama's, the first with a window on all layers. Its GGUF files say that they are Llama's.
 """
 
-MINISTRAL3 = msgspec.structs.replace(LLAMA, name="ministral3", hugging_face="ministral3", gguf="")
+MINISTRAL3 = msgspec.structs.replace(LLAMA, name="ministral3", hugging_face="ministral3", gguf="mistral3")
 """Ministral 3: Mistral's, with YaRN, and queries that are scaled by their position."""
 
 GRANITE = msgspec.structs.replace(LLAMA, name="granite", hugging_face="granite", gguf="granite")
@@ -397,7 +397,6 @@ _CHUNKED = "layers attend within chunks, and queries have a temperature by posit
 
 _STATE = "it keeps a state instead of keys and values"
 _SHARED = "layers share keys and values, or differ in the size of their heads"
-_TEMPERATURE = "queries have a temperature by position; of Ministral 3 directories are read, and no GGUF files"
 
 REFUSED: dict[str, str] = {
     name: why
@@ -408,7 +407,6 @@ REFUSED: dict[str, str] = {
         "bamba granitemoehybrid granitehybrid falcon_h1 falcon-h1 nemotron_h nemotron-h",
         _STATE: "mamba mamba2 falcon_mamba rwkv6 rwkv7",
         _SHARED: "gemma3n gemma3n_text gemma4 gemma4_text",
-        _TEMPERATURE: "mistral3",
         "Gemma 1 is not supported, Gemma 2 and 3 are": "gemma",
     }.items()
     for name in names.split()

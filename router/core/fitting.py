@@ -9,6 +9,10 @@ Workers measure themselves and report it (`engine.messages.Load`); what a reques
                and a factor for each worker
     answer     tokens of an answer, of all requests
 
+Prefill workers of a pool are priced as equals until one differs from their median by more than ALIKE. What a prompt
+token takes depends on how full steps are, and what prompts are late by, on who came beside them: of equals the one that
+is asked less seems slower, and would be asked less still.
+
 No request moves a factor by more than FACTOR_STEP, no report the line's slope by more than ROW_STEP, and no factor
 leaves [1 / MOST, MOST]: one odd request changes little, and a hundred of them what they should. A worker of which
 nothing is known has the median of its pool. Everything is a function of the records that came, in their order.
@@ -24,6 +28,9 @@ NEWEST, NEWEST_REPORT = 1 / 32, 1 / 256
 """Share of the newest observation in a running mean: of a request, and of a report about steps."""
 FACTOR_STEP, ROW_STEP = 1.1, 1.02
 MOST = 8.0
+ALIKE = 1.25
+"""Workers that differ by no more than this factor are priced as equals: steps of few tokens take about so much longer
+for each, and the delay of 32 requests is off by about as much."""
 FEWEST_REPORTS = 16
 """A step's slope is read off so many reports at least; and where their rows differ (`_LEAST_VARIANCE`, in rows²)."""
 _LEAST_VARIANCE = 1.0
@@ -191,6 +198,22 @@ class Coefficients:
         if fit is None:
             return 1.0
         return fit.delay.value if fit.delay.is_known else self._pools().delay
+
+    def reading(self, name: str) -> tuple[float, float]:
+        """Return what the price of a prompt on a worker is made of: `s_per_token` and `delay`. Of a prefill worker each
+        is its own only where that stands out from its pool; and of its delay, which is chance for the greater part,
+        only what goes beyond ALIKE."""
+        pools, fit = self._medians or self._pools(), self._prefills.get(name)
+        if fit is None:
+            return self.s_per_token(name), 1.0
+        s_per_token, delay = pools.s_per_token, pools.delay
+        own = fit.s_per_token
+        if own and (own > s_per_token * ALIKE or s_per_token > own * ALIKE):
+            s_per_token = own
+        own = fit.delay.value
+        if (own > delay * ALIKE or delay > own * ALIKE) and fit.delay.is_known:
+            delay = own / ALIKE if own > delay else own * ALIKE
+        return s_per_token, delay
 
     def step(self, name: str, measured_s: float) -> tuple[float, float]:
         """Return the time of a step of a decode worker without rows, and what each row adds. `measured_s` is that of

@@ -24,7 +24,7 @@ from router.core.policy import (
 )
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, Room, WorkerEntry
-from router.core.reuse import Reuse, Waiting
+from router.core.reuse import Reuse
 from router.core.sessions import Pin
 
 FALLBACK = "fallback"
@@ -100,8 +100,10 @@ class Placer:
         if view.name != reader.name:
             view = msgspec.structs.replace(view, name=reader.name)
         tokens = len(call.record.tokens)
-        self._reuse.arrivals.came(now, max(tokens - view.cached_tokens, 1) * token_s(view), len(views))
-        self._reuse.missed.placed(call.chain(key), tokens, key[1], views, held.depths(key), view)
+        # What it keeps the worker busy for: its delay is waiting, and no work.
+        work_s = max(tokens - view.cached_tokens, 1) * token_s(view) / view.delay
+        self._reuse.arrivals.came(now, work_s, len(views))
+        self._reuse.missed.placed(call.chain(key), tokens, key[1], views, held.depths(key), view, now)
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
         decodes = [w for w in self._takers_for(call.record, now) if not w.refused and _applies(w, call.record)]
@@ -288,25 +290,25 @@ class Placer:
         """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
         depths = held.depths(alike[0].key)
         found = {w.name: depths.get(w.name, 0) for w in alike}
-        requests, tokens = sum([w.queued_requests for w in alike]), sum([w.queue_tokens for w in alike])
-        waiting = Waiting(requests / len(alike), tokens / len(alike))
+        queues = {w.name: w.queue_tokens for w in alike}
         s_per_token = self._fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
-        return self._reuse.delaying_tokens(call.chain(alike[0].key), found, alike[0].key[1], waiting, s_per_token)
+        return self._reuse.delaying_tokens(call.chain(alike[0].key), found, alike[0].key[1], queues, s_per_token)
 
     def _reader_view(
         self, call: Call, worker: WorkerEntry, blocks: int, wanted: Demand, delaying: float
     ) -> PrefillView:
         fitted, name, queue_tokens = self._fitted, worker.name, worker.queue_tokens
+        s_per_token, delay = fitted.reading(name)
         if call.left_behind is not None and call.left_behind[0] is worker.load:
             queue_tokens = max(queue_tokens - call.left_behind[1], 0)
         return PrefillView(
             name,
             min(blocks * worker.room[0], wanted.prompt_tokens - 1),
             queue_tokens,
-            fitted.s_per_token(name),
+            s_per_token,
             len(worker.own),
             delaying,
-            fitted.delay(name),
+            delay,
             fitted.host(name),
         )
 

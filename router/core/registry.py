@@ -51,8 +51,6 @@ class WorkerEntry:
     key: ModelKey = field(init=False)
     room: Room = field(init=False)
     queue_tokens: int = 0
-    queued_requests: int = 0
-    """Requests whose prompts it had not computed when it last reported."""
     prefilled_requests: int = 0
     """Those of its own whose prompts it has read, where others write the answers."""
     used_blocks: int = 0
@@ -81,9 +79,6 @@ class WorkerEntry:
         """Take a report, which counts all that had been accepted when it was made."""
         self.load, self.refused, self.leaving = load, False, load.leaving
         self.least_s_per_block = min(load.s_per_block.values(), default=0.0)
-        # A decode worker's running requests are past the computing of their prompts.
-        running = load.running_requests if self.info.role == "prefill" else 0
-        self.queued_requests = load.waiting_requests + running
         for dispatch in self.own.values():
             dispatch.counted = dispatch.accepted
         self.queue_tokens, self.used_blocks = self._beyond(load)

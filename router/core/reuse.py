@@ -6,24 +6,24 @@ that says nothing either. So a part of a prompt, held by others and computed on 
 
     delayed · tokens of it - missed, and at the least -tokens of it
 
-- `delayed`: how many lose that time: the requests that wait at a worker on average, and those that will come before it
-  is idle again, λ · (queue + half of the part) / (1 - busy) where λ of them come to a worker in a second. Since others
-  are sent elsewhere when a queue grows, it is never taken to be busy for more than MOST_BUSY of the time.
+- `delayed`: how many lose that time: those that will come to this worker before it is idle again,
+  λ · (its queue + half of the part) / (1 - busy) where λ of them come to a worker in a second. Since others are sent
+  elsewhere when a queue grows, it is never taken to be busy for more than MOST_BUSY of the time.
 - `missed`: for how many tokens' time requests with the same beginning have waited of late for those that hold this
   part, while others would have been sooner had they held it too. A request that goes to a holder adds what it waits
-  longer; one that goes elsewhere takes away what it computes.
+  longer, if a copy that was begun when somebody first waited would be there by now: what comes together with the first
+  has missed nothing, however long it waits. One that goes elsewhere settles the account: it makes the copy.
 
 So a copy is made once the waits that it would have spared amount to what it costs: rent or buy, which is never worse
 than twice what one does who knows the future. A conversation that one client goes on with stays where it is, since
 hardly anybody waits for it; a prefix that everybody asks for is soon wherever there is work for it; and a burst behind
-a cold prompt, which is over before so much has been missed, waits for its first request.
+a cold prompt, which is over before a copy of it could be, waits for its first request.
 
 Both are of the latest requests: half of them is of the last HALF_LIFE a worker, or SHORTEST in all.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from router.core.policy import PrefillView, token_s
 
@@ -34,13 +34,6 @@ FEWEST_BEGINNINGS, MOST_BEGINNINGS = 1 << 12, 1 << 16
 LEAST_TOKENS = 1.0
 """Less than this changes no price."""
 _LARGEST = 1e100
-
-
-class Waiting(NamedTuple):
-    """What waits at a worker, on average over those of a pool: requests, and the tokens that they have to compute."""
-
-    requests: float
-    tokens: float
 
 
 class Arrivals:
@@ -72,11 +65,12 @@ class Arrivals:
 class MissedWaits:
     """How long requests of late have waited for the holders of each beginning, in tokens' time."""
 
-    # Mutable state: the tokens by the last block of the beginning, the weight of the next request's, which grows
-    # instead of all earlier ones' shrinking, and how many beginnings are kept until some are forgotten.
+    # Mutable state: the tokens by the last block of the beginning, and since when somebody has waited for it; the
+    # weight of the next request's, which grows instead of all earlier ones' shrinking, and how many beginnings are
+    # kept until some are forgotten.
 
     def __init__(self) -> None:
-        self._tokens: dict[bytes, float] = {}
+        self._tokens: dict[bytes, tuple[float, float]] = {}
         self._weight = 1.0
         self._room = FEWEST_BEGINNINGS
 
@@ -85,7 +79,8 @@ class MissedWaits:
 
     def of(self, beginning: bytes) -> float:
         """Return the tokens that were missed of a beginning, known by its last block."""
-        return self._tokens.get(beginning, 0.0) / self._weight
+        known = self._tokens.get(beginning)
+        return known[0] / self._weight if known else 0.0
 
     def placed(
         self,
@@ -95,6 +90,7 @@ class MissedWaits:
         views: Sequence[PrefillView],
         held: Mapping[str, int],
         chosen: PrefillView,
+        now: float,
     ) -> None:
         """Count a request that `chosen` reads, one of `views`. `held`: how many blocks of `chain` each has, if any."""
         self._fade(len(views))
@@ -112,32 +108,30 @@ class MissedWaits:
         otherwise_s = dict(zip(levels, accumulate((soonest_s[depth] for depth in levels), min), strict=True))
         holders_s, each_s = float("inf"), token_s(chosen)
         for deeper, depth in pairwise(reversed(levels)):
-            holders_s = min(holders_s, soonest_s[deeper])
+            holders_s, beginning = min(holders_s, soonest_s[deeper]), chain[deeper - 1]
+            if here > depth and holders_s <= otherwise_s[depth]:
+                continue  # it has not waited for those that hold this part
+            tokens, since_s = self._tokens.get(beginning, (0.0, now))
             if here <= depth:
-                self._add(chain[deeper - 1], float((depth - deeper) * block_size))
-            elif holders_s > otherwise_s[depth]:
-                self._add(chain[deeper - 1], (holders_s - otherwise_s[depth]) / each_s)
-
-    def _add(self, beginning: bytes, tokens: float) -> None:
-        missed = self._tokens.get(beginning, 0.0) + self._weight * tokens
-        if missed > 0.0:
-            self._tokens[beginning] = missed
-        else:
-            self._tokens.pop(beginning, None)
+                self._tokens[beginning] = 0.0, since_s
+            elif now - since_s >= (deeper - depth) * block_size * each_s:
+                self._tokens[beginning] = tokens + self._weight * (holders_s - otherwise_s[depth]) / each_s, since_s
+            else:
+                self._tokens[beginning] = tokens, since_s
 
     def _fade(self, workers: int) -> None:
         self._weight *= 2.0 ** (1.0 / half_life(workers))
         if self._weight > _LARGEST:
-            self._tokens = {key: tokens / self._weight for key, tokens in self._tokens.items()}
+            self._tokens = {key: (tokens / self._weight, since_s) for key, (tokens, since_s) in self._tokens.items()}
             self._weight = 1.0
         if len(self._tokens) > self._room:
             self._forget(self._weight * LEAST_TOKENS)
 
     def _forget(self, least: float) -> None:
         """Forget the beginnings of which less than `least` was missed, and the least of what is then still too much."""
-        known = [entry for entry in self._tokens.items() if entry[1] >= least]
+        known = [entry for entry in self._tokens.items() if entry[1][0] >= least]
         if len(known) > MOST_BEGINNINGS // 2:
-            known = sorted(known, key=lambda entry: entry[1], reverse=True)[: MOST_BEGINNINGS // 2]
+            known = sorted(known, key=lambda entry: entry[1][0], reverse=True)[: MOST_BEGINNINGS // 2]
         self._tokens = dict(known)
         self._room = max(FEWEST_BEGINNINGS, 2 * len(known))
 
@@ -151,22 +145,37 @@ class Reuse:
         self.missed, self.arrivals = MissedWaits(), Arrivals()
 
     def delaying_tokens(
-        self, chain: Sequence[bytes], held: Mapping[str, int], block_size: int, waiting: Waiting, s_per_token: float
+        self,
+        chain: Sequence[bytes],
+        held: Mapping[str, int],
+        block_size: int,
+        queues: Mapping[str, int],
+        s_per_token: float,
     ) -> dict[str, float]:
         """Return how many tokens' time others would lose by each worker, if it computed again what some other one
         holds; less than 0 where they gain.
 
-        `held`: how many blocks of `chain` each has. `s_per_token`: that of their pool.
+        `held`: how many blocks of `chain` each has. `queues`: how many tokens it has to compute. `s_per_token`: that of
+        their pool.
         """
         levels = sorted(set(held.values()), reverse=True)
-        lost = dict.fromkeys(levels[:1], 0.0)
-        # From the deepest holder up: between two levels, the same workers hold every block.
+        if len(levels) < 2:
+            return dict.fromkeys(held, 0.0)
+        # From the deepest holder up: between two levels, the same workers hold every block. Of each such part: where it
+        # begins, its tokens, its price on an idle worker, and what each token queued adds to that.
+        parts: list[tuple[int, int, float, float]] = []
         for deeper, depth in pairwise(levels):
             tokens = (deeper - depth) * block_size
-            to_come = self.arrivals.delayed(waiting.tokens * s_per_token, tokens * s_per_token)
-            price = (waiting.requests + to_come) * tokens - self.missed.of(chain[deeper - 1])
-            lost[depth] = lost[deeper] + max(price, -tokens)
-        return {name: lost[blocks] for name, blocks in held.items()}
+            idle = self.arrivals.delayed(0.0, tokens * s_per_token) * tokens - self.missed.of(chain[deeper - 1])
+            parts.append((depth, tokens, idle, self.arrivals.delayed(s_per_token, 0.0) * tokens))
+        lost = dict.fromkeys(held, 0.0)
+        for name, blocks in held.items():
+            for depth, tokens, idle, each in parts:
+                if depth < blocks:
+                    break
+                price = idle + each * queues[name]
+                lost[name] += price if price > -tokens else -tokens
+        return lost
 
 
 def half_life(workers: int) -> float:

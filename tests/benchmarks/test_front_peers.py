@@ -1,12 +1,16 @@
 """Peers of the data path: workers that send text, and the service that chooses workers in a process of its own."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from benchmarks import vllm_front
+from benchmarks.front import HexText
 from benchmarks.front_peers import TextWorker
 from benchmarks.routers.policy import PeerError, knows_repeats
 from benchmarks.routers.selection_service import SelectionRouter
@@ -99,3 +103,14 @@ def test_text_workers_answer_what_a_router_asks_and_stream_to_all() -> None:
         await asyncio.sleep(0.05)
 
     asyncio.run(body())
+
+
+def test_a_model_for_vllm_reads_as_the_clients_expect(tmp_path: Path) -> None:
+    """Guards the comparison: clients find missing text by the very characters of the scripted workers' tokens."""
+    vllm_front.write_model(tmp_path, 1 << 16)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = HexText().detokenizer()
+    assert tokenizer.decode([0xAB, 0xFFFF]) == text.push([0xAB, 0xFFFF]) == " 00ab ffff"
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eos_token_id"] == 1 << 16 < config["vocab_size"]
+    compile(vllm_front.SERVER, "server", "exec")

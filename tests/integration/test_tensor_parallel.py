@@ -55,7 +55,7 @@ class Degrees(Served):
         pid = self.cluster.workers[worker].pid
         children = [Path(task / "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
         found = [int(child) for some in children for child in some]
-        return [child for child in found if b"engine.ranks.follower" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return [child for child in found if b"worker.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def ranked(ranks: int) -> EngineConfig:

@@ -85,8 +85,8 @@ def _answers(model_dir: Path, prompts: list[list[int]], together: bool, groups: 
         )
         for number, prompt in enumerate(prompts)
     ]
-    groups = [records] if together else [[record] for record in records]
-    answers = [answer.tokens for group in groups for answer in engine.run(group)]
+    runs = [records] if together else [[record] for record in records]
+    answers = [answer.tokens for run in runs for answer in engine.run(run)]
     engine.close()
     return answers
 

@@ -1,7 +1,8 @@
 """The interface of a reader of somebody else's model files, and the arithmetic both readers share."""
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -37,6 +38,10 @@ class Checkpoint(Protocol):
         """Find a tensor, or what one expert has of it, also where a tensor holds those of all. Nothing but scales is
         read yet. Raises ModelError naming file and tensor."""
 
+    def check_all_read(self) -> None:
+        """Raise ModelError naming a tensor that `find` was never asked for: the family has no place for it, and answers
+        without it would be wrong. Called when every weight has been looked for."""
+
     def text(self) -> TextFiles:
         """Return tokenizer, chat template and special ids."""
 
@@ -66,6 +71,23 @@ def find_family(path: Path, field: Literal["hugging_face", "gguf"], called: str,
     return known[value]
 
 
+def check_unread(family: str, tensors: Mapping[str, Path], read: Collection[str], harmless: re.Pattern[str]) -> None:
+    """Raise ModelError for the first of `tensors`, by name with the file of each, that is neither `read` nor harmless.
+    """
+    left = [name for name in tensors if name not in read and not harmless.search(name)]
+    if left:
+        more = f", nor for {len(left) - 1} more" if len(left) > 1 else ""
+        raise ModelError(tensors[left[0]], f"tensor {left[0]}: the family {family} has no place for it{more}")
+
+
+def whole(raw: Mapping[str, Any], name: str) -> int:
+    """Return a field that is a whole number. Raises KeyError where it is missing, and TypeError."""
+    value = raw[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise TypeError(f"{name} is {value!r}, not a whole number")
+    return int(value)
+
+
 _read_object = guarded(msgspec.json.Decoder(dict[str, Any]).decode)
 
 
@@ -88,8 +110,10 @@ def halves_from_pairs(tensor: NDArray[_Item], heads: int) -> NDArray[_Item]:
 def as_dtype(values: FloatArray, dtype: str, path: Path, name: str) -> NDArray[np.generic]:
     """Round 32-bit values to nearest, ties to even. bfloat16 comes back as its bits (uint16): numpy has no such type.
 
-    Raises ModelError where a value does not fit.
+    Raises ModelError where a value is no finite number, or does not fit.
     """
+    if not np.isfinite(values).all():
+        raise ModelError(path, f"tensor {name}: a value is not a finite number")
     if dtype == "float32":
         return values
     if dtype == "float16":

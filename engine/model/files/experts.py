@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.model.config import ExpertOptions, ModelError
+from engine.model.files.checkpoint import whole
 
 # A machine that reads config.json alone may have no gguf package.
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def from_config(path: Path, family: str, raw: dict[str, Any]) -> ExpertOptions |
 
 def _mixtral(path: Path, raw: dict[str, Any]) -> ExpertOptions:
     return ExpertOptions(
-        count=int(raw["num_local_experts"]),
-        chosen=int(raw["num_experts_per_tok"]),
-        width=int(raw["intermediate_size"]),
+        count=whole(raw, "num_local_experts"),
+        chosen=whole(raw, "num_experts_per_tok"),
+        width=whole(raw, "intermediate_size"),
         normalise=True,
     )
 
@@ -38,14 +39,14 @@ def _qwen3_moe(path: Path, raw: dict[str, Any]) -> ExpertOptions:
     """Without the field, weights are not divided by their sum: so says the class of transformers, and no file of those
     published lacks it."""
     count = raw.get("num_experts") or raw["num_local_experts"]
-    every, layers = int(raw.get("decoder_sparse_step") or 1), int(raw["num_hidden_layers"])
+    every, layers = int(raw.get("decoder_sparse_step") or 1), whole(raw, "num_hidden_layers")
     plain = raw.get("mlp_only_layers") or []
     if not isinstance(plain, list) or not all(isinstance(layer, int) for layer in plain):
         raise ModelError(path, f"mlp_only_layers is {plain!r}, not a list of layers")
     return ExpertOptions(
         count=int(count),
-        chosen=int(raw["num_experts_per_tok"]),
-        width=int(raw["moe_intermediate_size"]),
+        chosen=whole(raw, "num_experts_per_tok"),
+        width=whole(raw, "moe_intermediate_size"),
         normalise=bool(raw.get("norm_topk_prob", False)),
         dense_layers=tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % every),
     )
@@ -53,9 +54,9 @@ def _qwen3_moe(path: Path, raw: dict[str, Any]) -> ExpertOptions:
 
 def _gpt_oss(path: Path, raw: dict[str, Any]) -> ExpertOptions:
     return ExpertOptions(
-        count=int(raw["num_local_experts"]),
+        count=whole(raw, "num_local_experts"),
         chosen=int(raw.get("num_experts_per_tok") or raw["experts_per_token"]),
-        width=int(raw["intermediate_size"]),
+        width=whole(raw, "intermediate_size"),
         over_chosen=True,
         biases=True,
         alpha=float(raw.get("swiglu_alpha", ALPHA)),
@@ -78,7 +79,7 @@ def from_metadata(file: "GGUFFile", architecture: str, family: str) -> ExpertOpt
 
     def number(key: str, default: int | None = None) -> int:
         value = file.get(f"{architecture}.{key}", default)
-        if not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int):
             raise ModelError(file.path, f"metadata {architecture}.{key} is {value!r}, not a number")
         return value
 
@@ -90,13 +91,15 @@ def from_metadata(file: "GGUFFile", architecture: str, family: str) -> ExpertOpt
         raise ModelError(file.path, f"{shared} experts that are shared by all rows are not supported")
     # All files of Mixtral and Qwen3 normalise, and say nothing of it.
     normalise = file.get(f"{architecture}.expert_weights_norm", True)
+    if not isinstance(normalise, bool):
+        raise ModelError(file.path, f"metadata {architecture}.expert_weights_norm is {normalise!r}, not true or false")
     layers = range(number("block_count"))
     is_gpt_oss = family == "gpt_oss"
     return ExpertOptions(
         count=count,
         chosen=number("expert_used_count"),
         width=number("expert_feed_forward_length", number("feed_forward_length", 0)),
-        normalise=bool(normalise) and not is_gpt_oss,
+        normalise=normalise and not is_gpt_oss,
         over_chosen=is_gpt_oss,
         biases=is_gpt_oss,
         alpha=ALPHA if is_gpt_oss else 0.0,

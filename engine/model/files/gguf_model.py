@@ -19,6 +19,10 @@ from engine.text.recommended import from_gguf
 _QUANT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 
 
+_HARMLESS = re.compile(r"^(v|mm)\.|\.attn_rot_embd$|^rope_freqs\.weight$")
+"""Tensors that change no answer here: a vision tower's, and rotary tables, which are read where they count."""
+
+
 class GGUFModel:
     """Fulfils `Checkpoint`. The model is named after its file, without suffix and quantization."""
 
@@ -40,9 +44,15 @@ class GGUFModel:
     def find(self, source: Source, layer: int, expert: int | None = None) -> StoredRows:
         return self._file.rows(self.tensor_name(source, layer), expert)
 
+    def check_all_read(self) -> None:
+        self._file.check_all_read(self.family.name, _HARMLESS)
+
     def text(self) -> TextFiles:
         files = text_files(Vocabulary.read(self.path, self._file.get))
         settings = msgspec.structs.replace(files.settings, sampling=from_gguf(self._file.get))
+        tokens, rows = len(self._file.need("tokenizer.ggml.tokens")), self.config.vocab
+        if tokens > rows:
+            raise ModelError(self.path, f"tokenizer.ggml.tokens has {tokens} tokens, and the embedding {rows} rows")
         return msgspec.structs.replace(files, settings=settings).of_model(self.config)
 
     def _config(self, architecture: str) -> ModelConfig:
@@ -50,7 +60,7 @@ class GGUFModel:
 
         def need(key: str, default: int | None = None) -> int:
             value = file.get(f"{architecture}.{key}", default)
-            if not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, int):
                 raise ModelError(path, f"metadata {architecture}.{key} is {value!r}, not a number")
             return value
 
@@ -61,6 +71,9 @@ class GGUFModel:
         if file.get(f"{architecture}.attention.value_length", head_dim) != head_dim:
             raise ModelError(path, f"metadata {architecture}.attention.value_length differs from {head_dim}")
         layers, vocab = layer_count(path, need("block_count")), file.shape("token_embd.weight")[0]
+        epsilon = file.need(f"{architecture}.attention.layer_norm_rms_epsilon")
+        if not isinstance(epsilon, float):
+            raise ModelError(path, f"metadata {architecture}.attention.layer_norm_rms_epsilon is {epsilon!r}")
         return ModelConfig(
             family=self.family.name,
             name=_QUANT_SUFFIX.sub("", path.stem),
@@ -72,7 +85,7 @@ class GGUFModel:
             intermediate=need("feed_forward_length"),
             vocab=vocab,
             context_tokens=need("context_length"),
-            norm_eps=float(file.need(f"{architecture}.attention.layer_norm_rms_epsilon")),
+            norm_eps=epsilon,
             tied="output.weight" not in file,
             qkv_bias=self.family.qkv_bias or "blk.0.attn_q.bias" in file,
             output_bias="blk.0.attn_output.bias" in file,

@@ -5,6 +5,7 @@ would change answers, and that is not obeyed, is refused.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class HeaderSizes(NamedTuple):
 def family_options(file: GGUFFile, architecture: str, sizes: HeaderSizes) -> Options:
     """Return the fields of a `ModelConfig` that only some families set. Raises ModelError."""
     metadata = _Metadata(file, architecture)
-    if metadata.number("attention.temperature_scale", 0.0):
+    if metadata.number("attention.temperature_scale", 0.0) and architecture != "mistral3":
         raise ModelError(file.path, f"metadata {architecture}.attention.temperature_scale is not supported")
     table = _rope_table(file, metadata, sizes.head_dim)
     return _READERS.get(architecture, _plain)(metadata, sizes, table)
@@ -56,19 +57,30 @@ class _Metadata:
         value = self.file.get(self.name(key), default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(self.file.path, f"metadata {self.name(key)} is {value!r}, not a number")
+        if not math.isfinite(value):
+            raise ModelError(self.file.path, f"metadata {self.name(key)} is {value}, not a finite number")
         return float(value)
 
+    def whole(self, key: str, default: int | None = None) -> int:
+        if (value := self.number(key, default)) != int(value):
+            raise ModelError(self.file.path, f"metadata {self.name(key)} is {value!r}, not a whole number")
+        return int(value)
+
     def window(self, default: int | None = None) -> int:
-        return int(self.number("attention.sliding_window", default))
+        if (window := self.whole("attention.sliding_window", default)) < 0:
+            raise ModelError(self.file.path, f"metadata {self.name('attention.sliding_window')} is {window}")
+        return window
 
     def windows(self, layers: int, every: int, window: int) -> list[int]:
         """Return each layer's window: by the file's pattern, or in all layers but each `every`th."""
         pattern = self.file.get(self.name("attention.sliding_window_pattern"))
         if isinstance(pattern, list):
-            if len(pattern) != layers:
+            if len(pattern) != layers or not set(pattern) <= {0, 1}:
                 raise ModelError(self.file.path, f"a pattern of windows for {len(pattern)} layers, of {layers}")
             return [window if local else 0 for local in pattern]
-        every = pattern if isinstance(pattern, int) and pattern > 0 else every
+        if pattern is not None and (isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 0):
+            raise ModelError(self.file.path, f"metadata {self.name('attention.sliding_window_pattern')} is {pattern!r}")
+        every = pattern or every
         return [window if (at + 1) % every else 0 for at in range(layers)]
 
 
@@ -78,7 +90,7 @@ with YaRN's own, so that nobody knows what a file means."""
 
 
 def _rope_table(file: GGUFFile, metadata: _Metadata, head_dim: int) -> RopeTable:
-    dims = int(metadata.number("rope.dimension_count", head_dim))
+    dims = metadata.whole("rope.dimension_count", head_dim)
     table = RopeTable(
         theta=metadata.number("rope.freq_base", 10000.0), dims=0 if dims == head_dim else dims
     )
@@ -88,20 +100,24 @@ def _rope_table(file: GGUFFile, metadata: _Metadata, head_dim: int) -> RopeTable
         scaling = LongRope(
             short=_factors(file, SHORT_FACTORS),
             long=_factors(file, LONG_FACTORS),
-            original_context_tokens=int(metadata.number("rope.scaling.original_context_length")),
+            original_context_tokens=metadata.whole("rope.scaling.original_context_length"),
         )
         return msgspec.structs.replace(table, scaling=scaling, scale=metadata.number("rope.scaling.attn_factor", 1.0))
     kind = file.get(metadata.name("rope.scaling.type"), "none")
     if kind == "none":
         return table
+    if kind not in ("linear", "yarn"):
+        raise ModelError(file.path, f"rope scaling {kind!r} is not supported")
     factor = metadata.number("rope.scaling.factor")
     if kind == "linear":
         return msgspec.structs.replace(table, scaling=LinearRope(factor=factor))
-    if kind != "yarn":
-        raise ModelError(file.path, f"rope scaling {kind!r} is not supported")
     scale = yarn_scale(factor)
+    if metadata.name("") == "mistral3.":  # what config.json calls mscale_all_dim, where mscale is 1
+        scale /= yarn_scale(factor, metadata.number("rope.scaling.yarn_log_multiplier", 0.0))
     for key in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_ext_factor"):
         if file.get(metadata.name(f"rope.scaling.{key}")) is None:
+            continue
+        if (metadata.name(""), key) == ("mistral3.", "yarn_log_multiplier"):
             continue
         if metadata.name("") == "olmo2." and key in _WHOLE_FACTORS:
             scale = metadata.number(f"rope.scaling.{key}")
@@ -109,11 +125,23 @@ def _rope_table(file: GGUFFile, metadata: _Metadata, head_dim: int) -> RopeTable
             raise ModelError(file.path, f"metadata {metadata.name('rope.scaling')}.{key} is not supported")
     yarn = YarnRope(
         factor=factor,
-        original_context_tokens=int(metadata.number("rope.scaling.original_context_length")),
+        original_context_tokens=metadata.whole("rope.scaling.original_context_length"),
         beta_fast=metadata.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=metadata.number("rope.scaling.yarn_beta_slow", 1.0),
     )
     return msgspec.structs.replace(table, scaling=yarn, scale=scale)
+
+
+def _mistral3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
+    """Ministral 3's queries have a temperature by their position; those of Mistral Small, which has the same name, have
+    none."""
+    options = _plain(metadata, sizes, table)
+    if beta := metadata.number("attention.temperature_scale", 0.0):
+        return options | {
+            "query_beta": beta,
+            "query_tokens": metadata.whole("rope.scaling.original_context_length"),
+        }
+    return options
 
 
 def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
@@ -217,6 +245,7 @@ def _olmo2(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options
 
 _READERS: dict[str, Callable[[_Metadata, HeaderSizes, RopeTable], Options]] = {
     "llama": _llama,
+    "mistral3": _mistral3,
     "qwen2": _plain,
     "qwen3": _plain,
     "qwen3moe": _plain,

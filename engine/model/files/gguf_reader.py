@@ -5,7 +5,9 @@ over the raw bytes. If a later version of the package renames the two methods ov
 only slower.
 """
 
+import re
 import struct
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,36 @@ from numpy.typing import NDArray
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelError
-from engine.model.files.checkpoint import STORED, most_of
+from engine.model.files.checkpoint import STORED, check_unread, most_of
 from engine.model.files.gguf_codes import codes_of, form_of
 from engine.model.files.stored import StoredRows
+
+MOST_TENSORS, MOST_FIELDS, MOST_STRINGS = 1 << 17, 1 << 16, 1 << 22
+"""Far more than any model's file has. A larger count is a broken one, and to walk the file for it would take for ever.
+"""
+MOST_DIMENSIONS = 4
 
 _BROKEN = (ValueError, KeyError, IndexError, OverflowError, TypeError, struct.error)
 """The errors that the package raises on bytes that are no GGUF."""
 
 
 class _QuickReader(GGUFReader):
+    def _build_fields(self, offs: int, count: int) -> int:
+        if self.byte_order == "S":
+            raise ValueError("it is of a machine with the other order of bytes")
+        if count > MOST_FIELDS:
+            raise ValueError(f"{count} metadata, of which no model has more than {MOST_FIELDS}")
+        return super()._build_fields(offs, count)
+
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type != GGUFValueType.ARRAY or self.byte_order == "S":
-            return super()._get_field_parts(orig_offs, raw_type)
+        try:
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, int(raw_type))
+            return self._array_parts(orig_offs)
+        except _BROKEN as error:
+            raise ValueError(f"the metadata behind {next(reversed(self.fields))}: {error}") from error
+
+    def _array_parts(self, orig_offs: int) -> Any:
         raw = self.data.data
         offset = int(orig_offs)
         item_type, length = struct.unpack_from("<IQ", raw, offset)
@@ -44,6 +64,8 @@ class _QuickReader(GGUFReader):
             return offset + size - orig_offs, [values], [0], [GGUFValueType.ARRAY, item]
         if item != GGUFValueType.STRING:
             raise ValueError(f"arrays of {item.name} are not supported")
+        if length > MOST_STRINGS:
+            raise ValueError(f"an array of {length} strings")
         strings: list[memoryview] = []
         for _ in range(length):
             (size,) = struct.unpack_from("<Q", raw, offset)
@@ -53,16 +75,36 @@ class _QuickReader(GGUFReader):
             strings.append(raw[offset - size : offset])
         return offset - orig_offs, strings, list(range(length)), [GGUFValueType.ARRAY, item]
 
+    def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[ReaderField]]:
+        if count > MOST_TENSORS:
+            raise ValueError(f"{count} tensors, of which no model has more than {MOST_TENSORS}")
+        return super()._build_tensor_info(offs, count)
+
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        places: list[tuple[int, int, str]] = []
         for field in fields:
             _, name_data, _, dims, raw_dtype, offset = field.parts
             name = bytes(name_data).decode("utf-8")
-            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(raw_dtype[0])]
-            if not all(dims):
+            if not 1 <= len(dims) <= MOST_DIMENSIONS or not all(dims):
                 raise ValueError(f"tensor {name} has shape {dims.tolist()}")
-            end = int(start_offs) + int(offset[0]) + prod(dims.tolist()) // block * block_bytes
+            try:
+                kind = GGMLQuantizationType(int(raw_dtype[0]))
+            except ValueError as error:
+                raise ValueError(f"tensor {name}: {error}") from error
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            if int(dims[0]) % block:
+                raise ValueError(f"tensor {name} ({kind.name}) has {dims[0]} columns, no multiple of {block}")
+            if int(offset[0]) % int(self.alignment):
+                raise ValueError(f"tensor {name} begins at {offset[0]}, no multiple of {self.alignment}")
+            start = int(start_offs) + int(offset[0])
+            end = start + prod(dims.tolist()) // block * block_bytes
             if end > len(self.data):
                 raise ValueError(f"tensor {name} ends at byte {end} of {len(self.data)}: truncated")
+            places.append((start, end, name))
+        places.sort()
+        for (_, end, name), (start, _, behind) in pairwise(places):
+            if start < end:
+                raise ValueError(f"tensor {behind} begins within tensor {name}")
         super()._build_tensors(start_offs, fields)
 
 
@@ -77,6 +119,7 @@ class GGUFFile:
             raise ModelError(path, f"cannot be read: {error.strerror}") from error
         except _BROKEN as error:
             raise ModelError(path, f"not a sound GGUF file: {error}") from error
+        self._read = set[str]()
         self._fields = reader.fields
         self._tensors: dict[str, ReaderTensor] = {item.name: item for item in reader.tensors}
 
@@ -102,6 +145,10 @@ class GGUFFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape with rows first, unlike in the file."""
         return tuple(int(size) for size in reversed(self._find(name).shape))
+
+    def check_all_read(self, family: str, harmless: re.Pattern[str]) -> None:
+        """Raise ModelError for a tensor that nothing has asked for and that is not harmless."""
+        check_unread(family, dict.fromkeys(self._tensors, self.path), self._read, harmless)
 
     def stored_dtype(self) -> str:
         """Return the type of most of the weights, see `most_of`."""
@@ -146,4 +193,5 @@ class GGUFFile:
     def _find(self, name: str) -> ReaderTensor:
         if name not in self._tensors:
             raise ModelError(self.path, f"tensor {name} is missing")
+        self._read.add(name)
         return self._tensors[name]

@@ -5,6 +5,7 @@ named by `tokenizer.ggml.pre` and told by the table below. "llama" is a Sentence
 merge's rank is the score of the token that it makes.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from tokenizers.models import BPE
 
 from engine.model.config import ModelError
 from engine.text.files import TextFiles, TextSettings, turn_ends
+
+MOST_CHARACTERS = 4096
+"""The longest token that is taken: every place where one can be cut is looked at."""
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 """Values of `tokenizer.ggml.token_type`: the first two are matched in the text before anything else."""
@@ -83,7 +87,7 @@ class Vocabulary(msgspec.Struct, kw_only=True):
         return [token for token, its in zip(self.tokens, self.kinds, strict=False) if its == kind]
 
     def name(self, token: int | None) -> str | None:
-        return self.tokens[token] if token is not None and token < len(self.tokens) else None
+        return self.tokens[token] if token is not None and 0 <= token < len(self.tokens) else None
 
 
 def _by_pattern(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -125,6 +129,7 @@ def text_files(vocabulary: Vocabulary) -> TextFiles:
         raise ModelError(vocabulary.path, problem)
     if len(set(vocabulary.tokens)) != len(vocabulary.tokens):
         raise ModelError(vocabulary.path, "tokenizer.ggml.tokens holds a token twice")
+    _check(vocabulary)
     tokenizer = builders[vocabulary.model](vocabulary)
     controls, defined = (vocabulary.tokens_of(kind) for kind in (CONTROL, USER_DEFINED))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
@@ -142,6 +147,22 @@ def text_files(vocabulary: Vocabulary) -> TextFiles:
         tokens=_used(vocabulary),
     )
     return TextFiles(tokenizer.to_str(), vocabulary.template, settings)
+
+
+def _check(vocabulary: Vocabulary) -> None:
+    """Raise ModelError for arrays of different lengths, ids of no token, and what would take for ever."""
+    path, count = vocabulary.path, len(vocabulary.tokens)
+    for name, items in (("token_type", vocabulary.kinds), ("scores", vocabulary.scores)):
+        if items and len(items) != count:
+            raise ModelError(path, f"tokenizer.ggml.{name} has {len(items)} of {count} tokens")
+    if not all(map(math.isfinite, vocabulary.scores)):
+        raise ModelError(path, "tokenizer.ggml.scores: a value is not a finite number")
+    if (longest := max(map(len, vocabulary.tokens), default=0)) > MOST_CHARACTERS:
+        raise ModelError(path, f"tokenizer.ggml.tokens has a token of {longest} characters")
+    named = {"bos": vocabulary.bos, "eos": vocabulary.eos, "eot": vocabulary.eot, "unknown": vocabulary.unknown}
+    for name, token in named.items():
+        if token is not None and not 0 <= token < count:
+            raise ModelError(path, f"tokenizer.ggml.{name}_token_id is {token}, of {count} tokens")
 
 
 def _used(vocabulary: Vocabulary) -> int:

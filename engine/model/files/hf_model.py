@@ -1,5 +1,6 @@
 """A Hugging Face directory as a checkpoint: config.json, *.safetensors and tokenizer.json. Pickles are refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from engine.model.codes import Codes
 from engine.model.config import PICKLES, Activation, ModelConfig, ModelError, layer_count
 from engine.model.families import Family, Source
 from engine.model.files import experts
-from engine.model.files.checkpoint import find_family, most_of, read_json
-from engine.model.files.hf_options import DEFAULTS, family_options
+from engine.model.files.checkpoint import check_unread, find_family, most_of, read_json, whole
+from engine.model.files.hf_options import DEFAULTS, family_options, head_size
 from engine.model.files.hf_quantization import Quantization
 from engine.model.files.hf_rope import context_tokens
 from engine.model.files.hf_text import text_files
@@ -25,6 +26,13 @@ _WRAPPINGS = {
     "language_model.model.embed_tokens.weight": ("", "language_model."),
 }
 """How names of a language model's tensors are changed where others are beside them, told by the name of one."""
+
+_HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|[._]([qkv]|kv|input|output|prob)_(scale|zero_point)$")
+"""Tensors that change no answer here: rotary tables, masks, and scales of activations and of KV, which are not
+quantized by what a file says."""
+_NEUTRAL = re.compile(r"\.(bias|weight_zero_point)$")
+"""Those that change none where they are all zeros: some quantizers write biases for all modules, and symmetric
+zeros."""
 
 _ROWS = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
 
@@ -49,9 +57,11 @@ class HFModel:
                 if name in self._where:
                     raise ModelError(shard.path, f"tensor {name} is in {self._where[name].path.name} too")
                 self._where[name] = shard
+        self._check_index()
+        self._read = set[str]()
         self._wrapping = self._wrapped()
         said = raw.get("quantization_config") or whole.get("quantization_config")
-        self._quantization = None if not said else Quantization(path / "config.json", said, self._where)
+        self._quantization = None if not said else Quantization(path / "config.json", said, self._where, self._read)
 
     def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
         name = source.hugging_face.format(layer=layer, expert=expert)
@@ -82,10 +92,36 @@ class HFModel:
     def _holder(self, name: str) -> SafetensorsFile:
         if name not in self._where:
             raise ModelError(self.path, f"tensor {name} is missing")
+        self._read.add(name)
         return self._where[name]
 
+    def _check_index(self) -> None:
+        """Raise ModelError for a tensor that the index puts into a file that has it not."""
+        if (self.path / INDEX).exists():
+            for name, shard in weight_map(self.path).items():
+                if name not in self._where or self._where[name].path.name != Path(shard).name:
+                    raise ModelError(self.path / INDEX, f"names tensor {name} in {shard}, which does not have it")
+
+    def check_all_read(self) -> None:
+        _, outer = self._wrapping
+        tied = self.tensor_name(Source("lm_head.weight", "", ""), 0)
+        found = {name: file.path for name, file in self._where.items() if name.startswith(outer) or name == tied}
+        for name in found.keys() - self._read:
+            file = self._where[name]
+            is_tied = name == tied and self.config.tied
+            if is_tied and not self._is_the_embedding(file, name):
+                raise ModelError(file.path, f"tensor {name} is not the embedding, and tie_word_embeddings says it is")
+            if is_tied or (_NEUTRAL.search(name) and not file.raw(name).any()):
+                del found[name]
+        check_unread(self.family.name, found, self._read, _HARMLESS)
+
+    def _is_the_embedding(self, head: SafetensorsFile, name: str) -> bool:
+        embedding = self.tensor_name(Source("model.embed_tokens.weight", "", ""), 0)
+        other = self._where.get(embedding)
+        return other is not None and np.array_equal(head.raw(name), other.raw(embedding))
+
     def text(self) -> TextFiles:
-        return text_files(self.path, self._raw).of_model(self.config)
+        return text_files(self.path, self._raw, self.config.vocab).of_model(self.config)
 
 
 def _of_expert(whole: StoredRows, expert: int, experts: int, source: Source) -> StoredRows:
@@ -135,17 +171,24 @@ def said_dtype(raw: dict[str, Any]) -> str | None:
 def shards(path: Path) -> list[Path]:
     """List the weight files of a directory. Raises ModelError where there are none, or only pickles."""
     if (path / INDEX).exists():
-        names = read_json(path / INDEX).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-            raise ModelError(path / INDEX, "weight_map is not a table of tensor and file names")
-        found = sorted({path / Path(name).name for name in names.values()})
+        found = sorted({path / Path(name).name for name in weight_map(path).values()})
     else:
-        found = sorted(path.glob("*.safetensors"))
+        every = sorted(path.glob("*.safetensors"))
+        # Mistral's publisher has the same weights once more, by the names of a format of its own.
+        found = [item for item in every if not item.name.startswith("consolidated")] or every
     if found:
         return found
     if any(item.suffix in PICKLES for item in path.iterdir()):
         raise ModelError(path, "holds only pickled weights, which are never loaded: use safetensors")
     raise ModelError(path, "holds no *.safetensors file")
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """Return the file of each tensor by the directory's index. Raises ModelError."""
+    names = read_json(path / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ModelError(path / INDEX, "weight_map is not a table of tensor and file names")
+    return names
 
 
 def text_side(raw: dict[str, Any]) -> dict[str, Any]:
@@ -177,16 +220,17 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
     raw = DEFAULTS.get(family.name, {}) | text_side(raw)
     bias = bool(raw.get("attention_bias", False))
     try:
+        heads = whole(raw, "num_attention_heads")
         return ModelConfig(
             family=family.name,
             name=name,
-            layers=layer_count(path, int(raw["num_hidden_layers"])),
-            hidden=int(raw["hidden_size"]),
-            heads=int(raw["num_attention_heads"]),
-            kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // max(raw["num_attention_heads"], 1)),
-            intermediate=int(raw["intermediate_size"]),
-            vocab=int(raw["vocab_size"]),
+            layers=layer_count(path, whole(raw, "num_hidden_layers")),
+            hidden=whole(raw, "hidden_size"),
+            heads=heads,
+            kv_heads=whole(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
+            head_dim=head_size(raw),
+            intermediate=whole(raw, "intermediate_size"),
+            vocab=whole(raw, "vocab_size"),
             context_tokens=context_tokens(raw),
             norm_eps=float(raw["rms_norm_eps"]),
             tied=bool(raw.get("tie_word_embeddings", family.tied)),

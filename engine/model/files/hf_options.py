@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import LayerOptions, ModelError, RopeTable
+from engine.model.files.checkpoint import whole
 from engine.model.files.hf_rope import FULL, LAYER_TYPES, SLIDING, Parameters, rope_parameters, rope_table
 
 Raw = dict[str, Any]
@@ -44,14 +45,21 @@ DEFAULTS: dict[str, Raw] = {
 
 def family_options(path: Path, family: str, raw: Raw) -> Options:
     """Return the fields of a `ModelConfig` that only some families set. Raises ModelError."""
-    layers, context = int(raw["num_hidden_layers"]), int(raw["max_position_embeddings"])
-    head_dim = int(raw.get("head_dim") or raw["hidden_size"] // max(raw["num_attention_heads"], 1))
+    layers, context = whole(raw, "num_hidden_layers"), whole(raw, "max_position_embeddings")
+    head_dim = head_size(raw)
 
     def table(parameters: Parameters) -> RopeTable:
         return rope_table(path, parameters, context, head_dim)
 
     read = _READERS.get(family, _no_window)
     return read(path, raw, layers, table)
+
+
+def head_size(raw: Raw) -> int:
+    """Return the dimensions of a head. Raises KeyError and TypeError."""
+    if raw.get("head_dim"):
+        return whole(raw, "head_dim")
+    return whole(raw, "hidden_size") // max(whole(raw, "num_attention_heads"), 1)
 
 
 Table = Callable[[Parameters], RopeTable]
@@ -70,7 +78,7 @@ def _no_window(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     kinds = set(_layer_types(path, raw))
     if not kinds <= {FULL}:
         raise ModelError(path, f"layer_types {sorted(kinds)} are not supported here, only {FULL}")
-    if raw.get("sliding_window") and raw.get("use_sliding_window", True):
+    if _window(path, raw) and raw.get("use_sliding_window", True):
         raise ModelError(path, f"sliding_window {raw['sliding_window']} is not known of this family")
     return _one_table(path, raw, table, [0] * layers)
 
@@ -98,7 +106,7 @@ def _qwen(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """The window counts only if `use_sliding_window`, from layer `max_window_layers` on."""
     if not raw.get("use_sliding_window"):
         return _no_window(path, raw | {"sliding_window": None}, layers, table)
-    first = int(raw["max_window_layers"])
+    first = whole(raw, "max_window_layers")
     kinds = [SLIDING if at >= first else FULL for at in range(layers)]
     return _one_table(path, raw, table, _windows(path, raw, layers, kinds))
 
@@ -205,7 +213,7 @@ def _layer_types(path: Path, raw: Raw) -> list[str]:
 
 def _window(path: Path, raw: Raw) -> int:
     window = raw.get("sliding_window") or 0
-    if not isinstance(window, int) or window < 0:
+    if isinstance(window, bool) or not isinstance(window, int) or window < 0:
         raise ModelError(path, f"sliding_window {window!r} is not a number of tokens")
     return window
 

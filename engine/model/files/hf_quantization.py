@@ -55,8 +55,11 @@ class Quantization:
     """The quantized matrices of a directory whose tensors are in these files. Raises ModelError naming file and tensor,
     or config.json and its field."""
 
-    def __init__(self, config: Path, said: Mapping[str, Any], where: Mapping[str, SafetensorsFile]) -> None:
-        self._config, self._where = config, where
+    def __init__(
+        self, config: Path, said: Mapping[str, Any], where: Mapping[str, SafetensorsFile], asked: set[str]
+    ) -> None:
+        """The names of tensors that are asked for are put into `asked`."""
+        self._config, self._where, self._asked = config, where, asked
         if not isinstance(said, dict):
             raise ModelError(config, f"quantization_config is {said!r}, not a table")
         method = said.get("quant_method")
@@ -350,6 +353,7 @@ class Quantization:
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._where:
             raise ModelError(self._config.parent, f"tensor {name} is missing")
+        self._asked.add(name)
         return self._where[name]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import LinearRope, Llama3Rope, LongRope, ModelError, RopeScaling, RopeTable, YarnRope
+from engine.model.files.checkpoint import whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
@@ -46,7 +47,7 @@ def rope_parameters(
 def context_tokens(raw: dict[str, Any]) -> int:
     """Return the longest context: `max_position_embeddings`, or what YaRN makes of the original one where it says both.
     Publishers who leave YaRN to their readers (Qwen) have them add it alone."""
-    longest = int(raw["max_position_embeddings"])
+    longest = whole(raw, "max_position_embeddings")
     said = raw.get("rope_parameters") or raw.get("rope_scaling")
     if not isinstance(said, dict) or said.get("rope_type", said.get("type")) != "yarn":
         return longest

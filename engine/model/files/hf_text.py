@@ -13,8 +13,9 @@ from engine.text.recommended import from_generation_config
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-def text_files(path: Path, config: dict[str, Any]) -> TextFiles:
-    """Read the text side; `config` is the content of config.json. Raises ModelError naming the file at fault."""
+def text_files(path: Path, config: dict[str, Any], vocab: int) -> TextFiles:
+    """Read the text side; `config` is the content of config.json, `vocab` the rows of the embedding. Raises ModelError
+    naming the file at fault."""
     source = path / "tokenizer.json"
     try:
         raw = source.read_text(encoding="utf-8")
@@ -25,10 +26,14 @@ def text_files(path: Path, config: dict[str, Any]) -> TextFiles:
         raise ModelError(source, f"not a tokenizer: {error}") from error
     settings = _optional(path / "tokenizer_config.json")
     named = {key: text for key in _NAMED if (text := _token_text(settings.get(key)))}
-    stops = _ids(config.get("eos_token_id"))
+    # Added tokens may lie past the embedding, as Gemma 3's for images do: a prompt that holds one is refused.
+    if (last := max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)) >= vocab:
+        raise ModelError(source, f"has a token of id {last}, and the embedding {vocab} rows")
     generation = _optional(path / "generation_config.json")
-    stops |= _ids(generation.get("eos_token_id"))
+    stops = _ids(path / "config.json", config, vocab) | _ids(path / "generation_config.json", generation, vocab)
     if "eos_token" in named and (eos := tokenizer.token_to_id(named["eos_token"])) is not None:
+        if eos >= vocab:
+            raise ModelError(path / "tokenizer_config.json", f"eos_token is {eos}, of {vocab} ids")
         stops.add(eos)
     controls = {added.content: at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     stops |= {controls[end] for end in turn_ends(controls)}
@@ -66,6 +71,11 @@ def _token_text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _ids(value: object) -> set[int]:
-    found = value if isinstance(value, list) else [value]
-    return {item for item in found if isinstance(item, int)}
+def _ids(path: Path, said: dict[str, Any], vocab: int) -> set[int]:
+    """Return the ids that end an answer by the content of this file. Raises ModelError."""
+    value = said.get("eos_token_id")
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    for item in found:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab:
+            raise ModelError(path, f"eos_token_id {item!r} is not an id of 0 to {vocab - 1}")
+    return set(found)

@@ -36,6 +36,7 @@ def shard_index(source: HFModel, dtype: str, stamps: dict[Path, Stamp]) -> Shard
                 return None
             stretches[stored.path].append(Stretch(key, at_bytes, stored.offset_bytes, stored.size_bytes))
             at_bytes += stored.size_bytes
+    source.check_all_read()
     shards = [
         Shard(stamps[path], tuple(sorted(found, key=lambda one: one.offset_bytes)))
         for path, found in stretches.items()

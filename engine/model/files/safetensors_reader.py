@@ -3,6 +3,7 @@
 The `safetensors` package checks the header; its numpy side knows no bfloat16, so the bytes are taken from the map.
 """
 
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,11 @@ from engine.model.files.stored import StoredRows
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I8": "i1", "U8": "u1", "F8_E4M3": "u1", "F8_E8M0": "u1"}
+
+
+_PLACE = re.compile(rb'"data_offsets"\s*:\s*\[')
+"""What every tensor has once. A quotation mark within a string has another sign before it, and a tensor of this name a
+table behind it."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -62,8 +68,8 @@ class SafetensorsFile:
             for first, last in [entry.data_offsets]
         }
 
-        # A name that comes twice is one in the table; a quotation mark within a string has another sign before it.
-        if (count := self.header.count(b'"data_offsets"')) > len(self.tensors):
+        # A name that comes twice is one in the table.
+        if (count := len(_PLACE.findall(self.header))) > len(self.tensors):
             raise ModelError(path, f"has {count} tensors by {len(self.tensors)} names: one has been given twice")
 
     def raw(self, name: str) -> NDArray[np.uint8]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig, Progress
+from engine.model.config import ModelConfig, ModelError, Progress
+from engine.model.files.safetensors_reader import SafetensorsFile
 from engine.model.prepared.codes_file import CODES_FILE, coded_forms, coded_weights, map_codes
 from engine.model.prepared.pieces import load_index, map_pieces
 from engine.model.prepared.shards import ShardIndex, agree, by_reference, contents, prepared_shards
@@ -150,6 +151,8 @@ def load_weights(model_dir: Path, device: torch.device, progress: Progress | Non
     if by_reference(model_dir):
         index = ShardIndex.load(model_dir)
         tensors, digests = stream(index, device, told, is_known=bool(contents(model_dir)))
+        if not contents(model_dir):
+            _check_numbers(index, tensors)
         agree(model_dir, index, digests)
         return LoadedWeights(dict(tensors), digests)
     # 2. Else streamed from the prepared files.
@@ -171,6 +174,22 @@ def load_weights(model_dir: Path, device: torch.device, progress: Progress | Non
             wide = widened(weight, dtype)
             found[name] = wide.unflatten(0, (config.expert_count, -1)) if of_experts else wide
     return LoadedWeights(found, {})
+
+
+def _check_numbers(index: ShardIndex, weights: Mapping[str, Tensor]) -> None:
+    """Raise ModelError naming file and tensor where a value is NaN or without end: nobody has looked at these yet."""
+    parts = [(shard, stretch) for shard in index.shards for stretch in shard.stretches]
+    ends = list[Tensor]()
+    for _, stretch in parts:
+        flat = weights[stretch.weight].view(-1)
+        width = flat.element_size()
+        ends += torch.aminmax(flat[stretch.at_bytes // width : (stretch.at_bytes + stretch.size_bytes) // width])
+    is_sound = torch.isfinite(torch.stack(ends)).view(-1, 2).all(1).tolist()  # one wait for the device
+    for (shard, stretch), sound in zip(parts, is_sound, strict=True):
+        if not sound:
+            path = Path(shard.stamp.path)
+            places = {tensor.offset_bytes: name for name, tensor in SafetensorsFile(path).tensors.items()}
+            raise ModelError(path, f"tensor {places[stretch.offset_bytes]}: a value is not a finite number")
 
 
 def logged(name: str, progress: Progress | None, clock_s: Callable[[], float] = time.monotonic) -> Progress:

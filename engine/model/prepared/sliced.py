@@ -30,8 +30,12 @@ class PartWeights(PreparedWeights):
         return PartWeights(model_dir, self._share)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        empty = torch.empty(self._whole.shape(name), device="meta")
-        return tuple(_tensor(name, empty, cut_of(name, self._config, self._share)).shape)
+        shape, cut = list(self._whole.shape(name)), cut_of(name, self._config, self._share)
+        if cut.columns is not None:
+            shape[-1] = len(cut.columns)
+        elif cut.rows is not None:
+            shape[_row_axis(name, len(shape))] = sum(map(len, cut.rows))
+        return tuple(shape)
 
 
 class _Parts(Mapping[str, Stored]):
@@ -67,10 +71,14 @@ def _tensor(name: str, weight: Tensor, cut: Cut) -> Tensor:
         return weight[..., cut.columns.start : cut.columns.stop].contiguous()
     if cut.rows is None:
         return weight
-    # Experts come first; a bias and a norm have no columns.
-    axis = weight.dim() - (2 if weight.dim() > 1 and not name.endswith("_bias") else 1)
+    axis = _row_axis(name, weight.dim())
     parts = [weight.narrow(axis, rows.start, len(rows)) for rows in cut.rows]
     return parts[0] if len(parts) == 1 and axis == 0 else torch.cat(parts, axis)
+
+
+def _row_axis(name: str, dimensions: int) -> int:
+    """Return the number of the dimension that counts rows: experts come first; a bias and a norm have no columns."""
+    return dimensions - (2 if dimensions > 1 and not name.endswith("_bias") else 1)
 
 
 def _codes(weight: CodedWeight, cut: Cut, count: int, dtype: torch.dtype) -> Stored:

@@ -32,11 +32,12 @@ WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 def write_weights(source: Checkpoint, dtype: str, folder: Path, progress: Progress | None = None) -> None:
     """Convert every weight of `source` into `folder`. `progress` hears of values done so far, and of all, in bytes of
-    `dtype`. Raises ModelError naming a missing or misshapen tensor."""
+    `dtype`. Raises ModelError naming a missing or misshapen tensor, one that is no number or that nothing reads."""
     weights = [
         (key, weight, layer, stored_kind(source, weight, layer, dtype))
         for key, weight, layer in prepared_weights(source)
     ]
+    source.check_all_read()
     width = WIDTHS[dtype]
     size, done = sum(prod(weight.shape(source.config)) * width for _, weight, *_ in weights), 0
 

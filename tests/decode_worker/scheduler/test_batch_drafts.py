@@ -91,6 +91,8 @@ def test_who_has_no_drafts(why: str) -> None:
         bench.request("a").yielding = True
     elif why == "no drafter":
         _batch(bench).drafting.drafter = None
+    may = _batch(bench)._may_be_drafted(bench.request("a"))
+    assert may == (why not in ("a search", "it departs")), "a step is not held back for drafts that never come"
     assert not any(row.drafts for row in _plan(bench).rows)
 
 

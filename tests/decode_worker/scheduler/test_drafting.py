@@ -112,6 +112,13 @@ def test_a_drafter_whose_time_is_not_known_is_not_worth_it() -> None:
     assert costs.worth(1, [1.0, 1.0], [1, 2]) == 2
 
 
+def test_a_drafter_is_not_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _drafting()
+    asked: list[object] = []
+    monkeypatch.setattr(made.drafter, "propose", asked.append)
+    assert made.propose([(_request(), 3)], 1, 0) == {} and not asked
+
+
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_room_is_kept(room: int) -> None:
     made = Drafting(EachAlone(lambda _: Counting()), 3)

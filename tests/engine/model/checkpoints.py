@@ -85,6 +85,10 @@ CASES: dict[str, Case] = {
     "mistral": Case("Mistral", {"sliding_window": None, "head_dim": 32}),
     "mistral-window": Case("Mistral", {"sliding_window": 8}),
     "ministral3": Case("Ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}, "head_dim": 16}),
+    "ministral3-mscale": Case(
+        "Ministral3",
+        {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.7, "mscale": 1.0, "mscale_all_dim": 0.6}, "head_dim": 32},
+    ),
     "ministral3-window": Case(
         "Ministral3",
         {
@@ -208,13 +212,14 @@ def rotary_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
 
 ARCHITECTURES = {
     "mistral": "llama",
+    "ministral3": "mistral3",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
 }
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -359,6 +364,12 @@ def _write_olmo2(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
 
 
+def _write_mistral3(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_scaling_yarn_log_mul(rope.get("mscale_all_dim", 0.0))
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
 def _write_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -366,6 +377,7 @@ def _write_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
 
 _WRITERS: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "granite": _write_granite,
+    "mistral3": _write_mistral3,
     "gemma2": _write_gemma2,
     "gpt-oss": _write_gpt_oss,
     "gemma3": lambda writer, config: writer.add_sliding_window(config.sliding_window),

@@ -11,14 +11,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from engine.model.config import ModelError
 from engine.model.prepared.cache import prepare
-from tests.engine.model.checkpoints import build, save_hf
+from engine.model.prepared.loading import load_weights
+from tests.engine.model.checkpoints import VOCAB, YARN, build, save_hf
 from tests.engine.model.hf_quantized import compressed
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DOWN = "model.layers.0.mlp.down_proj.weight"
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+NORM = "model.layers.1.self_attn.{}_norm.weight"
+AT_FIRST_LOAD = ("NaN", "an infinite value")
+"""Weights that are left where they lie are not read before."""
 Change = Callable[[Path], object]
 
 
@@ -88,6 +95,10 @@ def indexed(edit: Callable[[dict[str, Any]], object]) -> Change:
     return change
 
 
+def save_tokens(folder: Path, count: int) -> None:
+    Tokenizer(BPE(vocab={f"t{at}": at for at in range(count)}, merges=[])).save(str(folder / "tokenizer.json"))
+
+
 def targets(of_group: Any) -> Change:
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
     return said(quantization_config=compressed("float-quantized", weights, targets=of_group))
@@ -154,6 +165,65 @@ CASES: dict[str, tuple[Change, str]] = {
     ),
     "no tokenizer": (removed("tokenizer.json"), "tokenizer.json: cannot be read"),
     "no tokenizer in it": (content("tokenizer.json", b"{}"), "tokenizer.json: not a tokenizer"),
+    "a bias without a place": (
+        tensors(lambda found: found.update({BIAS: torch.ones(64)})),
+        f"{WEIGHTS}: tensor {BIAS}: the family mistral has no place for it$",
+    ),
+    "a norm without a place": (
+        tensors(lambda found: found.update({NORM.format(name): torch.ones(16) for name in "qk"})),
+        r"tensor model.layers.1.self_attn.[qk]_norm.weight: .* no place for it, nor for 1 more$",
+    ),
+    "a layer more than config.json has": (said(num_hidden_layers=3), r"tensor model.layers.3.*no place .*, nor for 8"),
+    "a tensor called data_offsets": (
+        tensors(lambda found: found.update(data_offsets=torch.ones(1))),
+        "tensor data_offsets: the family mistral has no place for it",
+    ),
+    "codes beside the weight": (
+        tensors(lambda found: found.update({DOWN.replace("weight", "qweight"): torch.ones(3, 3, dtype=torch.int32)})),
+        "down_proj.qweight: the family mistral has no place for it",
+    ),
+    "a scale that is not said": (
+        tensors(lambda found: found.update({f"{DOWN}_scale": torch.ones(1)})),
+        f"{DOWN}_scale: the family mistral has no place for it",
+    ),
+    "a head of its own, tied": (
+        said(tie_word_embeddings=True),
+        "tensor lm_head.weight is not the embedding, and tie_word_embeddings says it is",
+    ),
+    "NaN": (tensors(lambda found: found[DOWN].fill_(torch.nan)), f"{DOWN}: a value is not a finite number"),
+    "an infinite value": (
+        tensors(lambda found: found[DOWN].view(-1)[-1:].fill_(-torch.inf)),
+        f"{DOWN}: a value is not a finite number",
+    ),
+    "a window of true": (said(sliding_window=True), "config.json: sliding_window True is not a number of tokens"),
+    "a size of true": (said(hidden_size=True), "hidden_size is True, not a whole number"),
+    "a size and a half": (said(intermediate_size=96.5), "intermediate_size is 96.5, not a whole number"),
+    "a context without end": (said(max_position_embeddings=1 << 40), "context_tokens is 1099511627776, must"),
+    "rms_norm_eps of 0": (said(rms_norm_eps=0), "config.json: norm_eps is 0.0, must be above 0"),
+    "rms_norm_eps of no number": (said(rms_norm_eps="nan"), "config.json: norm_eps is nan, not a finite number"),
+    "theta of 0": (said(rope_parameters={"rope_theta": 0.0}), "a rotary table has theta 0.0"),
+    "theta without end": (said(rope_parameters={"rope_theta": "inf"}), "theta is inf, not a finite number"),
+    "linear rope of 0": (
+        said(rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 0}),
+        "a rope scaling makes no frequencies: LinearRope",
+    ),
+    "yarn of a context of 0": (
+        said(rope_parameters=YARN | {"original_max_position_embeddings": -1}),
+        "a rope scaling makes no frequencies: YarnRope",
+    ),
+    "a tokenizer larger than the embedding": (
+        lambda folder: save_tokens(folder, VOCAB + 1),
+        f"tokenizer.json: has a token of id {VOCAB}, and the embedding {VOCAB} rows",
+    ),
+    "an end that is a word": (said(eos_token_id="</s>"), "config.json: eos_token_id '</s>' is not an id of 0 to 319"),
+    "an end below 0": (said(eos_token_id=-1), "config.json: eos_token_id -1 is not an id of 0 to 319"),
+    "an end of true": (said(eos_token_id=True), "config.json: eos_token_id True is not an id"),
+    "an end past the embedding": (said(eos_token_id=[2, VOCAB]), f"config.json: eos_token_id {VOCAB} is not an id"),
+    "an end in lists": (said(eos_token_id=[[2]]), r"config.json: eos_token_id \[2\] is not an id"),
+    "another end past the embedding": (
+        content("generation_config.json", b'{"eos_token_id": 320}'),
+        "generation_config.json: eos_token_id 320 is not an id",
+    ),
     "tokenizer_config": (content("tokenizer_config.json", b"[1]"), "tokenizer_config.json: not a JSON object"),
 }
 SHARDED: dict[str, tuple[Change, str]] = {
@@ -165,6 +235,14 @@ SHARDED: dict[str, tuple[Change, str]] = {
     "a file elsewhere": (
         indexed(lambda index: index["weight_map"].update({DOWN: "../../x.safetensors"})),
         "No such file",
+    ),
+    "a tensor that is in no file": (
+        indexed(lambda index: index["weight_map"].update({BIAS: "model-00002-of-00016.safetensors"})),
+        f"{INDEX}: names tensor {BIAS} in model-00002-of-00016.safetensors, which does not have it",
+    ),
+    "a tensor that is in another file": (
+        indexed(lambda index: index["weight_map"].update({DOWN: "model-00001-of-00016.safetensors"})),
+        f"{INDEX}: names tensor {DOWN} in model-00001-of-00016.safetensors, which does not have it",
     ),
     "no text": (content(INDEX, b"\xff"), f"{INDEX}: not a JSON object"),
 }
@@ -190,5 +268,38 @@ def test_is_refused_by_name(name: str, mapped: bool, sources: tuple[Path, Path],
     shutil.copytree(sources[name in SHARDED], folder)
     change(folder)
     with pytest.raises(ModelError, match=message) as caught:
-        prepare(str(folder), tmp_path / "cache", mapped=mapped)
+        made = prepare(str(folder), tmp_path / "cache", mapped=mapped)
+        assert name in AT_FIRST_LOAD and not mapped
+        load_weights(made, torch.device("cpu"))
     assert str(folder) in str(caught.value) or "x.safetensors" in str(caught.value)
+
+
+def also_in(other: str) -> Change:
+    return lambda folder: shutil.copy(folder / WEIGHTS, folder / other)
+
+
+def tied(folder: Path) -> None:
+    tensors(lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"].clone()}))(folder)
+    said(tie_word_embeddings=True)(folder)
+
+
+HARMLESS: dict[str, Change] = {
+    "rotary tables": tensors(
+        lambda found: found.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    ),
+    "biases of zeros": tensors(lambda found: found.update({BIAS: torch.zeros(64)})),
+    "scales of KV": tensors(lambda found: found.update({"model.layers.0.self_attn.k_scale": torch.ones(1)})),
+    "a head that is the embedding": tied,
+    "the publisher's own format": also_in("consolidated.safetensors"),
+    "sizes with a point": said(hidden_size=64.0),
+}
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_changes_no_answer_is_taken(name: str, mapped: bool, sources: tuple[Path, Path], tmp_path: Path) -> None:
+    """Guards released directories from the refusal of what nothing reads."""
+    folder = tmp_path / "model"
+    shutil.copytree(sources[0], folder)
+    HARMLESS[name](folder)
+    load_weights(prepare(str(folder), tmp_path / "cache", mapped=mapped), torch.device("cpu"))

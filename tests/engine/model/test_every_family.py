@@ -21,7 +21,7 @@ ANSWER_TOKENS = 64
 # What no GGUF file can say: its converter drops it, or the format's readers have another constant.
 HUGGING_FACE_ALONE = (
     "qwen2-window", "mistral-window", "gemma2", "gemma3", "mixtral-window", "qwen3moe-unnormalised",
-    "gpt-oss-clamped", "ministral3", "ministral3-window",
+    "gpt-oss-clamped", "ministral3-window",
 )
 
 

@@ -2,6 +2,7 @@
 scheduler makes of it beside its chunks is tried in test_scheduler.py, what it costs and gains in
 benchmarks/ablation.py."""
 
+import msgspec
 import pytest
 
 from engine.messages import Handoff
@@ -130,3 +131,11 @@ def test_a_context_later_is_just_in_time(later_s: int, in_time: bool) -> None:
     early, late = _job(100), _job(100)
     late.arrived = early.arrived + later_s
     assert order.is_in_time(late, [early]) == in_time
+
+
+def test_of_a_prompt_that_is_scored_nothing_is_found_cached() -> None:
+    """Guards log probabilities of a prompt, which are of what is computed; of others the last token is."""
+    job = _job(200)
+    assert job.match_limit == 199
+    job.record = msgspec.structs.replace(job.record, prompt_logprobs=0)
+    assert job.match_limit == 0

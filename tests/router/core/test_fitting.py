@@ -7,6 +7,7 @@ import pytest
 
 from engine.messages import RequestStats
 from router.core.fitting import (
+    ALIKE,
     ASSUMED_ANSWER_TOKENS,
     ASSUMED_ROWS,
     FACTOR_STEP,
@@ -142,6 +143,27 @@ def test_who_has_run_no_step_does_not_decode_in_no_time() -> None:
     assert fitted.step("d1", 0.0) == (0.0, 0.0)
 
 
+def test_equals_are_priced_as_equals() -> None:
+    """Guards a worker that is asked less, runs shorter steps, seems slower by that, and is asked less still; and one
+    that is slower indeed."""
+    fitted = cluster()
+    for name, s_per_token in (("p0", 0.0030), ("p1", 0.0034)):
+        fitted.reported(name, load(s_per_token=s_per_token))
+    assert fitted.reading("p0") == fitted.reading("p1") == (pytest.approx(0.0032), 1.0)
+    for name, late in (("p0", 0.12), ("p1", 0.10)):
+        for _ in range(200):
+            fitted.ended((0.1, 0.2), account(name, prefill_run=late, migrate=0.1))
+    assert fitted.reading("p0")[1] == fitted.reading("p1")[1] == pytest.approx(1.1)
+    fitted.reported("p1", load(s_per_token=0.0090))
+    assert (fitted.reading("p0")[0], fitted.reading("p1")[0]) == (0.0030, 0.0090)
+    for _ in range(200):
+        fitted.ended((0.1, 0.2), account("p1", prefill_run=0.36, migrate=0.1))
+    # 1.2 and 3.6: each is 1.5 times the median of 2.4 away from it, or half of it.
+    assert (fitted.reading("p0")[1], fitted.reading("p1")[1]) == pytest.approx((1.2 * ALIKE, 3.6 / ALIKE), rel=0.01)
+    assert fitted.s_per_token("p1") == 0.0090, "what is known stays known"
+    assert fitted.delay("p1") == pytest.approx(3.6, rel=0.01)
+
+
 def test_a_decode_worker_that_reads_prompts_has_its_own_speed() -> None:
     fitted = cluster()
     fitted.reported("p0", load(s_per_token=0.003))
@@ -251,3 +273,10 @@ def test_the_line_is_read_off_so_many_reports() -> None:
         rows = 1 + 8 * (number % 2)
         line.measured(rows, 0.01 + 0.001 * rows)
     assert line.s_per_row == pytest.approx(0.001)
+
+
+def test_an_end_is_part_of_the_medians_at_once() -> None:
+    fitted = cluster()
+    assert fitted.exposure("d1") == (1.0, 1.0) and fitted.delay("p1") == 1.0
+    fitted.ended((0.1, 0.2), account(prefill_run=0.2, migrate=0.1))
+    assert fitted.exposure("d1")[0] == fitted.exposure("d0")[0] < 1.0 < fitted.delay("p0") == fitted.delay("p1")

@@ -24,7 +24,6 @@ from router.core.policy import (
     cost,
 )
 from router.core.registry import Registry, WorkerEntry
-from router.core.reuse import Waiting
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import load, worker_info
 
@@ -177,16 +176,15 @@ def plain_reader(parts: Parts, call: Call, worker: WorkerEntry, wanted: Demand) 
     alike = [w for w in takers(parts.registry, "prefill") if w.key == worker.key]
     alike = [w for w in alike if demand(call.record, w.info).prompt_blocks <= w.info.blocks]
     held = {w.name: parts.index.match(w.name, call.chain(w.key)) for w in alike}
-    loads = [w.load for w in alike if w.load]
-    requests = sum(one.waiting_requests + one.running_requests for one in loads) / len(alike)
-    waiting = Waiting(requests, sum(counted(w)[0] for w in alike) / len(alike))
+    queues = {w.name: counted(w)[0] for w in alike}
     chain, size = call.chain(worker.key), worker.info.block_size
     fitted, name = parts.registry.fitted, worker.name
     pool_s = fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
-    others = parts.placer._reuse.delaying_tokens(chain, held, size, waiting, pool_s)[name]
+    others = parts.placer._reuse.delaying_tokens(chain, held, size, queues, pool_s)[name]
     cached = min(held[name] * size, wanted.prompt_tokens - 1)
-    own = counted(worker)[0], fitted.s_per_token(name), len(worker.own)
-    return PrefillView(name, cached, *own, others, fitted.delay(name), fitted.host(name))
+    s_per_token, delay = fitted.reading(name)
+    own = counted(worker)[0], s_per_token, len(worker.own)
+    return PrefillView(name, cached, *own, others, delay, fitted.host(name))
 
 
 def as_fitted(view: DecodeView, mine: DecodeView) -> DecodeView:

@@ -164,9 +164,11 @@ def test_waits_are_counted_once_however_often_a_request_is_offered() -> None:
     parts.index.insert("p0", chain[:1])
     parts.report("p0", waiting_tokens=10, s_per_token=0.01)
     parts.report("p1", s_per_token=0.01)
-    assert pair(parts.placer.choose(call, 0.0)) == ("p0", "d0")
+    assert pair(parts.placer.choose(waiting(), 0.0)) == ("p0", "d0")
+    assert parts.placer._reuse.missed.of(chain[0]) == 0.0, "a copy could not be there yet"
+    assert pair(parts.placer.choose(call, 1.0)) == ("p0", "d0")
     for _ in range(3):
-        assert parts.placer.choose(call, 0.0) is not None
+        assert parts.placer.choose(call, 1.0) is not None
     assert parts.placer._reuse.missed.of(chain[0]) == pytest.approx(10.0, rel=0.01)
     assert len(parts.placer._reuse.missed) == 1
 
@@ -396,3 +398,18 @@ def test_a_prompt_that_was_left_behind_is_no_line_and_no_less_than_none() -> Non
         call.left_behind = worker.load, 40
         choice = parts.placer.choose(call, 0.0)
         assert choice is not None and choice.prefill.queue_tokens == expected
+
+
+def test_the_work_that_comes_is_that_of_what_is_not_cached() -> None:
+    """Guards the price of a second copy, which is made of how busy workers are."""
+    parts = Parts()
+    worker = parts.join("d0")
+    parts.join("p0")
+    parts.report("p0", s_per_token=0.01)
+    for number, expected_s in ((0, 0.0), (1, 40 * 0.01)):
+        parts.placer.choose(waiting(name=f"r{number}"), float(number))
+        assert parts.placer._reuse.arrivals._work_s == pytest.approx(expected_s)
+    call = waiting(name="r2")
+    parts.index.insert("p0", call.chain(worker.key))
+    parts.placer.choose(call, 2.0)
+    assert parts.placer._reuse.arrivals._work_s == pytest.approx((40 + 8) / 2 * 0.01)

@@ -326,6 +326,11 @@ def test_a_worker_that_reads_itself_has_its_work_twice_over_where_costs_are_equa
         assert drawn == expected
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_where_nobody_reads_prompts_there_is_no_choice(name: str) -> None:
+    assert make_policy(name, 0).choose(DEMAND, [], [decode()]) is None
+
+
 def test_of_two_drawn_the_less_loaded_is_taken() -> None:
     """Guards power-of-two against being least-loaded: the least loaded is drawn in two of four draws."""
     policy = make_policy("power-of-two", 1)

@@ -179,3 +179,14 @@ def test_the_kinds_of_workers_are_those_that_are_connected() -> None:
     assert parts.registry.keys == (("f", 16), ("f", 24))
     parts.registry.leave("d2")
     assert parts.registry.keys == (("f", 16),)
+
+
+def test_of_a_worker_that_was_taken_away_no_figure_is_left() -> None:
+    """Guards prices against the speed of who is gone, which would be part of every median."""
+    parts = Parts()
+    parts.join("p0")
+    parts.report("p0", s_per_token=0.5)
+    assert parts.registry.fitted.usual_s_per_token == 0.5
+    parts.registry.leave("p0")
+    parts.registry.forget("p0")
+    assert parts.registry.fitted.usual_s_per_token == 0.0

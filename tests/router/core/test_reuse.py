@@ -14,11 +14,10 @@ from router.core.reuse import (
     Arrivals,
     MissedWaits,
     Reuse,
-    Waiting,
     half_life,
 )
 
-SIZE = 16
+SIZE, LATER_S = 16, 1000.0
 
 
 def chain(name: str, blocks: int) -> list[bytes]:
@@ -30,37 +29,58 @@ def view(name: str, queue: int = 0, s_per_token: float = 0.01) -> PrefillView:
 
 
 def placed(
-    missed: MissedWaits, beginning: list[bytes], held: Mapping[str, int], queues: Mapping[str, int], chosen: str
+    missed: MissedWaits,
+    beginning: list[bytes],
+    held: Mapping[str, int],
+    queues: Mapping[str, int],
+    chosen: str,
+    now: float = LATER_S,
 ) -> None:
     views = {name: view(name, queue) for name, queue in queues.items()}
-    missed.placed(beginning, (len(beginning) + 1) * SIZE, SIZE, list(views.values()), held, views[chosen])
+    tokens = (len(beginning) + 1) * SIZE
+    missed.placed(beginning, tokens, SIZE, list(views.values()), held, views[chosen], now)
 
 
-def delaying(reuse: Reuse, beginning: list[bytes], held: Mapping[str, int], requests: float) -> dict[str, float]:
-    return reuse.delaying_tokens(beginning, held, SIZE, Waiting(requests, 0.0), 0.01)
+def known(missed: MissedWaits, *beginnings: bytes) -> MissedWaits:
+    """Let somebody have waited for these long ago."""
+    missed._tokens.update(dict.fromkeys(beginnings, (0.0, 0.0)))
+    return missed
 
 
-def test_what_is_held_elsewhere_weighs_by_how_many_wait() -> None:
-    """Guards a conversation that is computed again wherever a queue is a little shorter; and an idle cluster, which
-    kept all turns of a conversation at one busy worker although nobody would have lost by another one."""
-    prices, held = Reuse(), {"a": 10, "b": 0, "c": 4}
-    found = delaying(prices, chain("7", 10), held, requests=3.0)
-    assert found == {"a": 0.0, "c": 3 * 6 * SIZE, "b": 3 * 10 * SIZE}
-    assert set(delaying(prices, chain("7", 10), held, requests=0.0).values()) == {0.0}
-    assert delaying(prices, chain("7", 10), {"a": 3, "b": 3}, 2.0) == {"a": 0.0, "b": 0.0}
-    assert delaying(prices, chain("7", 10), {}, 2.0) == {}
+def delaying(
+    reuse: Reuse, beginning: list[bytes], held: Mapping[str, int], queues: Mapping[str, int]
+) -> dict[str, float]:
+    return reuse.delaying_tokens(beginning, held, SIZE, queues, 0.01)
+
+
+def busy_half(reuse: Reuse) -> Reuse:
+    """Let a request come to each of four workers in 0.4 s, and keep it busy for half of that."""
+    for n in range(500):
+        reuse.arrivals.came(n * 0.1, work_s=0.2, workers=4)
+    return reuse
+
+
+def test_what_is_held_elsewhere_weighs_by_how_many_lose_by_it() -> None:
+    """Guards a conversation that is computed again wherever a queue is a little shorter; and an idle worker, which was
+    left idle since others had long queues."""
+    prices, held = busy_half(Reuse()), {"a": 10, "b": 0, "c": 4, "d": 0}
+    found = delaying(prices, chain("7", 10), held, {"a": 500, "b": 60, "c": 60, "d": 0})
+    # λ / (1 - busy) = 5 a second: of the 6 blocks that c lacks, 0.96 s, and the 4 below, 0.64 s, each on its own.
+    assert found["a"] == 0.0
+    assert found["c"] == pytest.approx((0.6 + 0.48) * 5 * 96)
+    assert found["b"] == pytest.approx((0.6 + 0.48) * 5 * 96 + (0.6 + 0.32) * 5 * 64)
+    assert found["d"] == pytest.approx(0.48 * 5 * 96 + 0.32 * 5 * 64)
+    nothing = delaying(Reuse(), chain("7", 10), held, {"a": 500, "b": 60, "c": 60, "d": 0})
+    assert set(nothing.values()) == {0.0}, "nobody comes"
+    assert delaying(prices, chain("7", 10), {"a": 3, "b": 3}, {"a": 9, "b": 9}) == {"a": 0.0, "b": 0.0}
+    assert delaying(prices, chain("7", 10), {}, {}) == {}
 
 
 def test_those_that_are_still_to_come_are_delayed_too() -> None:
     """Guards a burst behind one cold prompt, of which nobody waits yet when the second request comes."""
     prices = Reuse()
     assert prices.arrivals.delayed(5.0, 5.0) == 0.0, "nothing is known"
-    for n in range(500):
-        prices.arrivals.came(n * 0.1, work_s=0.2, workers=4)
-    # One request comes to each of four workers in 0.4 s, and keeps it busy for half of that.
-    assert prices.arrivals.delayed(0.6, 0.4) == pytest.approx(0.8 / 0.4 / 0.5)
-    found = prices.delaying_tokens(chain("7", 10), {"a": 10, "b": 0}, SIZE, Waiting(1.0, 60.0), 0.01)
-    assert found["b"] == pytest.approx((1.0 + (0.6 + 0.8) / 0.4 / 0.5) * 160)
+    assert busy_half(prices).arrivals.delayed(0.6, 0.4) == pytest.approx(0.8 / 0.4 / 0.5)
 
 
 def test_no_worker_is_taken_to_be_always_busy() -> None:
@@ -83,35 +103,46 @@ def test_the_rate_is_of_late() -> None:
 
 def test_waits_that_a_copy_would_have_spared_come_to_pay_for_it() -> None:
     """Guards a hot prefix against being served by its first holder alone, and copies that are made at once."""
-    prices, hot, held = Reuse(), chain("hot", 10), {"a": 10}
+    prices, hot, held, queues = busy_half(Reuse()), chain("hot", 10), {"a": 10, "b": 0}, {"a": 200, "b": 40}
+    known(prices.missed, hot[-1])
     found = []
-    for _ in range(5):
-        found.append(delaying(prices, hot, {"a": 10, "b": 0}, requests=1.0)["b"])
-        placed(prices.missed, hot, held, {"a": 200, "b": 120}, "a")
-    # Each waits 80 tokens longer than it had to; computing the prefix takes 160, and so does who waits behind it.
-    assert found == pytest.approx([160, 80, 0, -80, -160], abs=3)
+    for _ in range(9):
+        found.append(delaying(prices, hot, held, queues)["b"])
+        placed(prices.missed, hot, {"a": 10}, queues, "a")
+    # Each waits 160 tokens longer than it had to. Computing the prefix takes as many, of (0.4 + 0.8) · 5 requests.
+    assert found[:7] == pytest.approx([960, 800, 640, 480, 320, 160, 0], abs=10)
     # The own time of who computes it is as much as it may spare: it costs nothing then, and nobody is paid for it.
-    placed(prices.missed, hot, held, {"a": 200, "b": 120}, "a")
-    assert delaying(prices, hot, {"a": 10, "b": 0}, requests=1.0)["b"] == -160
+    assert found[8] == -160
 
 
-def test_a_copy_that_is_made_is_paid_for() -> None:
+def test_a_copy_that_is_made_settles_the_account() -> None:
     """Guards a prefix that goes to every worker in a burst, for waits that the first copy spares."""
-    missed, hot = MissedWaits(), chain("hot", 10)
-    placed(missed, hot, {"a": 10}, {"a": 400, "b": 0}, "a")
-    before = missed.of(hot[-1])
-    assert before == pytest.approx(400, rel=0.02)
+    hot = chain("hot", 10)
+    missed = known(MissedWaits(), hot[-1])
+    for _ in range(3):
+        placed(missed, hot, {"a": 10}, {"a": 400, "b": 0}, "a")
+    assert missed.of(hot[-1]) == pytest.approx(1200, rel=0.02)
     placed(missed, hot, {"a": 10}, {"a": 400, "b": 0}, "b")
-    assert missed.of(hot[-1]) == pytest.approx(before - 160, rel=0.02)
-    for _ in range(2):
-        placed(missed, hot, {"a": 10}, {"a": 400, "b": 0}, "b")
-    assert missed.of(hot[-1]) == 0.0 and len(missed) == 0, "never below zero"
+    assert missed.of(hot[-1]) == 0.0
+    placed(missed, hot, {"a": 10}, {"a": 400, "b": 0}, "a")
+    assert missed.of(hot[-1]) == pytest.approx(400, rel=0.02), "and the next one is counted at once"
+
+
+def test_who_comes_before_a_copy_could_be_there_has_missed_nothing() -> None:
+    """Guards a burst behind a cold prompt against copies for those who had all come before one could be made."""
+    missed, cold = MissedWaits(), chain("cold", 10)
+    # Its 160 tokens take 1.6 s.
+    for now in (7.0, 7.1, 8.5):
+        placed(missed, cold, {"a": 10}, {"a": 400, "b": 0}, "a", now)
+    assert missed.of(cold[-1]) == 0.0
+    placed(missed, cold, {"a": 10}, {"a": 400, "b": 0}, "a", 8.7)
+    assert missed.of(cold[-1]) == pytest.approx(400, rel=0.02)
 
 
 def test_each_part_of_a_prompt_has_its_own_account() -> None:
     """Guards a system prompt that everybody shares against paying for one conversation's copy, and the reverse."""
-    missed, talk = MissedWaits(), chain("talk", 10)
-    held = {"a": 10, "b": 4, "c": 4}
+    talk = chain("talk", 10)
+    missed, held = known(MissedWaits(), talk[9], talk[3]), {"a": 10, "b": 4, "c": 4}
     placed(missed, talk, held, {"a": 100, "b": 90, "c": 95, "d": 20}, "a")
     assert missed.of(talk[9]) == pytest.approx(80.0, rel=0.01), "by all that hold less: who holds none is the soonest"
     assert missed.of(talk[3]) == pytest.approx(70.0, rel=0.01)
@@ -121,7 +152,8 @@ def test_each_part_of_a_prompt_has_its_own_account() -> None:
 
 def test_who_holds_more_holds_the_beginning_too() -> None:
     """Guards a long queue at one holder of a beginning, while another one, which holds more, could have taken it."""
-    missed, talk = MissedWaits(), chain("talk", 10)
+    talk = chain("talk", 10)
+    missed = known(MissedWaits(), talk[3])
     placed(missed, talk, {"a": 10, "b": 4}, {"a": 10, "b": 100, "c": 0}, "a")
     assert missed.of(talk[3]) == pytest.approx(10.0, rel=0.01)
 
@@ -131,17 +163,18 @@ def test_nobody_waits_where_a_holder_is_idle_or_the_others_are_slow() -> None:
     placed(missed, hot, {"a": 10, "b": 10}, {"a": 0, "b": 500, "c": 0}, "a")
     assert len(missed) == 0
     slow, home = view("slow", 0, s_per_token=1.0), view("home", 20)
-    missed.placed(hot, 11 * SIZE, SIZE, [slow, home], {"home": 10}, home)
+    missed.placed(hot, 11 * SIZE, SIZE, [slow, home], {"home": 10}, home, LATER_S)
     assert len(missed) == 0, "it would have computed the rest for longer than the queue of the other one takes"
     # What others hold than those that were compared does not matter: decode workers hold the longest beginnings.
     little_slower = view("slow", 0, s_per_token=0.012)
-    missed.placed(hot, 11 * SIZE, SIZE, [little_slower, home], {"home": 4, "decode": 10}, home)
+    missed.placed(hot, 11 * SIZE, SIZE, [little_slower, home], {"home": 4, "decode": 10}, home, LATER_S)
     assert len(missed) == 0
 
 
 def test_the_past_fades() -> None:
     """Guards copies that are made of what was popular an hour ago."""
-    missed, hot = MissedWaits(), chain("hot", 10)
+    hot = chain("hot", 10)
+    missed = known(MissedWaits(), hot[-1])
     placed(missed, hot, {"a": 10}, {"a": 100, "b": 0}, "a")
     for _ in range(SHORTEST):
         placed(missed, chain("cold", 2), {}, {"a": 0, "b": 0}, "a")
@@ -153,11 +186,12 @@ def test_memory_is_bounded_and_what_matters_stays(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(reuse, "MOST_BEGINNINGS", 100)
     monkeypatch.setattr(reuse, "FEWEST_BEGINNINGS", 40)
     assert MOST_BEGINNINGS > 100 and FEWEST_BEGINNINGS > 40
-    missed, hot = MissedWaits(), chain("hot", 10)
+    hot = chain("hot", 10)
+    missed = known(MissedWaits(), hot[-1])
     for n in range(500):
         placed(missed, hot, {"a": 10}, {"a": 100, "b": 0}, "a")
-        placed(missed, chain(f"{n}", 4), {"a": 4}, {"a": 2, "b": 0}, "a")
-        assert len(missed) <= 101
+        placed(known(missed, f"{n}3".encode()), chain(f"{n}", 4), {"a": 4}, {"a": 2, "b": 0}, "a")
+        assert len(missed) <= 102
     assert missed.of(hot[-1]) > 1000
 
 
@@ -165,14 +199,15 @@ def test_what_changes_no_price_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(reuse, "FEWEST_BEGINNINGS", 40)
     missed = MissedWaits()
     for n in range(3000):
-        placed(missed, chain(f"{n}", 4), {"a": 4}, {"a": 2, "b": 0}, "a")
+        placed(known(missed, f"{n}3".encode()), chain(f"{n}", 4), {"a": 4}, {"a": 2, "b": 0}, "a")
         assert len(missed) <= 800, "two tokens are half of one after as many requests as halve them"
 
 
 def test_weights_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a router of many days: the weight of the newest request grows for ever otherwise."""
     monkeypatch.setattr(reuse, "_LARGEST", 4.0)
-    missed, other = MissedWaits(), MissedWaits()
+    every = [chain(f"{n}", 4)[-1] for n in range(3)]
+    missed, other = known(MissedWaits(), *every), known(MissedWaits(), *every)
     for n in range(3000):
         placed(missed, chain(f"{n % 3}", 4), {"a": 4}, {"a": 30, "b": 0}, "a")
     monkeypatch.undo()
@@ -185,16 +220,16 @@ def test_weights_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_just_enough_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards both borders of what is forgotten: the least that changes a price stays, and so do as many as may."""
     missed = MissedWaits()
-    missed._tokens = {b"a": 5.0, b"b": 4.0, b"c": 6.0}
+    missed._tokens = {b"a": (5.0, 1.0), b"b": (4.0, 2.0), b"c": (6.0, 0.0)}
     missed._forget(5.0)
-    assert missed._tokens == {b"a": 5.0, b"c": 6.0}
+    assert missed._tokens == {b"a": (5.0, 1.0), b"c": (6.0, 0.0)}
     monkeypatch.setattr(reuse, "MOST_BEGINNINGS", 4)
-    missed._tokens = {b"b": 1.0, b"a": 2.0}
+    missed._tokens = {b"b": (1.0, 0.0), b"a": (2.0, 0.0)}
     missed._forget(0.0)
     assert list(missed._tokens) == [b"b", b"a"], "as they came"
-    missed._tokens = {b"b": 1.0, b"a": 2.0, b"c": 3.0}
+    missed._tokens = {b"b": (1.0, 9.0), b"a": (2.0, 0.0), b"c": (3.0, 0.0)}
     missed._forget(0.0)
-    assert missed._tokens == {b"c": 3.0, b"a": 2.0}
+    assert missed._tokens == {b"c": (3.0, 0.0), b"a": (2.0, 0.0)}
 
 
 def test_one_prompt_alone_says_nothing_of_how_often_they_come() -> None:

@@ -192,6 +192,19 @@ def test_what_a_tenant_has_had_counts_until_nobody_waits() -> None:
     assert advance(parts, 5.0) == ["a3", "b2"], "nobody waited"
 
 
+def test_what_was_served_while_nobody_waited_counts_no_more() -> None:
+    """Guards a tenant that had a quiet cluster to itself: beside others it would wait until they have had as much."""
+    parts = Parts()
+    worker = parts.join("d0", blocks=512)
+    parts.wait("a", tenant="a", tokens=4000, namespace=b"a")
+    assert advance(parts) == ["a"]
+    worker.refused = True
+    parts.wait("a2", tenant="a", namespace=b"a")
+    parts.wait("b", tenant="b", namespace=b"b")
+    worker.refused = False
+    assert advance(parts) == ["a2", "b"]
+
+
 def test_the_time_to_settle_begins_with_the_first_that_is_put_aside() -> None:
     parts = Parts(settle_s=5.0)
     assert advance(parts) == []

@@ -586,6 +586,16 @@ def test_a_dead_routers_requests_wait_for_its_next_life_or_a_claim() -> None:
     assert link == 3 and isinstance(orphan, Orphan) and last == (3, OrphansTold())
 
 
+def test_a_router_that_comes_anew_is_given_nothing_of_another_name() -> None:
+    """Guards a dead router's requests, which its next life will ask for: who comes first is not who comes next."""
+    bench = Bench()
+    two_routers(bench)
+    bench.lose(1)
+    assert not any(isinstance(record, Orphan) for _, record in bench.hear(3, RouterHello(C, "router-2")))
+    said = bench.hear(4, RouterHello(Incarnation(44), "router-0"))
+    assert [type(record) for _, record in said] == [Orphan, OrphansTold]
+
+
 def test_what_has_ended_is_claimed_too() -> None:
     bench = Bench()
     two_routers(bench)
