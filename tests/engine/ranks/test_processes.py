@@ -190,8 +190,8 @@ def test_a_rank_that_opens_otherwise_is_named(
 ) -> None:
     original = RankGroup.__init__
 
-    def differing(self: RankGroup, config: EngineConfig, model: ModelConfig) -> None:
-        original(self, msgspec.structs.replace(config, **option), model)
+    def differing(self: RankGroup, config: EngineConfig, model: ModelConfig, program: str) -> None:
+        original(self, msgspec.structs.replace(config, **option), model, program)
 
     monkeypatch.setattr(RankGroup, "__init__", differing)
     with pytest.raises(RankError, match=said) as caught:
