@@ -194,11 +194,11 @@ def test_what_fails_without_a_mutant_is_left_out_as_long_as_it_is_little(
     """Guards a whole run against one test that a busy machine has made late; and a score that is of a broken tree."""
     names = [f"test_it.py::test_{n}" for n in range(6)]
     said = {"failed": names[:failed], "tests": {name: (0.1, [("a.py", "f", 1)]) for name in names}}
-    child = subprocess.Popen(["true"])
+    child = os.posix_spawnp("true", ["true"], os.environ)
     pipe, end = os.pipe()
     os.write(end, json.dumps(said).encode())
     os.close(end)
-    monkeypatch.setattr(runner, "_fork", lambda *_: (child.pid, pipe))
+    monkeypatch.setattr(runner, "_fork", lambda *_: (child, pipe))
     judges = MutantRunner("router/core", [], Results(tmp_path / "results.jsonl"), 1, {})
     if failed > runner.FEW_FAIL:
         with pytest.raises(pytest.Session.Failed):
