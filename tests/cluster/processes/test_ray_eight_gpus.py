@@ -101,6 +101,7 @@ def of_ranks(ranks: int) -> ClusterConfig:
     one = msgspec.structs.replace(CONFIG, prefill_workers=1, decode_workers=1)
     return msgspec.structs.replace(
         one,
+        start_timeout_s=180.0,
         prefill=msgspec.structs.replace(CONFIG.prefill, engine=engine),
         decode=msgspec.structs.replace(CONFIG.decode, engine=engine),
     )
