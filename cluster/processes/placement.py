@@ -33,12 +33,14 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A live node. `is_leaving`: Ray drains it and places nothing new there. `gpus`: all that it has."""
+    """A live node. `is_leaving`: Ray drains it and places nothing new there. `gpus`: all that it has, of which our
+    processes there have asked for `asked_gpus`."""
 
     id: str
     labels: Mapping[str, str] = field(default_factory=dict)
     is_leaving: bool = False
     gpus: float = 0.0
+    asked_gpus: float = 0.0
 
 
 def gpus(kind: Kind, engine: EngineConfig, config: RayConfig) -> float:
@@ -63,8 +65,8 @@ def selector(
     """Return the labels that a process's node must have. `ours`: processes of this kind by node id; `here`: this node's
     id.
 
-    Names one node if any will do now; else only the pool, and Ray waits until such a node joins. Raises ValueError
-    where the nodes of the pool are there and none has `wanted_gpus`, of several ranks."""
+    Names one node if any will do now; else only the pool, and Ray waits until a node has room or joins. Raises
+    ValueError where the nodes of the pool are there and none has `wanted_gpus`, of several ranks."""
     if kind == "router":
         return {NODE_ID_LABEL: here}
     wanted: dict[str, str] = {config.pool_label: kind} if config.pool_label else {}
@@ -73,14 +75,14 @@ def selector(
         for node in nodes
         if not node.is_leaving and all(node.labels.get(k) == v for k, v in wanted.items())
     ]
-    large = [node for node in fit if node.gpus >= wanted_gpus]
-    if fit and not large and wanted_gpus > 1:
-        most = max(node.gpus for node in fit)
+    if fit and wanted_gpus > max(1.0, most := max(node.gpus for node in fit)):
         raise ValueError(
             f"the ranks of one {kind} worker (engine.tensor_parallel) need {wanted_gpus:g} GPUs of one host, and no "
             f"node has more than {most:g}: ranks on several hosts are not supported"
         )
-    if not large:
+    # A node that our own processes have filled would be waited for until they end.
+    roomy = [node for node in fit if node.gpus - node.asked_gpus >= wanted_gpus]
+    if not roomy:
         return wanted
-    best = min(large, key=lambda node: (ours.get(node.id, 0), node.id))
+    best = min(roomy, key=lambda node: (ours.get(node.id, 0), node.id))
     return {**wanted, NODE_ID_LABEL: best.id}

@@ -7,7 +7,8 @@ model prepared on its own host. A keeper on every node in use ends processes the
 import logging
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -81,6 +82,21 @@ def _first(text: str) -> str:
     return text.partition(". ")[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A child with its process, the node that it was pinned to, if any, and the GPUs that it has asked for."""
+
+    child: RayChild
+    process: KeptProcess
+    pinned: str
+    gpus: float
+
+    @property
+    def node(self) -> str:
+        """The node's id; empty while Ray looks for one."""
+        return self.process.node or self.pinned
+
+
 class RayClusterLauncher:
     """Starts actors on a Ray cluster that others run. Mutable state: the keepers by node, and every child with its
     process, owned by the thread that launches."""
@@ -90,7 +106,7 @@ class RayClusterLauncher:
         self._ray: Any = None
         self._here = ""
         self._keepers: dict[str, Any] = {}
-        self._children: list[tuple[RayChild, KeptProcess, str]] = []
+        self._children: list[_Placed] = []
 
     def open(self) -> None:
         ray = imported_ray()
@@ -106,11 +122,11 @@ class RayClusterLauncher:
         self._wait_alone()
 
     def launch(self, spec: ChildSpec) -> RayChild:
-        nodes = self._nodes()
+        nodes = self._nodes(spec)
         engine = msgspec.convert(spec.config.get("engine", {}), EngineConfig)
         try:
             wanted = gpus(spec.kind, engine, self._config)
-            labels = selector(spec.kind, self._config, nodes, self._ours(spec, nodes), self._here, wanted)
+            labels = selector(spec.kind, self._config, nodes, self._ours(spec), self._here, wanted)
         except ValueError as error:
             raise LaunchError(f"{spec.name}: {error}") from error
         if NODE_ID_LABEL in labels:
@@ -124,8 +140,7 @@ class RayClusterLauncher:
             child = RayChild(self._ray, spec, process, label_selector=labels, num_gpus=wanted)
         except ValueError as error:  # the name still belongs to the actor that it replaces
             raise LaunchError(cause_of(error)) from error
-        self._children = [kept for kept in self._children if kept[0].spec.name != spec.name]
-        self._children.append((child, process, labels.get(NODE_ID_LABEL, "")))
+        self._children = [*self._others(spec), _Placed(child, process, labels.get(NODE_ID_LABEL, ""), wanted)]
         return child
 
     def close(self) -> None:
@@ -134,7 +149,7 @@ class RayClusterLauncher:
         if self._ray is None:
             return
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
-        ends = [(child, process, process.ending()) for child, process, _ in self._children]
+        ends = [(one.child, one.process, one.process.ending()) for one in self._children]
         faults = [
             f"{child.spec.name} (process {process.pid} on {hosts.get(process.node, process.node)}) "
             f"{FAULTS[how]}"
@@ -199,11 +214,18 @@ class RayClusterLauncher:
             log.warning("%s: its host does not answer: %s", name, cause_of(error))
             return "silent"
 
-    def _nodes(self) -> list[ClusterNode]:
-        leaving = self._leaving_nodes()
+    def _nodes(self, spec: ChildSpec) -> list[ClusterNode]:
+        """Return the live nodes, as they are without the process that `spec` replaces."""
+        leaving, asked = self._leaving_nodes(), defaultdict[str, float](float)
+        for one in self._others(spec):
+            asked[one.node] += one.gpus
         return [
             ClusterNode(
-                node["NodeID"], node["Labels"], node["NodeID"] in leaving, float(node["Resources"].get("GPU", 0.0))
+                node["NodeID"],
+                node["Labels"],
+                node["NodeID"] in leaving,
+                float(node["Resources"].get("GPU", 0.0)),
+                asked[node["NodeID"]],
             )
             for node in self._ray.nodes()
             if node["Alive"]
@@ -218,10 +240,9 @@ class RayClusterLauncher:
         state = get_cluster_resource_state(gcs)
         return {one.node_id.hex() for one in state.node_states if one.status == enums.DRAINING}
 
-    def _ours(self, spec: ChildSpec, nodes: list[ClusterNode]) -> Counter[str]:
+    def _ours(self, spec: ChildSpec) -> Counter[str]:
         """Count our processes of this kind by node, without the one to be replaced."""
-        return Counter(
-            process.node or pinned
-            for child, process, pinned in self._children
-            if child.spec.kind == spec.kind and child.spec.name != spec.name
-        )
+        return Counter(one.node for one in self._others(spec) if one.child.spec.kind == spec.kind)
+
+    def _others(self, spec: ChildSpec) -> list[_Placed]:
+        return [one for one in self._children if one.child.spec.name != spec.name]

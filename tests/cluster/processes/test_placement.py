@@ -68,3 +68,12 @@ def test_ranks_go_to_a_host_that_has_a_gpu_for_each() -> None:
     with pytest.raises(ValueError, match="need 8 GPUs of one host, and no node has more than 4"):
         selector("decode", anywhere, nodes, {}, "x", 8.0)
     assert selector("decode", anywhere, [], {}, "x", 8.0) == {}, "a host may be on its way"
+
+
+def test_a_node_that_our_workers_fill_is_not_waited_for() -> None:
+    """Guards a decode worker pinned to the host whose GPUs a prefill worker has, while another is free."""
+    first, second = ClusterNode("a", gpus=4.0, asked_gpus=4.0), ClusterNode("b", gpus=4.0)
+    anywhere = RayConfig(address="auto", pool_label="")
+    assert selector("decode", anywhere, [first, second], {}, "x", 4.0) == {NODE_ID_LABEL: "b"}
+    assert selector("decode", anywhere, [first], {}, "x", 1.0) == {}, "Ray waits for any node with room"
+    assert selector("decode", anywhere, [first], {}, "x") == {NODE_ID_LABEL: "a"}

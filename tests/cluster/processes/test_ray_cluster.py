@@ -147,7 +147,7 @@ def test_a_process_that_nobody_can_end_is_named_with_its_host(
     try:
         cluster.start()
         worker = cluster.workers["decode-0"]
-        (process,) = (kept for child, kept, _ in launcher._children if child.spec.name == "decode-0")
+        (process,) = (one.process for one in launcher._children if one.child.spec.name == "decode-0")
         asked = launcher._keepers[process.node].__ray_call__.remote(lambda keeper: os.getpid())
         keeper = imported_ray().get(asked)
         monkeypatch.setattr("cluster.processes.ray_cluster.ANSWER_TIMEOUT_S", 2.0)

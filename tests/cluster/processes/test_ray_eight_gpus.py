@@ -101,13 +101,12 @@ def of_ranks(ranks: int) -> ClusterConfig:
     one = msgspec.structs.replace(CONFIG, prefill_workers=1, decode_workers=1)
     return msgspec.structs.replace(
         one,
-        start_timeout_s=180.0,
         prefill=msgspec.structs.replace(CONFIG.prefill, engine=engine),
         decode=msgspec.structs.replace(CONFIG.decode, engine=engine),
     )
 
 
-@pytest.mark.parametrize(("nodes", "each"), [(1, 8)])
+@pytest.mark.parametrize(("nodes", "each"), [(1, 8), (2, 4)])
 def test_the_ranks_of_a_worker_are_on_one_host(monkeypatch: pytest.MonkeyPatch, nodes: int, each: int) -> None:
     """Guards ranks that see GPUs of another worker, or fewer than they are, and a worker that is spread over hosts."""
     with pretended(monkeypatch, *[{}] * nodes, each=each) as ray_nodes:
