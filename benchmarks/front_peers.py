@@ -5,14 +5,14 @@ token and stream, and it passes events on. It chooses workers in turn, as there 
 """
 
 import asyncio
-import socket
 import subprocess
 import time
 from collections.abc import Callable
-from http.client import HTTPConnection, HTTPException
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryFile
+
+from benchmarks.peers import free_port, is_ready
 
 START_S = 240.0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -104,7 +104,7 @@ class FrontProcess:
     def __init__(self, command: Callable[[int], list[str]], ready: str) -> None:
         """`command` starts one that listens at a port, and answers 200 at `ready` when it can serve. Raises
         RuntimeError if it does not start."""
-        port = _free_port()
+        port = free_port()
         self._log = TemporaryFile()  # noqa: SIM115 - as long as the process
         self.process = subprocess.Popen(
             command(port), stdin=subprocess.PIPE, stdout=self._log, stderr=subprocess.STDOUT
@@ -112,7 +112,7 @@ class FrontProcess:
         self.pid = self.process.pid
         self.address = f"127.0.0.1:{port}"
         until_s = time.monotonic() + START_S
-        while not _is_ready(port, ready):
+        while not is_ready(port, ready):
             if self.process.poll() is not None or time.monotonic() > until_s:
                 self._log.seek(0)
                 told = self._log.read()[-600:].decode(errors="replace")
@@ -138,7 +138,7 @@ class SmgFront(FrontProcess):
         """Raises RuntimeError if it does not start."""
         options = {
             "--host": "127.0.0.1",
-            "--prometheus-port": _free_port(),
+            "--prometheus-port": free_port(),
             "--policy": "round_robin",
             "--log-level": "error",
             "--request-timeout-secs": 3600,
@@ -147,21 +147,3 @@ class SmgFront(FrontProcess):
         command = [str(python), "-m", "smg.launch_router", "--worker-urls", *workers, "--disable-retries"]
         command += [str(part) for option in options.items() for part in option]
         super().__init__(lambda port: [*command, "--port", str(port)], "/readiness")
-
-
-def _is_ready(port: int, path: str) -> bool:
-    connection = HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-    return port

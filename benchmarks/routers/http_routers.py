@@ -7,15 +7,14 @@ each one's), and is cut every second of the wall: with their default sizes nothi
 seconds.
 """
 
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from benchmarks.peers import free_port, is_ready
 from benchmarks.routers.held_workers import HeldWorkers
 from benchmarks.routers.policy import PeerError
 from benchmarks.routing.workloads import BLOCK
@@ -53,7 +52,7 @@ class HttpRouter:
         """`blocks`: of each worker. Raises PeerError if it does not start."""
         trees_of = len(workers) if name in ONE_TREE else 1
         self._workers = HeldWorkers(workers)
-        self._port, metrics = _free_port(), _free_port()
+        self._port, metrics = free_port(), free_port()
         self._log = TemporaryFile()  # noqa: SIM115 - as long as the process
         options = {
             "--host": "127.0.0.1",
@@ -96,7 +95,7 @@ class HttpRouter:
             if self._process.poll() is not None or time.monotonic() > until_s:
                 self._log.seek(0)
                 raise PeerError(f"the router does not start: {self._log.read()[-600:].decode(errors='replace')}")
-            if not self._is_ready():
+            if not is_ready(self._port, "/readiness"):
                 time.sleep(0.2)
                 continue
             number += 1
@@ -105,20 +104,3 @@ class HttpRouter:
             reached.add(self._workers.send(self._port, request, f"{number:04d}" * 40))
         for done in range(1, number + 1):
             self._workers.answer(RequestId(f"warm-{done}"))
-
-    def _is_ready(self) -> bool:
-        connection = HTTPConnection("127.0.0.1", self._port, timeout=2)
-        try:
-            connection.request("GET", "/readiness")
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
-            return False
-        finally:
-            connection.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-    return port

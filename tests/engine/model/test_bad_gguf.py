@@ -64,6 +64,11 @@ def values(name: str, raw: bytes, at: int = 0) -> Change:
     return change
 
 
+def named(name: str) -> Change:
+    """Give this name to the tensor that the family has no use for."""
+    return lambda parts: parts.tensors.update({name: parts.tensors.pop("rest")})
+
+
 def both(*changes: Change) -> Change:
     return lambda parts: [change(parts) for change in changes]
 
@@ -218,23 +223,23 @@ CASES: dict[str, tuple[Change, str]] = {
     "missing": (lambda parts: parts.tensors.pop(DOWN), f"tensor {DOWN} is missing"),
     "no embedding": (lambda parts: parts.tensors.pop("token_embd.weight"), "tensor token_embd.weight is missing"),
     "one more": (
-        lambda parts: parts.tensors.update({"blk.0.attn_q_norm.weight": parts.tensors.pop("rest")}),
+        named("blk.0.attn_q_norm.weight"),
         "tensor blk.0.attn_q_norm.weight: the family llama has no place for it",
     ),
     "a layer more": (
-        lambda parts: parts.tensors.update({"blk.1.attn_norm.weight": parts.tensors.pop("rest")}),
+        named("blk.1.attn_norm.weight"),
         "tensor blk.1.attn_norm.weight: the family llama has no place for it",
     ),
     "a bias of one": (
-        lambda parts: parts.tensors.update({"blk.0.attn_q.bias": parts.tensors.pop("rest")}),
+        named("blk.0.attn_q.bias"),
         "tensor blk.0.attn_k.bias is missing",
     ),
     "a bias of another": (
-        lambda parts: parts.tensors.update({"blk.0.attn_k.bias": parts.tensors.pop("rest")}),
+        named("blk.0.attn_k.bias"),
         "tensor blk.0.attn_k.bias: the family llama has no place for it",
     ),
     "a scale that is not said": (
-        lambda parts: parts.tensors.update({"blk.0.attn_q.scale": parts.tensors.pop("rest")}),
+        named("blk.0.attn_q.scale"),
         "tensor blk.0.attn_q.scale: the family llama has no place for it",
     ),
     "outside": (tensor(DOWN, offset=1 << 40), rf"tensor {DOWN} ends at byte \d+ of \d+: truncated"),
@@ -257,7 +262,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "integers": (tensor(NORM, kind=int(Kind.I32)), rf"tensor {NORM} \(I32\): "),
     "64-bit integers": (tensor(NORM, kind=int(Kind.I64), dims=[128]), rf"tensor {NORM} .*"),
     "a name of no text": (
-        lambda parts: parts.tensors.update({b"\xff\xfe": parts.tensors.pop("rest")}),  # type: ignore[dict-item]
+        named(b"\xff\xfe"),  # type: ignore[arg-type]
         UNSOUND + "'utf-8' codec",
     ),
     "NaN": (values(NORM, struct.pack("<f", float("nan"))), f"tensor {NORM}: a value is not a finite number"),
@@ -306,8 +311,8 @@ def test_is_refused_by_name(name: str, dtype: str, mapped: bool, sound: Parts, t
 
 
 HARMLESS: dict[str, Change] = {
-    "a rotary table": lambda parts: parts.tensors.update({"blk.0.attn_rot_embd": parts.tensors.pop("rest")}),
-    "a vision tower": lambda parts: parts.tensors.update({"v.blk.0.ln1.weight": parts.tensors.pop("rest")}),
+    "a rotary table": named("blk.0.attn_rot_embd"),
+    "a vision tower": named("v.blk.0.ln1.weight"),
     "wider numbers": llama("context_length", U64, 64),
     "an array that nobody reads": field("general.tags", STRINGS, ["a", "b"]),
 }

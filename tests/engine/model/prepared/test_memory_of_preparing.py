@@ -1,8 +1,6 @@
 """What preparing and opening a large model takes of a host: memory of its own, and bytes on disk."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -10,35 +8,9 @@ from safetensors.torch import save_file
 from transformers import MixtralConfig
 
 from tests.engine.model.checkpoints import save_tokenizer
+from tests.engine.model.prepared.measuring import measured
 
 LAYERS, HIDDEN, WIDTH, EXPERTS, VOCAB = 3, 512, 2048, 8, 4096
-
-MEASURE = """
-import re, sys, threading, time
-from pathlib import Path
-import torch
-from engine.model.llama import load_model
-from engine.model.prepared.cache import prepare
-
-def own():
-    return 1024 * int(re.search(r"RssAnon:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
-
-torch.set_num_threads(1)
-torch.ones(64, 64) @ torch.ones(64, 64)
-most, over = own(), threading.Event()
-def watch():
-    global most
-    while not over.wait(0.002):
-        most = max(most, own())
-before = own()
-watcher = threading.Thread(target=watch)
-watcher.start()
-folder = prepare(sys.argv[1], Path(sys.argv[2]))
-model = load_model(folder, panels=True)
-over.set()
-watcher.join()
-print(most - before, model.weights_bytes, folder)
-"""
 
 
 def save_mixture(folder: Path) -> int:
@@ -78,11 +50,7 @@ def test_a_mixture_is_nowhere_in_32_bits(tmp_path: Path) -> None:
     panels, both in 16 bits; in memory, what is not mapped is a small part of it; and a worker says what it reads."""
     size = save_mixture(tmp_path / "model")
     assert size > 150e6
-    told = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "model"), str(tmp_path / "cache")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    own, held, folder = told.stdout.split()
-    assert int(own) < 0.35 * size
-    assert int(held) < 1.05 * size
-    assert sum(file.stat().st_size for file in Path(folder).iterdir()) < 2.05 * size
+    found = measured(tmp_path / "model", tmp_path / "cache")
+    assert max(found.preparing, found.loading) < 0.35 * size
+    assert found.weights < 1.05 * size
+    assert sum(file.stat().st_size for file in found.folder.iterdir()) < 2.05 * size

@@ -2,8 +2,6 @@
 quantized format, and of a sharded directory in 16 bits. No matrix is widened as a whole, and no rank has another's."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from transformers import LlamaConfig
 
 from tests.engine.model import hf_quantized as packing
 from tests.engine.model.checkpoints import save_tokenizer
+from tests.engine.model.prepared.measuring import measured
 
 pytestmark = pytest.mark.slow
 
@@ -26,39 +25,6 @@ SHAPES = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"} | {
 WIDE_BYTES = 4 * sum(rows * columns for rows, columns in SHAPES.values())
 LARGEST_BYTES = 4 * 2 * WIDTH * HIDDEN
 """Gate and up are one matrix; in 32 bits."""
-
-MEASURE = """
-import re, sys, threading
-from pathlib import Path
-import torch
-from engine.model.llama import load_model
-from engine.model.prepared.cache import prepare
-from engine.model.split import Share
-
-def own():
-    return 1024 * int(re.search(r"RssAnon:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
-
-class Alone:
-    def __init__(self, share):
-        self.share = share
-
-torch.set_num_threads(1)
-torch.ones(64, 64) @ torch.ones(64, 64)
-most, over = own(), threading.Event()
-def watch():
-    global most
-    while not over.wait(0.002):
-        most = max(most, own())
-before = own()
-watcher = threading.Thread(target=watch)
-watcher.start()
-folder = prepare(sys.argv[1], Path(sys.argv[2]))
-prepared, most = most - before, own()
-model = load_model(folder, panels=True, ranks=Alone(Share(int(sys.argv[3]), int(sys.argv[4]))))
-over.set()
-watcher.join()
-print(prepared, most - before, model.weights_bytes)
-"""
 
 
 def words(*shape: int) -> Tensor:
@@ -143,19 +109,12 @@ def test_a_rank_widens_no_matrix_and_holds_its_part(form: str, tmp_path: Path) -
     """Guards hosts that have room for a model as it comes and not for its 32 bits: neither who prepares it nor a rank
     that loads its part ever has a matrix so, and a rank's weights are its share of what is kept."""
     source = save(tmp_path / "model", form)
-    found = []
-    for rank in range(RANKS):
-        told = subprocess.run(
-            [sys.executable, "-c", MEASURE, source, str(tmp_path / "cache"), str(rank), str(RANKS)],
-            capture_output=True, text=True, cwd=Path(__file__).parents[4],
-        )  # fmt: skip
-        assert told.returncode == 0, told.stderr
-        found.append([int(number) for number in told.stdout.split()])
+    found = [measured(source, tmp_path / "cache", rank, RANKS) for rank in range(RANKS)]
     print(
         f"\n{form}: bytes of their own while preparing, while loading, and of weights: {found}; "
         f"{WIDE_BYTES} in 32 bits, {LARGEST_BYTES} the largest matrix"
     )
-    for preparing, loading, weights in found:
+    for preparing, loading, weights, _ in found:
         # Rows of several matrices are copied as they are kept, then packed by slabs; what a slab frees may stay.
         assert preparing < 0.25 * LARGEST_BYTES
         assert loading < (0.95 if form.startswith("sharded") else 0.6) * LARGEST_BYTES
