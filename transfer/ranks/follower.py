@@ -65,9 +65,9 @@ class RankMover:
 
     def _carry_out(self, told: ToMover) -> None:
         match told:
-            case DescribeTo(name, peers):
+            case DescribeTo(number, name, peers):
                 transport = self._transports[name]
-                self._link.say(DescribedTo(tuple(transport.describe(peer).details for peer in peers)))
+                self._link.say(DescribedTo(number, tuple(transport.describe(peer).details for peer in peers)))
             case OpenMover():
                 raise TransferError("the transports are open already")
             case _ if isinstance(told, MoverCommand):

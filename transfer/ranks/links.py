@@ -28,8 +28,9 @@ class OpenMover(msgspec.Struct, frozen=True, tag=True):
 
 
 class DescribeTo(msgspec.Struct, frozen=True, tag=True):
-    """Say what these ranks of a peer are to be told of a transport."""
+    """Say what these ranks of a peer are to be told of a transport. `number`: that of the question."""
 
+    number: int
     transport: str
     peers: tuple[Incarnation, ...]
 
@@ -45,6 +46,7 @@ class MoverOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class DescribedTo(msgspec.Struct, frozen=True, tag=True):
+    number: int
     details: tuple[dict[str, Any], ...]
 
 

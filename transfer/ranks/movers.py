@@ -13,6 +13,7 @@ long as its socket may.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -36,7 +37,8 @@ class RankMovers:
     """`heads`: those of each rank's pool, this one's, rank 0's, first. `links`: a socket to each other rank. Raises
     TransferError for a rank that cannot open its transports. Owner: as a mover's.
 
-    Mutable state, under a lock: the group's, what each rank has reported last, and whether it is stopping."""
+    Mutable state, under a lock: the group's, and what each rank has reported last. Besides: whether it is stopping, and
+    the number of the last question that a rank was asked, by the one thread that describes."""
 
     def __init__(
         self,
@@ -53,7 +55,8 @@ class RankMovers:
         self._own = Mover(transports, memory, layout.restricted(heads[0]), self._hear_own)
         self._links = links
         self._reports: dict[int, Reported] = {}
-        self._answers: queue.SimpleQueue[FromMover] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[DescribedTo] = queue.SimpleQueue()
+        self._asked = 0
         self._stopping = False
 
     def open(self, incarnation: Incarnation, config: TransferConfig, host: str) -> None:
@@ -70,13 +73,16 @@ class RankMovers:
 
     def describe(self, rank: int, transport: str, peers: Sequence[Incarnation], wait_s: float) -> list[dict[str, Any]]:
         """Ask a rank what each of these ranks of a peer is to be told. Waits for the answer."""
-        self._links[rank].say(DescribeTo(transport, tuple(peers)))
-        try:
-            answer = self._answers.get(timeout=wait_s)
-        except queue.Empty:
-            raise TransferError(f"tensor-parallel rank {rank} does not say how it is reached") from None
-        assert isinstance(answer, DescribedTo)
-        return list(answer.details)
+        self._asked += 1
+        self._links[rank].say(DescribeTo(self._asked, transport, tuple(peers)))
+        due_s = time.monotonic() + wait_s
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(0.0, due_s - time.monotonic()))
+            except queue.Empty:
+                raise TransferError(f"tensor-parallel rank {rank} does not say how it is reached") from None
+            if answer.number == self._asked:  # another was waited for no longer
+                return list(answer.details)
 
     def submit(self, command: MoverCommand) -> None:
         with self._lock:
@@ -138,12 +144,15 @@ class RankMovers:
     def _hear(self, rank: int, link: MoveLink[FromMover]) -> None:
         try:
             for said in link:  # until it ends: who watches its process tells of that
-                if not isinstance(said, Reported):
-                    self._answers.put(said)
-                    continue
-                with self._lock:
-                    self._reports[rank] = said
-                    self._give(self._group.heard(rank, said.event))
+                match said:
+                    case DescribedTo():
+                        self._answers.put(said)
+                    case Reported():
+                        with self._lock:
+                            self._reports[rank] = said
+                            self._give(self._group.heard(rank, said.event))
+                    case MoverOpened():
+                        raise TransferError("its transports are open already")
         except Exception as error:
             self._on_event(MoverDied(f"what rank {rank} says is not understood: {error}"))
 
