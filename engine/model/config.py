@@ -327,8 +327,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def _check_numbers(path: Path, said: msgspec.Struct) -> None:
     """Raise ModelError for a field that is NaN or without end."""
-    for field in said.__struct_fields__:
-        if isinstance(value := getattr(said, field), float) and not math.isfinite(value):
+    for field, value in msgspec.structs.asdict(said).items():
+        if isinstance(value, float) and not math.isfinite(value):
             raise ModelError(path, f"{field} is {value}, not a finite number")
 
 
