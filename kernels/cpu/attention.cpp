@@ -51,7 +51,7 @@ struct Group {
   // Inlined, or GCC takes a function that only prefetches for one without effects, and drops its calls.
   __attribute__((always_inline)) void fetch(int i) const {
     for (const Tile &tile : tiles) {
-      if (!tile.rows[i]) return;
+      if (!tile.rows[i]) continue;
       for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(tile.rows[i] + at, 0, 2);
       if (scaled && (i == 0 || i == LANES - 1)) __builtin_prefetch(tile.scales[i], 0, 2);
     }
@@ -144,15 +144,15 @@ struct Part {
 };
 
 // What `visit` is given: the position of a group's first token, how many tiles it has, their rows (zeros after the
-// last) and scales, and the group to ask memory for meanwhile.
+// last) and scales, and the group to ask memory for meanwhile. `then` walks what is read next: where the part ends, its
+// first tiles are asked for, or short sequences would wait for memory at the beginning of their keys and of their values.
 template <typename E, typename Visit>
-static void each_group(const Pool &pool, int64_t layer, int64_t head, int which, const Part &part, Scratch &scratch,
-                       Visit visit) {
-  Walk walk(pool, part.table, head, layer, which, part.from, part.to);
+static void each_group(const Pool &pool, Walk walk, Walk then, const Part &part, Scratch &scratch, Visit visit) {
+  const auto fill = [&](Tile &tile) { (walk.over() ? then : walk).tile(tile); };
   Group groups[GROUPS_AHEAD + 1];
   for (Group &group : groups) {
     group.row_bytes = pool.row_bytes(), group.scaled = pool.scaled();
-    for (Tile &tile : group.tiles) walk.tile(tile);
+    for (Tile &tile : group.tiles) fill(tile);
   }
   const E *rows[TILES * LANES];
   for (int64_t first = part.from, turn = 0; first < part.to; first += TILES * LANES) {
@@ -169,7 +169,7 @@ static void each_group(const Pool &pool, int64_t layer, int64_t head, int which,
       }
     }
     visit(first, many, rows, here, &last);
-    for (Tile &tile : here.tiles) walk.tile(tile);
+    for (Tile &tile : here.tiles) fill(tile);
     turn = (turn + 1) % (GROUPS_AHEAD + 1);
   }
 }
@@ -220,9 +220,16 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
   scratch.keys.resize(TILES * dim * LANES);
   scratch.wide.resize(TILES * dim * LANES);
   scratch.zeros.assign(dim, 0.0f);
-  for (const Part &part : parts)
-    each_group<E>(pool, layer, head, 0, part, scratch, [&](int64_t first, int many, const E *const *keys,
-                                                           const Group &here, const Group *ahead) {
+  // What is read, in order: each part's keys, then each part's values, then nothing.
+  const auto walk_of = [&](size_t turn) {
+    const Part &part = parts[turn % parts.size()];
+    const size_t which = turn / parts.size();
+    return Walk(pool, part.table, head, layer, (int)which, part.from, which < 2 ? part.to : part.from);
+  };
+  for (size_t at = 0; at < parts.size(); ++at) {
+    const Part &part = parts[at];
+    each_group<E>(pool, walk_of(at), walk_of(at + 1), part, scratch, [&](int64_t first, int many, const E *const *keys,
+                                                                         const Group &here, const Group *ahead) {
       Word *turned = (Word *)scratch.keys.data();
       Floats factors[TILES];
       for (int t = 0; t < many; ++t) {
@@ -242,6 +249,7 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
         chosen(some, q + r, (const E *)turned, dim, factors, to + r, ahead);
       }
     });
+  }
   float totals[PROMPT_ROWS];
   for (int r = 0; r < count; ++r) {
     // From here on positions count from the tile in which the row's first token lies.
@@ -272,9 +280,11 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
     }
     std::fill(queries[r].out, queries[r].out + dim, 0.0f);
   }
-  for (const Part &part : parts)
-    each_group<E>(pool, layer, head, 1, part, scratch, [&](int64_t first, int many, const E *const *values,
-                                                           const Group &here, const Group *ahead) {
+  for (size_t at = 0; at < parts.size(); ++at) {
+    const Part &part = parts[at];
+    const size_t turn = parts.size() + at;
+    each_group<E>(pool, walk_of(turn), walk_of(turn + 1), part, scratch, [&](int64_t first, int many, const E *const *values,
+                                                                             const Group &here, const Group *ahead) {
       for (int t = 0; t < many; ++t, first += LANES, values += LANES) {
         const auto before_of = [=](int r) { return std::max<int64_t>(0, low_of(r) - first); };
         const auto end_of = [=](int r) { return std::min<int64_t>(LANES, limits[r] - first); };
@@ -296,6 +306,7 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
         }
       }
     });
+  }
   for (int r = 0; r < count; ++r)
     for (int64_t d = 0; d < dim; ++d) queries[r].out[d] /= totals[r];
 }

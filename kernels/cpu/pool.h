@@ -48,6 +48,8 @@ class Walk {
       : pool_(pool), table_(table + from / pool.block_size), offset_(from % pool.block_size), left_(to - from),
         head_(head), layer_(layer), which_(which) {}
 
+  bool over() const { return left_ <= 0; }
+
   void tile(Tile &to) {
     const int64_t count = std::max<int64_t>(0, std::min<int64_t>(LANES, left_)), bytes = pool_.row_bytes();
     left_ -= LANES;
