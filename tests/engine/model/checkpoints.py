@@ -37,6 +37,14 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -78,6 +86,8 @@ class Case(NamedTuple):
 
 
 CASES: dict[str, Case] = {
+    "llama": Case("Llama", {"rope_parameters": LLAMA3}),
+    "qwen3": Case("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen2": Case("Qwen2"),
     "qwen2-tied": Case("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen2-yarn": Case("Qwen2", {"rope_parameters": YARN}),
@@ -336,6 +346,8 @@ def _write_rope(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
     elif kind == "longrope":
         original = rope["original_max_position_embeddings"]
         share = np.log(config.max_position_embeddings / original) / np.log(original)
@@ -343,6 +355,24 @@ def _write_rope(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
         writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + share)))
         writer.add_tensor("rope_factors_long.weight", np.array(rope["long_factor"], np.float32))
         writer.add_tensor("rope_factors_short.weight", np.array(rope["short_factor"], np.float32))
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """Return what llama.cpp's converter divides each frequency by."""
+    original = rope["original_max_position_embeddings"]
+    factors = []
+    for frequency in rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim):
+        wavelength = 2 * np.pi / frequency
+        if wavelength < original / rope["high_freq_factor"]:
+            factors.append(1.0)
+        elif wavelength > original / rope["low_freq_factor"]:
+            factors.append(rope["factor"])
+        else:
+            smooth = (original / wavelength - rope["low_freq_factor"]) / (
+                rope["high_freq_factor"] - rope["low_freq_factor"]
+            )
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, dtype=np.float32)
 
 
 def _write_granite(writer: gguf.GGUFWriter, config: Any) -> None:

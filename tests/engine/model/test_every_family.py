@@ -1,5 +1,6 @@
-"""Every family against transformers on small random models, from safetensors and from GGUF: logits within 1e-4, and 64
-greedy tokens equal, of prompts that are longer than windows and original contexts."""
+"""Every family against transformers on small random models, from shards of safetensors and from GGUF: logits within
+1e-4, and 64 greedy tokens equal, of prompts that are longer than windows and original contexts; by PyTorch's kernels,
+the native ones and Triton's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.gpu.attention import TritonAttention
 from engine.backends.native_attention import NativeAttention, attends
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
+from kernels.launch import interpreted
 from kernels.native import native
 from tests.engine.model.checkpoints import CASES, VOCAB, build, save_gguf, save_hf
 from tests.engine.model.test_families import Ours
@@ -72,9 +75,12 @@ def compare(source: str, model: Any, cache: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_transformers_from_safetensors(case: str, tmp_path: Path) -> None:
-    """Guards what a family does otherwise than Llama: each option left out, or on the wrong layers, changes logits."""
+    """Guards what a family does otherwise than Llama: each option left out, or on the wrong layers, changes logits; and
+    tensors that are not in the file where others of their layer are."""
     model = build(case)
-    compare(save_hf(model, tmp_path / "model"), model, tmp_path / "cache")
+    source = save_hf(model, tmp_path / "model", max_shard_size="60KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 4
+    compare(source, model, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in HUGGING_FACE_ALONE])
@@ -82,3 +88,46 @@ def test_equals_transformers_from_gguf(case: str, tmp_path: Path) -> None:
     """Guards names, constants and orders of rows that GGUF files have otherwise."""
     model = build(case)
     compare(save_gguf(model, tmp_path / "model.gguf"), model, tmp_path / "cache")
+
+
+TRITON_AT_ONCE = ("llama", "qwen3", "phi4-mini", "gemma2", "gemma3", "olmo3", "gpt-oss", "ministral3")
+"""Between them every option; the other cases run with the slow suite."""
+
+
+@pytest.mark.skipif(not interpreted(), reason="for Triton's interpreter")
+@pytest.mark.parametrize(
+    "case", [case if case in TRITON_AT_ONCE else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_equals_transformers_by_tritons_kernels(case: str, tmp_path: Path) -> None:
+    """Guards an option that only the kernels of a GPU pass over, of a prompt in chunks and of single tokens behind it.
+    The interpreter computes in 32 bits exactly."""
+    model, prompt = build(case), prompt_of(48)
+    folder = prepare(save_hf(model, tmp_path / "model"), tmp_path / "cache")
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt]), use_cache=False).logits[0]
+    loaded = load_model(folder, packed=False)
+    layout = loaded.config.kv_layout(16)
+    attention: Any = TritonAttention(loaded.config, layout, "cpu", max_batch=2, programs=2)
+    ours = Ours(loaded, attention)
+    ours.kv.tensor.zero_()
+    with torch.inference_mode():
+        torch.testing.assert_close(ours.step(prompt[:21]), wanted[20], atol=1e-4, rtol=0)
+        torch.testing.assert_close(ours.step(prompt[21:45]), wanted[44], atol=1e-4, rtol=0)
+        for at in range(45, 48):
+            torch.testing.assert_close(ours.step(prompt[at : at + 1]), wanted[at], atol=1e-4, rtol=0)
+    ours.close()
+
+
+@pytest.mark.parametrize("case", ["ministral3", "ministral3-mscale"])
+def test_ministral_from_a_directory_and_from_gguf_are_one(case: str, tmp_path: Path) -> None:
+    """Guards YaRN's factor and the temperature of queries, which the two forms say in different words: far from
+    the beginning, a difference grows that 1e-4 of the reference would let through."""
+    model, prompt = build(case), prompt_of(150)
+    logits = list[torch.Tensor]()
+    for at, source in enumerate((save_hf(model, tmp_path / "model"), save_gguf(model, tmp_path / "model.gguf"))):
+        ours = Ours(load_model(prepare(source, tmp_path / f"cache-{at}")))
+        with torch.inference_mode():
+            logits.append(torch.cat([ours.step(prompt[:100]), ours.step(prompt[100:])]))
+        ours.close()
+    assert logits[0].std() > 0.1
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=0)

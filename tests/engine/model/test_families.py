@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -22,8 +21,10 @@ from engine.storage.paged import PagedKV
 from engine.types import BlockId
 from tests.engine.model.checkpoints import (
     GGUF_NAMES,
+    LLAMA3,
     VOCAB,
     byte_tokens,
+    llama3_factors,
     randomized,
     rotary_pairs,
     save_hf,
@@ -40,14 +41,6 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": True,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 50000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 CASES: dict[str, dict[str, Any]] = {
     "mha": {},
@@ -103,7 +96,7 @@ def save_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if config.rope_parameters["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", llama3_factors(config))
+        writer.add_tensor("rope_freqs.weight", llama3_factors(config.rope_parameters, config.head_dim))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(byte_tokens())
@@ -134,24 +127,6 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return str(path)
-
-
-def llama3_factors(config: LlamaConfig) -> np.ndarray:
-    rope = config.rope_parameters
-    original = rope["original_max_position_embeddings"]
-    factors = []
-    for frequency in rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2) / config.head_dim):
-        wavelength = 2 * np.pi / frequency
-        if wavelength < original / rope["high_freq_factor"]:
-            factors.append(1.0)
-        elif wavelength > original / rope["low_freq_factor"]:
-            factors.append(rope["factor"])
-        else:
-            smooth = (original / wavelength - rope["low_freq_factor"]) / (
-                rope["high_freq_factor"] - rope["low_freq_factor"]
-            )
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(factors, dtype=np.float32)
 
 
 class Ours:
