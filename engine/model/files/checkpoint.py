@@ -34,6 +34,9 @@ class Checkpoint(Protocol):
     def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
         """Return what this file calls a tensor."""
 
+    def file_of(self, name: str) -> Path:
+        """Return the file that has a tensor, or else the model's path."""
+
     def find(self, source: Source, layer: int, expert: int | None = None) -> StoredRows:
         """Find a tensor, or what one expert has of it, also where a tensor holds those of all. Nothing but scales is
         read yet. Raises ModelError naming file and tensor."""
@@ -88,11 +91,18 @@ def whole(raw: Mapping[str, Any], name: str) -> int:
     return int(value)
 
 
+def check_is_file(path: Path) -> None:
+    """Raise ModelError for a pipe or a device, whose reader would wait or never end. What is not there is not told."""
+    if path.exists() and not path.is_file():
+        raise ModelError(path, "cannot be read: it is not a file")
+
+
 _read_object = guarded(msgspec.json.Decoder(dict[str, Any]).decode)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ModelError."""
+    check_is_file(path)
     try:
         return _read_object(path.read_bytes())
     except OSError as error:

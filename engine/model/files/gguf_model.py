@@ -41,6 +41,9 @@ class GGUFModel:
     def tensor_name(self, source: Source, layer: int, expert: int = 0) -> str:
         return source.gguf.format(layer=layer)
 
+    def file_of(self, name: str) -> Path:
+        return self.path
+
     def find(self, source: Source, layer: int, expert: int | None = None) -> StoredRows:
         return self._file.rows(self.tensor_name(source, layer), expert)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelError
-from engine.model.files.checkpoint import STORED, check_unread, most_of
+from engine.model.files.checkpoint import STORED, check_is_file, check_unread, most_of
 from engine.model.files.gguf_codes import codes_of, form_of
 from engine.model.files.stored import StoredRows
 
@@ -113,6 +113,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        check_is_file(path)
         try:
             reader = _QuickReader(path)
         except OSError as error:

@@ -89,6 +89,9 @@ class HFModel:
         """Return where the tensor lies. Raises ModelError where it is missing."""
         return self._holder(name).tensors[name]
 
+    def file_of(self, name: str) -> Path:
+        return self._where[name].path if name in self._where else self.path
+
     def _holder(self, name: str) -> SafetensorsFile:
         if name not in self._where:
             raise ModelError(self.path, f"tensor {name} is missing")
@@ -186,7 +189,7 @@ def shards(path: Path) -> list[Path]:
 def weight_map(path: Path) -> dict[str, str]:
     """Return the file of each tensor by the directory's index. Raises ModelError."""
     names = read_json(path / INDEX).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+    if not isinstance(names, dict) or not all(isinstance(name, str) and "\0" not in name for name in names.values()):
         raise ModelError(path / INDEX, "weight_map is not a table of tensor and file names")
     return names
 
@@ -219,6 +222,8 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
     """Return the sizes and options of a config.json whose content is `raw`. Raises ModelError."""
     raw = DEFAULTS.get(family.name, {}) | text_side(raw)
     bias = bool(raw.get("attention_bias", False))
+    if raw.get("is_causal") is False:
+        raise ModelError(path, "is_causal is false: only causal attention is supported")
     try:
         heads = whole(raw, "num_attention_heads")
         return ModelConfig(

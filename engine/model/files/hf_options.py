@@ -131,6 +131,8 @@ def _smollm3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """`no_rope_layers` holds a 1 for layers that do rotate."""
     every = int(raw.get("no_rope_layer_interval", 4))
     rotates = raw.get("no_rope_layers") or [(at + 1) % every for at in range(layers)]
+    if not isinstance(rotates, list) or not all(isinstance(turns, int) for turns in rotates):
+        raise ModelError(path, f"no_rope_layers is {rotates!r}, not a list of 0 and 1")
     if len(rotates) < layers:
         raise ModelError(path, f"no_rope_layers has {len(rotates)} of {layers} layers")
     windows = [0] * layers

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine.model.config import ModelError
-from engine.model.files.checkpoint import read_json
+from engine.model.files.checkpoint import check_is_file, read_json
 from engine.text.files import TextFiles, TextSettings, turn_ends
 from engine.text.recommended import from_generation_config
 
@@ -17,6 +17,7 @@ def text_files(path: Path, config: dict[str, Any], vocab: int) -> TextFiles:
     """Read the text side; `config` is the content of config.json, `vocab` the rows of the embedding. Raises ModelError
     naming the file at fault."""
     source = path / "tokenizer.json"
+    check_is_file(source)
     try:
         raw = source.read_text(encoding="utf-8")
         tokenizer = Tokenizer.from_str(raw)
@@ -49,6 +50,7 @@ def text_files(path: Path, config: dict[str, Any], vocab: int) -> TextFiles:
 def _template(path: Path, settings: dict[str, Any]) -> str:
     beside = path / "chat_template.jinja"
     if beside.exists():
+        check_is_file(beside)
         try:
             return beside.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

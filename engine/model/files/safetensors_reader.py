@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.model.codes import FloatArray
 from engine.model.config import ModelError
+from engine.model.files.checkpoint import check_is_file
 from engine.model.files.stored import StoredRows
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
@@ -48,6 +49,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        check_is_file(path)
         try:
             with safe_open(str(path), framework="numpy"):
                 pass

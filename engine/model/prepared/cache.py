@@ -28,6 +28,7 @@ import msgspec
 import xxhash
 
 from engine.model.config import CONFIG_FILE, PICKLES, ModelError, Progress
+from engine.model.files.checkpoint import check_is_file
 from engine.model.prepared.checked import CheckRecord, check_locked, check_once, seal, sealed_files
 from engine.model.prepared.pieces import locked
 from engine.model.prepared.shards import Stamp
@@ -96,6 +97,8 @@ def prepare(
     path = Path(source).expanduser() if source is not None else find_demo_model()
     cache = cache_dir if cache_dir is not None else default_cache_dir(Path.home())
     parts, limit = _source_files(path), context_tokens
+    for part in parts:
+        check_is_file(part)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not mapped and path.is_dir() and (referred := _refer(path, parts, dtype, cache, limit)) is not None:

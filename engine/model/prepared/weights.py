@@ -81,7 +81,7 @@ def _slabs(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> Iterat
     """Yield a weight's bytes by slabs of rows."""
     for name, unit, rows in _pieces(source, weight, layer):
         for first, end in _cuts(rows.shape, unit):
-            yield np.ascontiguousarray(as_dtype(rows.values(first, end), dtype, source.path, name)).data
+            yield np.ascontiguousarray(as_dtype(rows.values(first, end), dtype, source.file_of(name), name)).data
 
 
 def _codes(source: Checkpoint, weight: Weight, layer: int, form: str, dtype: str) -> Iterator[Codes]:
@@ -90,7 +90,7 @@ def _codes(source: Checkpoint, weight: Weight, layer: int, form: str, dtype: str
         for first, end in _cuts(rows.shape, unit):
             codes = recoded(rows.codes(first, end), cast(Form, form))
             if dtype == "float16":
-                as_dtype(codes.widen(), dtype, source.path, name)
+                as_dtype(codes.widen(), dtype, source.file_of(name), name)
             yield codes
 
 
@@ -143,7 +143,7 @@ def check_shape(source: Checkpoint, name: str, shape: tuple[int, ...], weight: W
     """Raise ModelError for a tensor of another shape than its part of a prepared weight has."""
     wanted = (int(getattr(source.config, piece.rows)), *weight.columns_of(source.config))
     if shape != wanted:
-        raise ModelError(source.path, f"tensor {name} has shape {shape}, expected {wanted}")
+        raise ModelError(source.file_of(name), f"tensor {name} has shape {shape}, expected {wanted}")
 
 
 def prepared_weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:

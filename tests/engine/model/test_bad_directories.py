@@ -2,6 +2,7 @@
 when a model is prepared, before any worker serves; whether its weights are converted or left where they lie."""
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -82,6 +83,14 @@ def in_place(name: str) -> Change:
     return change
 
 
+def piped(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
 def removed(name: str) -> Change:
     return lambda folder: (folder / name).unlink()
 
@@ -119,7 +128,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "missing": (tensors(lambda found: found.pop(DOWN)), f"tensor {DOWN} is missing"),
     "shape": (
         tensors(lambda found: found.update({DOWN: found[DOWN][:-1].contiguous()})),
-        rf"{DOWN} has shape \(63, 96\), expe",
+        rf"{WEIGHTS}: tensor {DOWN} has shape \(63, 96\), expe",
     ),
     "dtype": (tensors(lambda found: found.update({DOWN: found[DOWN].int()})), f"{DOWN}: dtype I32 is not supported"),
     "FP8 unsaid": (
@@ -129,6 +138,11 @@ CASES: dict[str, tuple[Change, str]] = {
     "a link to itself": (linked(WEIGHTS, WEIGHTS), "Symlink loop|Too many levels"),
     "a link to nothing": (linked(WEIGHTS, "nothing"), "No such file"),
     "a folder": (in_place(WEIGHTS), f"{WEIGHTS}: .*(Is a directory|cannot be read)"),
+    "a pipe": (piped(WEIGHTS), f"{WEIGHTS}: cannot be read: it is not a file"),
+    "a pipe beside": (piped("chat_template.jinja"), "chat_template.jinja: cannot be read: it is not a file"),
+    "a device": (linked(WEIGHTS, "/dev/zero"), f"{WEIGHTS}: cannot be read: it is not a file"),
+    "config is a pipe": (piped("config.json"), "config.json: cannot be read: it is not a file"),
+    "tokenizer is a pipe": (piped("tokenizer.json"), "tokenizer.json: cannot be read: it is not a file"),
     "none": (removed(WEIGHTS), r"holds no \*.safetensors file"),
     "pickles": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), "holds only pickled weights"),
     "no config": (removed("config.json"), "config.json: cannot be read"),
@@ -190,10 +204,18 @@ CASES: dict[str, tuple[Change, str]] = {
         said(tie_word_embeddings=True),
         "tensor lm_head.weight is not the embedding, and tie_word_embeddings says it is",
     ),
-    "NaN": (tensors(lambda found: found[DOWN].fill_(torch.nan)), f"{DOWN}: a value is not a finite number"),
+    "NaN": (
+        tensors(lambda found: found[DOWN].fill_(torch.nan)),
+        f"{WEIGHTS}: tensor {DOWN}: a value is not a finite number",
+    ),
     "an infinite value": (
         tensors(lambda found: found[DOWN].view(-1)[-1:].fill_(-torch.inf)),
         f"{DOWN}: a value is not a finite number",
+    ),
+    "attention both ways": (said(is_causal=False), "config.json: is_causal is false: only causal attention"),
+    "layers without rotation in a word": (
+        said(model_type="smollm3", sliding_window=None, no_rope_layers="1110"),
+        "config.json: no_rope_layers is '1110', not a list of 0 and 1",
     ),
     "a window of true": (said(sliding_window=True), "config.json: sliding_window True is not a number of tokens"),
     "a size of true": (said(hidden_size=True), "hidden_size is True, not a whole number"),
@@ -235,6 +257,10 @@ SHARDED: dict[str, tuple[Change, str]] = {
     "a file elsewhere": (
         indexed(lambda index: index["weight_map"].update({DOWN: "../../x.safetensors"})),
         "No such file",
+    ),
+    "a file of no name": (
+        indexed(lambda index: index["weight_map"].update({DOWN: "a\0.safetensors"})),
+        f"{INDEX}: weight_map is not",
     ),
     "a tensor that is in no file": (
         indexed(lambda index: index["weight_map"].update({BIAS: "model-00002-of-00016.safetensors"})),

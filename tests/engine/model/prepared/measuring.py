@@ -30,7 +30,7 @@ def watch():
     while not over.wait(0.002):
         most = max(most, own())
 before = own()
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
 folder = prepare(sys.argv[1], Path(sys.argv[2]))
 prepared, most = most - before, own()

@@ -1,11 +1,14 @@
 """What a tensor-parallel rank takes of a host's memory while a large model is prepared and its part is loaded: of each
-quantized format, and of a sharded directory in 16 bits. No matrix is widened as a whole, and no rank has another's."""
+quantized format, of a sharded directory in 16 bits, and of GGUF files. No matrix is widened as a whole, and no rank has
+another's."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,8 +16,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from tests.engine.model import hf_quantized as packing
-from tests.engine.model.checkpoints import save_tokenizer
+from tests.engine.model.checkpoints import GGUF_NAMES, byte_tokens, save_tokenizer
 from tests.engine.model.prepared.measuring import measured
+from tests.engine.model.quantized import Kind, random_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -104,11 +108,46 @@ def save(folder: Path, form: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+def save_gguf(path: Path, kind: Kind) -> str:
+    """Write one layer of the same sizes, its matrices in `kind`."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(WIDTH)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(byte_tokens())
+    writer.add_token_types([1] * VOCAB)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
+    matrices = {f"blk.0.{GGUF_NAMES[name]}": shape for name, shape in SHAPES.items()}
+    for name, (rows, columns) in (matrices | {"token_embd": (VOCAB, HIDDEN)}).items():
+        if kind == Kind.BF16:
+            raw = plain(rows, columns)["weight"].view(torch.uint8).numpy()
+            writer.add_tensor(f"{name}.weight", raw, raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", random_blocks(kind, rows, columns), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+GGUF_KINDS = ("BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
+
+
+@pytest.mark.parametrize("form", [*FORMATS, *(f"gguf {kind}" for kind in GGUF_KINDS)])
 def test_a_rank_widens_no_matrix_and_holds_its_part(form: str, tmp_path: Path) -> None:
     """Guards hosts that have room for a model as it comes and not for its 32 bits: neither who prepares it nor a rank
     that loads its part ever has a matrix so, and a rank's weights are its share of what is kept."""
-    source = save(tmp_path / "model", form)
+    made_by_gguf, kept_wide = form.startswith("gguf"), form in ("sharded bfloat16", "gguf BF16")
+    path = tmp_path / ("model.gguf" if made_by_gguf else "model")
+    source = save_gguf(path, Kind[form.removeprefix("gguf ")]) if made_by_gguf else save(path, form)
     found = [measured(source, tmp_path / "cache", rank, RANKS) for rank in range(RANKS)]
     print(
         f"\n{form}: bytes of their own while preparing, while loading, and of weights: {found}; "
@@ -117,5 +156,5 @@ def test_a_rank_widens_no_matrix_and_holds_its_part(form: str, tmp_path: Path) -
     for preparing, loading, weights, _ in found:
         # Rows of several matrices are copied as they are kept, then packed by slabs; what a slab frees may stay.
         assert preparing < 0.25 * LARGEST_BYTES
-        assert loading < (0.95 if form.startswith("sharded") else 0.6) * LARGEST_BYTES
-        assert weights < 0.6 * WIDE_BYTES * (0.55 if form.startswith("sharded") else 0.33)
+        assert loading < (0.95 if kept_wide else 0.6) * LARGEST_BYTES
+        assert weights < 0.6 * WIDE_BYTES * (0.55 if kept_wide else 0.33)
