@@ -405,7 +405,7 @@ REFUSED: dict[str, str] = {
         _CHUNKED: "llama4 llama4_text",
         _HYBRID: "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen35 qwen35moe qwen3_next qwen3next lfm2 jamba "
         "bamba granitemoehybrid granitehybrid falcon_h1 falcon-h1 nemotron_h nemotron-h",
-        _STATE: "mamba mamba2 falcon_mamba rwkv6 rwkv7",
+        _STATE: "mamba mamba2 falcon_mamba rwkv rwkv6 rwkv7",
         _SHARED: "gemma3n gemma3n_text gemma4 gemma4_text",
         "Gemma 1 is not supported, Gemma 2 and 3 are": "gemma",
     }.items()
