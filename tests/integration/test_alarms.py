@@ -254,8 +254,8 @@ def test_a_prefill_pool_that_is_too_slow(stage: Stage) -> None:
 
 
 def test_a_decode_pool_that_is_too_slow_and_too_small(stage: Stage) -> None:
-    """Requests of 31 blocks: two fill a worker, the others wait at the router. Many tokens: a worker is full for as long
-    as two requests decode together, and must be for 5 s."""
+    """Requests of 31 blocks: two fill a worker, the others wait at the router. Many tokens: a worker is full for as
+    long as two requests decode together, and must be for 5 s."""
     stage.whole()
     with (
         lasting(stage.orders, DECODES, "slow", "3.0"),
