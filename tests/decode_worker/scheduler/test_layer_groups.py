@@ -4,15 +4,15 @@ tests/engine/kv/test_windows.py."""
 
 import pytest
 
-from decode_worker.scheduler.events import FromPeer
+from decode_worker.scheduler.events import FromPeer, PeerDown
 from decode_worker.scheduler.request import RequestState
 from engine import identity
 from engine.identity import in_group
 from engine.kv.groups import GONE, LayerGroup, migrated, place
 from engine.kv.tiers.commands import Loaded, Store, Stored, TierLoad
 from engine.kv.tiers.tiers import Tiers
-from engine.messages import BlockOffer, Ended, Handoff, Offer
-from engine.types import BeamParams, BlockId
+from engine.messages import BlockOffer, Ended, Handoff, Offer, UsePrefill
+from engine.types import BeamParams, BlockId, RequestId
 from tests.decode_worker.scheduler.bench import POOL, Fetching, P
 from transfer.handoff.commands import Received, Rows
 
@@ -127,6 +127,21 @@ def test_of_what_has_landed_the_last_token_is_computed_again_by_who_goes_on() ->
     bench.offer(first, 0, wanted[:-1])
     bench.offer(first, 1, wanted[-1:], "its bytes are others")
     assert bench.asked().have_tokens == 12
+
+
+def test_of_what_has_all_landed_only_the_last_token_is_computed_here() -> None:
+    """Guards a prompt that is computed a second time: its worker is lost before it names the token, and the tails of
+    the windows have come with the rest."""
+    bench, prompt = Grouped(), list(range(20))
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    bench.offer(bench.asked().handoff, 0, bench.wanted())
+    bench.tell(PeerDown(POOL, P, "gone"))
+    bench.router(UsePrefill(RequestId("a"), 1, None))
+    request, batch = bench.request("a"), bench.scheduler.batch
+    assert request.state is RequestState.LOCAL and request.known == 19
+    assert (request.origin.prefill_cached_tokens, batch.hit_tokens) == (19, 0), "none of it was cached here"
+    plan = bench.step()
+    assert plan is not None and [(row.start, row.end) for row in plan.rows] == [(19, 20)]
 
 
 @pytest.mark.parametrize("length", [13, 16, 17])
