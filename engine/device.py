@@ -298,6 +298,7 @@ def _open_device_ranks(
             RankReady(f"{part.fingerprint}/{layout.dtype}", arithmetic, part.weights_bytes, False)
         )
         opened = part.opener.sized(of_each(config), part.memory, part.weights_bytes, transport_bytes)
+        group.move_blocks(opened.kv)
         group.timed()
         device = _device(config, shape, layout, opened, weights_bytes, False, arithmetic, None, group)
         closing.pop_all()

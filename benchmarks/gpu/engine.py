@@ -122,11 +122,14 @@ class EngineBench:
         self._placed = 0
 
     def fill(self, batch: int) -> None:
-        """Take requests until `batch` are decoding."""
-        new = [FromRouter(LINK, self._place(at)) for at in range(self._placed, batch)]
+        """Take requests until `batch` are decoding, one after the other: a worker refuses prompts while it has several
+        to compute itself."""
+        for at in range(self._placed, batch):
+            self._engine.receive([FromRouter(LINK, self._place(at))])
+            while self._scheduler.waiting_requests:
+                self._step()
         self._placed = batch
-        self._engine.receive(new)
-        while len(self._step().rows) < batch or self._scheduler.waiting_requests:
+        while len(self._step().rows) < batch:
             pass
 
     def line(self, how: str, bytes_per_s: float) -> Line:
