@@ -190,8 +190,8 @@ class TenantsTold(Record):
 
 class ReadTold(Record):
     """From a router to its siblings, by way of the decode worker that it offers a request to, which passes it on as it
-    is: `reader` is about to read a prompt, of which so many tokens are taken to be uncached there. `blocks` are those of
-    them, packed as in `HeldRun`, and `parent` the one before."""
+    is: `reader` is about to read a prompt, of which so many tokens are taken to be uncached there. `blocks` are those
+    of them, packed as in `HeldRun`, and `parent` the one before."""
 
     reader: str
     uncached_tokens: int

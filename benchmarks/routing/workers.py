@@ -262,8 +262,8 @@ class ServedCluster(Protocol):
 class SimulatedDecode:
     """One decode worker. `say` takes its records, `ended` hears of a request's last token."""
 
-    # Mutable state: its cache, the rows that decode, how many requests it holds, what it is to hear behind its step, and
-    # its reports.
+    # Mutable state: its cache, the rows that decode, how many requests it holds, what it is to hear behind its step,
+    # and its reports.
 
     def __init__(self, name: str, cluster: ServedCluster) -> None:
         self.name = name
