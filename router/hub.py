@@ -258,9 +258,9 @@ class Hub:
                     self._observer.continued("prefill_lost")
                 self._send(worker, record)
                 if isinstance(record, Place) and self.has_siblings():
-                    told = self.core.reading(record.record.request)
-                    if told is not None:
-                        self._send(worker, told)
+                    reading = self.core.reading(record.record.request)
+                    if reading is not None:
+                        self._send(worker, reading)
             case events.Begin(request):
                 if request in self._sinks:
                     self._sinks[request].accepted(now)
