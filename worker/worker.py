@@ -30,6 +30,7 @@ from engine.messages import (
     Offer,
     PrefillFailed,
     ProcessesTold,
+    ReadTold,
     Record,
     TenantsTold,
     WorkerInfo,
@@ -245,7 +246,7 @@ class Worker(Generic[E]):
                 for told in records:
                     if isinstance(told, ProcessesTold):
                         parts.readers.listed(link, told.processes, self._tell)
-                    elif isinstance(told, TenantsTold):
+                    elif isinstance(told, TenantsTold | ReadTold):
                         self._pass_on(link, told)
                 self._role.hear(item, self._tell)
             case StreamEnded(RouterStream(link=link), why):
@@ -274,10 +275,11 @@ class Worker(Generic[E]):
             case _:
                 self._role.hear(item, self._tell)
 
-    def _pass_on(self, link: int, told: TenantsTold) -> None:
-        """Tell the other routers what one says to them, in the name that it has proven."""
+    def _pass_on(self, link: int, told: TenantsTold | ReadTold) -> None:
+        """Tell the other routers what one says to them: of tenants, in the name that it has proven."""
         sender = self.parts.routers[link].router
-        told = msgspec.structs.replace(told, router=sender.name, incarnation=sender.incarnation)
+        if isinstance(told, TenantsTold):
+            told = msgspec.structs.replace(told, router=sender.name, incarnation=sender.incarnation)
         for router in self.parts.routers.values():
             if router.router.incarnation != sender.incarnation:
                 router.say([told])
