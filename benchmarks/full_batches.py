@@ -5,7 +5,8 @@
 A cluster of one prefill and one decode worker is started for each target in each round (`decode.itl_target_ms`, in
 milliseconds; `none`: no step waits; `pool`: one pool of two workers instead), and asked over HTTP; the order turns from
 round to round. A line is a point of the curve: medians over rounds (middle half), and the rate over that of the first
-target in the same round. Nothing else may run on the machine.
+target in the same round. `CPU ms` is the processor time of all processes of the cluster for each token of the answers,
+which depends least on what else runs on the machine; the other figures are of an idle one.
 """
 
 import argparse
@@ -19,8 +20,10 @@ from rich.table import Table
 
 from benchmarks.figures import middle, show, write_json
 from benchmarks.peers import PeerServer, free_port, headrace, running
-from cluster.bench.driver import LoadPlan, run
+from benchmarks.processor import ProcessorTime, processor_time
+from cluster.bench.driver import Level, LoadGenerator, LoadPlan
 from cluster.bench.stats import Summary
+from cluster.bench.targets import open_target
 from cluster.bench.workloads import PRESETS
 from cluster.processes.spec import LaunchError
 from router.front.api import ApiError
@@ -33,7 +36,17 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 
     round: int
     target: str
+    processor: ProcessorTime
     summary: Summary
+
+    @property
+    def rate(self) -> float:
+        return self.summary.output_tokens_per_s
+
+    @property
+    def token_s(self) -> float:
+        """Return the processor time of a token of the answers."""
+        return self.processor.all_s / self.summary.output_tokens
 
 
 def main(argv: list[str]) -> int:
@@ -93,28 +106,44 @@ def _measure(target: str, preset_name: str, requests: int, number: int, log: Pat
             model=None,
             pids=(pid,),
         )
-        (level,) = asyncio.run(run(plan))
+        level, spent = asyncio.run(_asked(plan, pid))
     if level.summary.failed:
         raise ApiError("FAILED", f"target {target}: {level.messages}")
-    row = BatchRow(round=number, target=target, summary=level.summary)
-    print(f"{number} {target}: {level.summary.output_tokens_per_s:.1f} tokens/s", file=sys.stderr)
+    row = BatchRow(round=number, target=target, processor=spent, summary=level.summary)
+    print(f"{number} {target}: {row.rate:.1f} tokens/s, {row.token_s * 1e3:.2f} ms of a core each", file=sys.stderr)
     return row
+
+
+async def _asked(plan: LoadPlan, pid: int) -> tuple[Level, ProcessorTime]:
+    """Warm up and measure; return what came of it, and the processor time of the measured part."""
+    target = open_target(plan.target, plan.address)
+    try:
+        generator = LoadGenerator(target, plan)
+        await generator.warm_up()
+        before = processor_time(pid)
+        level = await generator.at_once(plan.concurrency[0])
+        return level, processor_time(pid).since(before)
+    finally:
+        await target.close()
 
 
 def _table(rows: list[BatchRow], targets: list[str]) -> Table:
     """Make one line per target: its rate, and over that of the first target per round; gaps, and the first token."""
     table = Table(title="one run: medians over rounds (middle half)", title_justify="left")
-    for heading in ("target ms", "tokens/s", f"over {targets[0]}", "ITL ms", "ITL p99 ms", "TTFT ms"):
+    over = f"over {targets[0]}"
+    for heading in ("target ms", "tokens/s", over, "CPU ms", over, "ITL ms", "ITL p99 ms", "TTFT ms"):
         table.add_column(heading, justify="right")
-    first = {row.round: row.summary.output_tokens_per_s for row in rows if row.target == targets[0]}
+    first = {row.round: row for row in rows if row.target == targets[0]}
     for target in targets:
         mine = [row for row in rows if row.target == target]
         gaps = [row.summary.itl_s for row in mine if row.summary.itl_s]
         ttft = [row.summary.ttft_s.mean for row in mine if row.summary.ttft_s]
         table.add_row(
             target,
-            middle([row.summary.output_tokens_per_s for row in mine]).cell(),
-            middle([row.summary.output_tokens_per_s / first[row.round] for row in mine]).cell(digits=2),
+            middle([row.rate for row in mine]).cell(),
+            middle([row.rate / first[row.round].rate for row in mine]).cell(digits=2),
+            middle([row.token_s for row in mine]).cell(1000, 2),
+            middle([row.token_s / first[row.round].token_s for row in mine]).cell(digits=2),
             middle([gap.mean for gap in gaps]).cell(1000, 0) if gaps else "",
             middle([gap.p99 for gap in gaps]).cell(1000, 0) if gaps else "",
             middle(ttft).cell(1000, 0),
