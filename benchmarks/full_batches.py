@@ -1,12 +1,12 @@
 """Throughput against inter-token latency: what a decode worker gains by steps that wait for rows about to land.
 
-    python -m benchmarks.full_batches --targets none,30,60,100,200,pool --rounds 3
+    python -m benchmarks.full_batches --targets none,auto,30,60,100,200,pool --rounds 3
 
 A cluster of one prefill and one decode worker is started for each target in each round (`decode.itl_target_ms`, in
-milliseconds; `none`: no step waits; `pool`: one pool of two workers instead), and asked over HTTP; the order turns from
-round to round. A line is a point of the curve: medians over rounds (middle half), and the rate over that of the first
-target in the same round. `CPU ms` is the processor time of all processes of the cluster for each token of the answers,
-which depends least on what else runs on the machine; the other figures are of an idle one.
+milliseconds; `none`: no step waits; `auto`: the default; `pool`: one pool of two workers instead), and asked over HTTP;
+the order turns from round to round. A line is a point of the curve: medians over rounds (middle half), and the rate
+over that of the first target in the same round. `CPU ms` is the processor time of all processes of the cluster for each
+token of the answers, which depends least on what else runs on the machine; the other figures are of an idle one.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from cluster.bench.workloads import PRESETS
 from cluster.processes.spec import LaunchError
 from router.front.api import ApiError
 
-POOL = "pool"
+POOL, NONE, AUTO = "pool", "none", "auto"
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.full_batches", description=__doc__)
     add = parser.add_argument
-    add("--targets", default="none,30,60,100,200,pool", help="milliseconds, none, or pool")
+    add("--targets", default="none,auto,30,60,100,200,pool", help="milliseconds, none, auto, or pool")
     add("--preset", default="A", choices=sorted(PRESETS))
     add("--rounds", type=int, default=3)
     add("--requests", type=int, default=0, help="instead of the preset's number")
@@ -60,8 +60,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     targets = options.targets.split(",")
     for target in targets:
-        if target not in ("none", POOL) and not _is_positive(target):
-            parser.error(f"--targets {target}: milliseconds above 0, none, or {POOL}")
+        if target not in (NONE, AUTO, POOL) and not _is_positive(target):
+            parser.error(f"--targets {target}: milliseconds above 0, {NONE}, {AUTO}, or {POOL}")
     rows = []
     try:
         with TemporaryDirectory(prefix="headrace-batches-") as folder:
@@ -87,8 +87,10 @@ def _is_positive(text: str) -> bool:
 
 
 def _server(target: str, port: int) -> PeerServer:
-    more = ("--workers", "2") if target == POOL else ("--set", f"decode.itl_target_ms={target}")
-    return headrace(port, flags=() if target == "none" else more)
+    if target == POOL:
+        return headrace(port, flags=("--workers", "2"))
+    value = "off" if target == NONE else target
+    return headrace(port, flags=("--set", f"decode.itl_target_ms={value}"))
 
 
 def _measure(target: str, preset_name: str, requests: int, number: int, log: Path) -> BatchRow:
