@@ -15,9 +15,8 @@ Whatever is set, in a file, a variable or a flag, wins. The numbers follow from 
 - A host tier of 4 GiB has room for 32,768 tokens, where 128 MiB would have it for 1,024.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from cluster.config import ClusterConfig, ConfigError
@@ -53,24 +52,24 @@ CPU_DTYPE = "float32"
 (docs/cpu.md)."""
 
 
-RANKS_ON_GPU: dict[str, int | float | str] = {"tiers.host_bytes": 0}
-"""Defaults of a pool whose workers have several GPUs: their blocks go to no lower tier yet (`worker.rank_devices`)."""
+WITH_RANK_POOLS: dict[str, int | float | str] = {"tiers.host_bytes": 0}
+"""Defaults of a pool whose workers have a pool for each of several ranks: these blocks go to no lower tier yet."""
 
 
 def defaults_on(
-    devices: Mapping[Pool, str], ranks: Mapping[Pool, int] = MappingProxyType({})
+    devices: Mapping[Pool, str], with_rank_pools: Collection[Pool] = ()
 ) -> dict[str, int | float | str]:
-    """Return, by setting, the defaults that are not the structs' own, for pools on these devices, whose workers have so
-    many ranks: one, unless it is said."""
+    """Return, by setting, the defaults that are not the structs' own, for pools on these devices, of which some have a
+    pool for each rank."""
     found: dict[str, int | float | str] = {}
     own: tuple[tuple[Pool, dict[str, int | float | str]], ...] = (
         ("prefill", PREFILL_ON_GPU), ("decode", DECODE_ON_GPU)
     )
     for pool, more in own:
         if devices[pool] != "cpu":
-            several = RANKS_ON_GPU if ranks.get(pool, 1) > 1 else {}
-            found |= {f"{pool}.{key}": value for key, value in (ON_GPU | more | several).items()}
-    return found | (WITH_GPU if found else {})
+            found |= {f"{pool}.{key}": value for key, value in (ON_GPU | more).items()}
+    found |= WITH_GPU if found else {}
+    return found | {f"{pool}.{key}": value for pool in with_rank_pools for key, value in WITH_RANK_POOLS.items()}
 
 
 def gpu_dtype(stored: str) -> str:

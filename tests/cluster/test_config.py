@@ -296,13 +296,17 @@ def test_wrong_settings_exit_with_2_and_one_line(capsys: pytest.CaptureFixture[s
 GPU_RANKS = ("--set", "decode.engine.device=cuda", "--set", "decode.engine.tensor_parallel=2")
 
 
-def test_a_worker_of_ranks_on_gpus_keeps_its_blocks_to_itself() -> None:
-    """Guards handoffs and tiers that would move rank 0's part of a block for the whole of it."""
-    alone = resolved("--prefill", "0", "--decode", "1", *GPU_RANKS)
-    assert alone.config.decode.tiers.host_bytes == 0
-    for workers in (("1", "1"), ("0", "2")):
-        with pytest.raises(ConfigError, match="do not go to other workers yet"):
-            resolved("--prefill", workers[0], "--decode", workers[1], *GPU_RANKS)
+def test_blocks_of_ranks_with_own_pools_go_to_no_lower_tier() -> None:
+    """Guards tiers that would keep rank 0's part of a block for the whole of it."""
+    for workers in (("0", "1"), ("1", "1"), ("0", "2")):
+        found = resolved("--prefill", workers[0], "--decode", workers[1], *GPU_RANKS)
+        assert found.config.decode.tiers.host_bytes == 0
     with pytest.raises(ConfigError, match="do not go to lower tiers yet"):
         resolved("--prefill", "0", "--decode", "1", *GPU_RANKS, "--set", "decode.tiers.disk_bytes=1000")
+    on_cpu = ("--set", "engine.tensor_parallel=3", "--set", "engine.rank_pools=own")
+    found = resolved(*on_cpu)
+    assert found.config.prefill.tiers.host_bytes == found.config.decode.tiers.host_bytes == 0
+    assert found.config.prefill.chunk_tokens == resolved().config.prefill.chunk_tokens, "not a GPU's"
+    with pytest.raises(ConfigError, match="do not go to lower tiers yet"):
+        resolved(*on_cpu, "--set", "prefill.tiers.host_bytes=1000")
     assert resolved("--set", "engine.tensor_parallel=3").config.prefill.engine.tensor_parallel == 3, "on the CPU"

@@ -43,6 +43,7 @@ def test_prompts_that_are_computed_here_share_a_budget_beside_the_running() -> N
         sizes.append({row.request: row.end - row.start for row in plan.rows})
     assert sizes == [{"a": 1, "b": 6}, {"a": 1, "b": 6}, {"a": 1, "b": 6}, {"a": 1, "b": 2}]
     assert (batch.generated_tokens, batch.prefilled_tokens, batch.recomputed_tokens) == (6, 24, 0)
+    assert batch.forced_tokens == 0, "a first token is drawn like any"
 
 
 def test_the_step_behind_one_that_is_under_way_goes_on_behind_it() -> None:
