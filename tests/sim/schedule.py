@@ -66,7 +66,7 @@ RECOVERS = True
 
 
 RANKS = (*[{"prefill": 1, "decode": 1}] * 6, *[{"prefill": p, "decode": d} for p, d in ((2, 2), (1, 2), (2, 1))])
-"""Of a worker: mostly one, whose pool is the worker's."""
+"""The ranks of workers: mostly one."""
 
 
 def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:

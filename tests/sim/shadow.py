@@ -178,7 +178,7 @@ class ShadowKV:
     device = "cpu"
     rank = 0
     quarters = range(4)
-    """Of a row, which this memory has: two for each head."""
+    """The quarters of a row that this memory has: two for each head."""
 
     def __init__(self, process: Process, blocks: int, block_size: int, windows: Sequence[int] = ()) -> None:
         """`windows`: of the layer groups but the first, where there are several."""

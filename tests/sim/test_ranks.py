@@ -48,7 +48,7 @@ def test_schedules_of_several_ranks_keep_every_promise(degrees: dict[str, int]) 
 
 
 def only_the_first_part() -> list[tuple[Any, str, Any]]:
-    """Of a block that comes from two ranks only the first's part is asked for."""
+    """Only the first of two parts of a block is asked for."""
     return [(product, "parts", lambda s, r: [HeadsPart(0, at) for at in range(len(r))])]
 
 
