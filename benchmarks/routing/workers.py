@@ -262,7 +262,8 @@ class ServedCluster(Protocol):
 class SimulatedDecode:
     """One decode worker. `say` takes its records, `ended` hears of a request's last token."""
 
-    # Mutable state: its cache, the rows that decode, how many requests it holds, and its reports.
+    # Mutable state: its cache, the rows that decode, how many requests it holds, what it is to hear behind its step,
+    # and its reports.
 
     def __init__(self, name: str, cluster: ServedCluster) -> None:
         self.name = name
@@ -272,6 +273,7 @@ class SimulatedDecode:
         self.kv = KVCacheManager(self._shape.decode_blocks, BLOCK, FINGERPRINT)
         self._rows: list[DecodingRow] = []
         self._held = 0
+        self._heard: list[Callable[[], None]] = []
         self._steps = 0
         self._stepping = False
         self._step_s = 0.0
@@ -317,6 +319,13 @@ class SimulatedDecode:
 
         self._time.after(self._shape.latency_s, lambda: source.start(record, finished))
 
+    def between_steps(self, what: Callable[[], None]) -> None:
+        """Do something as soon as no step is under way: an engine hears nothing before."""
+        if self._stepping:
+            self._heard.append(what)
+        else:
+            what()
+
     def _landed(self, row: DecodingRow, source: SimulatedPrefill, job: Job) -> None:
         source.release(job)
         self.kv.landed(row.lease)
@@ -344,6 +353,9 @@ class SimulatedDecode:
     def _stepped(self, rows: list[DecodingRow], seconds: float) -> None:
         self._step_s += (seconds - self._step_s) * (0.1 if self._step_s else 1.0)
         gaps, now = self._cluster.outcome.gaps, self._time.now
+        heard, self._heard = self._heard, []
+        for what in heard:
+            what()
         ended = []
         for row in rows:
             gap = int((now - row.last_s) * 1000)

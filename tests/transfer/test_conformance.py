@@ -188,6 +188,8 @@ def test_a_block_that_changes_while_it_is_read_is_refused(rig: Any, monkeypatch:
 
     for source in {type(source) for source in rig.transport._peers.values()}:
         monkeypatch.setattr(source, "generation", lambda self, block: generation(block), raising=False)
+        # Of all blocks at once.
+        monkeypatch.setattr(source, "are_at", lambda self, blocks, generations: False, raising=False)
     changed = rig.recv(peer, "r", 0, [(0, 0)], [1])
     assert rig.outcome(changed) is Outcome.FAILED
     assert "StaleBlockError" in rig.ended[changed].error and looks == [0, 0]

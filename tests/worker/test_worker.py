@@ -24,6 +24,7 @@ from engine.messages import (
     LifeOfProcess,
     Load,
     ProcessesTold,
+    ReadTold,
     StartPrefill,
     Stop,
     WorkerInfo,
@@ -193,6 +194,24 @@ def test_what_a_router_says_to_a_prefill_worker_harms_nobody(rpc: RpcLoop) -> No
         until(lambda: len(other.heard) > 2)
     finally:
         one.stop()
+
+
+def test_what_a_router_is_about_to_have_read_reaches_the_other_one(rpc: RpcLoop) -> None:
+    """Guards bursts over several routers, of which each learnt of a prompt when it was cached."""
+    other = RpcLoop("router", Party("router", "other", Incarnation(10)), SECRETS)
+    other.start("127.0.0.1", 0, {})
+    one = decode_worker()
+    try:
+        address = one.start().address
+        here, there = attach(rpc, address, "decode"), attach(other, address, "decode")
+        until(lambda: all(len(listener.heard) > 1 for listener in (here, there)))
+        told = ReadTold("p0", 40, b"", b"12345678" * 2)
+        here.send(encode([told]))
+        until(lambda: [told] in there.heard)
+        assert not any(isinstance(record, ReadTold) for frame in here.heard for record in frame)
+    finally:
+        one.stop()
+        other.stop()
 
 
 @pytest.mark.parametrize("role", sorted(OPEN))
