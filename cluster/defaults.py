@@ -122,6 +122,15 @@ def device_share(config: ClusterConfig, pool: Pool) -> float:
     return 1.0 / max(1, *workers)
 
 
+def shares_cores(config: ClusterConfig) -> bool:
+    """Return True where workers of both pools compute on one host's processor, and lend each other their cores while
+    they wait."""
+    pools = engines(config).values()
+    is_one_host = config.launcher != "ray" or config.ray.address == "local"
+    lend = all(engine.device == "cpu" and engine.lend_cores for engine in pools)
+    return is_one_host and lend and config.prefill_workers > 0 and config.decode_workers > 0
+
+
 def _cards(engine: EngineConfig) -> range:
     """Return the numbers of the GPUs of a worker: one for each rank (`worker.rank_devices.gpu_of`)."""
     if engine.device == "cpu":

@@ -39,6 +39,7 @@ from cluster.defaults import (
     defaults_on,
     device_share,
     gpu_dtype,
+    shares_cores,
     stored_in,
 )
 from cluster.memory import available_bytes
@@ -196,6 +197,9 @@ def _work_out(
     if not config.prefill_workers and origins["decode.local_chunk_tokens"].startswith("default"):
         values["decode.local_chunk_tokens"] = config.prefill.chunk_tokens
         origins["decode.local_chunk_tokens"] = "computed: no prefill workers, a prefill worker's chunk"
+    if origins["decode.itl_target_ms"] == "default" and shares_cores(config):
+        values["decode.itl_target_ms"] = "auto"
+        origins["decode.itl_target_ms"] = "computed: both pools lend each other cores"
     for pool, (share_key, drain_key) in SHARE_KEYS.items():
         share = device_share(config, pool)
         for key, default, more in ((share_key, 1.0, share), (drain_key, NcclConfig().drain_s, 1.0 / share)):

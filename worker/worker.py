@@ -216,9 +216,10 @@ class Worker(Generic[E]):
         return is_busy or bool(self._backlog) or bool(self._holdings)
 
     def _look_at_threads(self, now: float) -> None:
-        """End the worker where its transfer thread is stuck; give the disk tier up where that one's is."""
+        """End the worker where its transfer thread, or another rank, is stuck; give the disk tier up where its is."""
         if self._watchdog.is_stuck(self.parts.mover.beat, now):
             raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
+        self.parts.mover.check_ranks(now)
         tier_mover = self.parts.tier_mover
         if tier_mover is not None and self._tier_watchdog.is_stuck(beat := tier_mover.beat, now):
             tier_mover.abandon(beat, f"no call has come back: {self._tier_watchdog!r}")

@@ -105,6 +105,26 @@ def test_one_pool_is_two_settings_and_what_follows() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "target"),
+    [
+        ([], "auto"),
+        (["--set", "decode.itl_target_ms=off"], "off"),
+        (["--set", "decode.itl_target_ms=40"], 40.0),
+        (["--workers", "2"], "off"),
+        (["--set", "decode.engine.lend_cores=false"], "off"),
+        (["--set", "prefill.engine.lend_cores=false"], "off"),
+        (["--launcher", "ray", "--set", "ray.address=auto"], "off"),
+        (["--launcher", "ray"], "auto"),
+    ],
+)
+def test_steps_wait_by_default_where_the_pools_lend_each_other_cores(flags: list[str], target: object) -> None:
+    """Guards streams of clusters whose prefill workers gain nothing by a decode worker that waits."""
+    found = resolved(*flags)
+    assert found.config.decode.itl_target_ms == target
+    assert origin(found, "decode.itl_target_ms").startswith("computed") is (target == "auto")
+
+
+@pytest.mark.parametrize(
     ("flags", "environ", "message"),
     [
         (["--prefill", "-1"], {}, r"prefill_workers \(flag --prefill\): -1 is negative"),

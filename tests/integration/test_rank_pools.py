@@ -28,6 +28,7 @@ from transfer.config import TransferConfig
 from worker.config import DecodeConfig, PrefillConfig
 
 SIZE, BLOCKS, ANSWER_TOKENS, CROWD = 4, 48, 40, 6
+STUCK_S = 4.0
 NO_TIERS = TierConfig(host_bytes=0)
 SEEDED = SamplingParams(temperature=1.0, repetition_penalty=1.2)
 PROMPTS = [[8 + (7 * at + 13 * text) % 110 for at in range(21 + text)] for text in range(CROWD)]
@@ -55,7 +56,7 @@ class Pools(Served):
 
     def __init__(self, model_dir: Path, degrees: Degrees, in_ranks: bool) -> None:
         block_bytes = ModelConfig.load(model_dir).kv_layout(SIZE, "float32").block_bytes
-        base = EngineConfig(block_size=SIZE, pool_bytes=4 * BLOCKS * block_bytes, speculation="off")
+        base = EngineConfig(block_size=SIZE, pool_bytes=4 * BLOCKS * block_bytes, speculation="off", rank_wait_s=6.0)
         engines = []
         for degree in degrees[:2]:
             own = {"tensor_parallel": degree, "rank_pools": "own"} if in_ranks else {"sum_slices": degree}
@@ -63,7 +64,7 @@ class Pools(Served):
         decode = engines[1]
         if in_ranks:
             decode = msgspec.structs.replace(decode, pool_bytes=BLOCKS * block_bytes)
-        transfer = TransferConfig(transport=degrees.transport)
+        transfer = TransferConfig(transport=degrees.transport, stuck_s=STUCK_S)
         preemption = "recompute" if in_ranks else "off"
         config = ClusterConfig(
             launcher="process",
@@ -158,12 +159,13 @@ def test_clusters_of_ranks_with_own_pools_answer_as_slices_do(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
-def test_a_rank_with_its_own_pool_is_killed_amid_handoffs(
-    model_dir: Path, wanted: dict[tuple[int, int], list[list[list[int]]]], worker: str
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize(("worker", "transport"), [("prefill-0", "tcp"), ("decode-0", "shm")])
+def test_a_rank_with_its_own_pool_is_lost_amid_handoffs(
+    model_dir: Path, wanted: dict[tuple[int, int], list[list[list[int]]]], worker: str, transport: str, how: str
 ) -> None:
-    """Guards blocks that land with a part missing, and requests that wait for parts that nobody sends."""
-    degrees = Degrees(2, 3, "tcp")
+    """Guards blocks that land with a part missing, and requests that wait for parts that nobody sends, or takes."""
+    degrees = Degrees(2, 3, transport)
     whole = wanted[degrees[:2]]
     with closing(Pools(model_dir, degrees, in_ranks=True)) as ranks:
         life = ranks.cluster.workers[worker]
@@ -172,10 +174,29 @@ def test_a_rank_with_its_own_pool_is_killed_amid_handoffs(
             found = [asked.submit(ranks.told, call) for call in crowd]
             while ranks.begun < 3:
                 time.sleep(0.001)
-            faults.kill(life.ranks[1].pid)
+            strike = faults.kill if how == "kill" else faults.freeze
+            strike(life.ranks[1].pid)
             assert ranks.begun < len(crowd), "all was handed over before the fault"
             assert [one.result(timeout=120)[0] for one in found] == whole[:CROWD] * 6
         deadline_s = time.monotonic() + 60
         while ranks.cluster.workers[worker].pid == life.pid:
             assert time.monotonic() < deadline_s, "nobody took its place"
             time.sleep(0.05)
+
+
+@pytest.mark.chaos
+def test_a_receiver_whose_rank_is_stopped_while_it_waits_for_blocks_is_ended(
+    model_dir: Path, wanted: dict[tuple[int, int], list[list[list[int]]]]
+) -> None:
+    """Guards a request that waits for ever: its decode worker has nothing to compute, so that nobody waits for the
+    rank, whose part of a chunk does not end."""
+    degrees = Degrees(2, 3, "tcp")
+    (answer,) = wanted[degrees[:2]][0]
+    with closing(Pools(model_dir, degrees, in_ranks=True)) as ranks:
+        life = ranks.cluster.workers["decode-0"]
+        ranks.told(calls()[1])  # the two workers have met
+        faults.freeze(life.ranks[2].pid)
+        began_s = time.monotonic()
+        assert ranks.told(msgspec.structs.replace(calls()[0], timeout_s=90.0))[0] == [answer]
+        assert time.monotonic() - began_s > STUCK_S, "it was not noticed by its silence"
+        assert ranks.cluster.workers["decode-0"].pid != life.pid

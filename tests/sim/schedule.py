@@ -104,7 +104,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
             preemption=_mode(rng.choice((True, True, False)), mode, below),
             growth_tokens=rng.choice((4, 4, 8)),
             local_chunk_tokens=rng.choice((2, 8, 64)),
-            itl_target_ms=Random(f"held {seed}").choice((None, None, 4.0, 50.0)),
+            itl_target_ms=Random(f"held {seed}").choice(("off", "auto", 4.0, 50.0)),
         ),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
         router=_router(Random(f"router {seed}")),

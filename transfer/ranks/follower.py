@@ -11,7 +11,7 @@ from transfer.config import TransferConfig
 from transfer.handoff.commands import MoverCommand, MoverEvent
 from transfer.liveness import LOOK_S, Watchdog
 from transfer.mover import Mover
-from transfer.ranks.links import DescribedTo, DescribeTo, MoveLink, MoverOpened, OpenMover, Reported, ToMover
+from transfer.ranks.links import Alive, DescribedTo, DescribeTo, MoveLink, MoverOpened, OpenMover, Reported, ToMover
 from transfer.registry import open_transports
 from transfer.transport import KVMemory, TransferError, Transport
 
@@ -76,6 +76,8 @@ class RankMover:
                 raise TransferError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
             is_at_work = is_told or beat is not None or self._mover.outstanding > 0
             if not is_told:
+                if is_at_work:
+                    self._link.say(Alive())
                 continue
             told = self._link.hear()
             if told is None:
