@@ -428,3 +428,37 @@ def test_the_work_that_other_routers_bring_delays_too() -> None:
         parts.placer.told(ReadTold("p0", 25, b"", b""), float(number))
     parts.placer.told(ReadTold("nobody", 1000, b"", b""), 3.0)
     assert (arrivals._gap_s, arrivals._work_s) == (pytest.approx(1.0), pytest.approx(25 * 0.01))
+
+
+def test_nobody_has_refused_where_nobody_is() -> None:
+    """Guards the line of a cluster whose decode workers are still to come: it is looked at, and says why it waits."""
+    parts = Parts()
+    parts.join("p0")
+    assert not parts.placer.have_all_refused(0.0)
+    workers = [parts.join("d0"), parts.join("d1")]
+    workers[0].refused = True
+    assert not parts.placer.have_all_refused(0.0)
+    workers[1].refused = True
+    assert parts.placer.have_all_refused(0.0)
+
+
+def test_who_reads_by_itself_since_that_is_sooner_is_no_fallback() -> None:
+    """Guards the operator's figure of requests that had no prefill worker: here is one, and it is slow."""
+    parts = Parts(local_prefill="auto")
+    parts.join("d0")
+    parts.join("p0")
+    parts.report("d0", s_per_prompt_token=0.001, s_per_token=0.007)
+    parts.report("p0", s_per_token=9.0)
+    choice = parts.placer.choose(waiting(), 0.0)
+    assert choice is not None and pair(choice) == (LOCAL.name, "d0") and choice.reason == "load"
+
+
+@pytest.mark.parametrize(("tokens", "shared"), [(48, 2), (49, 3)])
+def test_a_sample_shares_the_whole_blocks_before_its_prompts_last_token(tokens: int, shared: int) -> None:
+    """Guards the room of a sample beside its host: the last token is computed again, in a block of its own."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("p0")
+    host, call = parts.run("a", tokens=tokens), waiting(name="b", tokens=tokens)
+    choice = parts.placer.beside(call, host, 0.0)
+    assert choice is not None and choice.decode.cached_blocks == shared
