@@ -1,11 +1,12 @@
 """Throughput against inter-token latency: what a decode worker gains by steps that wait for rows about to land.
 
-    python -m benchmarks.full_batches --targets none,30,60,100,200,pool --rounds 3
+    python -m benchmarks.full_batches --targets none,auto,30,60,100,200,pool --rounds 3
 
 A cluster of one prefill and one decode worker is started for each target in each round (`decode.itl_target_ms`, in
-milliseconds; `none`: no step waits; `pool`: one pool of two workers instead), and asked over HTTP; the order turns from
-round to round. A line is a point of the curve: medians over rounds (middle half), and the rate over that of the first
-target in the same round. Nothing else may run on the machine.
+milliseconds; `none`: no step waits; `auto`: the default; `pool`: one pool of two workers instead), and asked over HTTP;
+the order turns from round to round. A line is a point of the curve: medians over rounds (middle half), and the rate
+over that of the first target in the same round. `CPU ms` is the processor time of all processes of the cluster for each
+token of the answers, which depends least on what else runs on the machine; the other figures are of an idle one.
 """
 
 import argparse
@@ -19,13 +20,15 @@ from rich.table import Table
 
 from benchmarks.figures import middle, show, write_json
 from benchmarks.peers import PeerServer, free_port, headrace, running
-from cluster.bench.driver import LoadPlan, run
+from benchmarks.processor import ProcessorTime, processor_time
+from cluster.bench.driver import Level, LoadGenerator, LoadPlan
 from cluster.bench.stats import Summary
+from cluster.bench.targets import open_target
 from cluster.bench.workloads import PRESETS
 from cluster.processes.spec import LaunchError
 from router.front.api import ApiError
 
-POOL = "pool"
+POOL, NONE, AUTO = "pool", "none", "auto"
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,13 +36,23 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 
     round: int
     target: str
+    processor: ProcessorTime
     summary: Summary
+
+    @property
+    def rate(self) -> float:
+        return self.summary.output_tokens_per_s
+
+    @property
+    def token_s(self) -> float:
+        """Return the processor time of a token of the answers."""
+        return self.processor.all_s / self.summary.output_tokens
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.full_batches", description=__doc__)
     add = parser.add_argument
-    add("--targets", default="none,30,60,100,200,pool", help="milliseconds, none, or pool")
+    add("--targets", default="none,auto,30,60,100,200,pool", help="milliseconds, none, auto, or pool")
     add("--preset", default="A", choices=sorted(PRESETS))
     add("--rounds", type=int, default=3)
     add("--requests", type=int, default=0, help="instead of the preset's number")
@@ -47,8 +60,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     targets = options.targets.split(",")
     for target in targets:
-        if target not in ("none", POOL) and not _is_positive(target):
-            parser.error(f"--targets {target}: milliseconds above 0, none, or {POOL}")
+        if target not in (NONE, AUTO, POOL) and not _is_positive(target):
+            parser.error(f"--targets {target}: milliseconds above 0, {NONE}, {AUTO}, or {POOL}")
     rows = []
     try:
         with TemporaryDirectory(prefix="headrace-batches-") as folder:
@@ -74,8 +87,10 @@ def _is_positive(text: str) -> bool:
 
 
 def _server(target: str, port: int) -> PeerServer:
-    more = ("--workers", "2") if target == POOL else ("--set", f"decode.itl_target_ms={target}")
-    return headrace(port, flags=() if target == "none" else more)
+    if target == POOL:
+        return headrace(port, flags=("--workers", "2"))
+    value = "off" if target == NONE else target
+    return headrace(port, flags=("--set", f"decode.itl_target_ms={value}"))
 
 
 def _measure(target: str, preset_name: str, requests: int, number: int, log: Path) -> BatchRow:
@@ -93,28 +108,44 @@ def _measure(target: str, preset_name: str, requests: int, number: int, log: Pat
             model=None,
             pids=(pid,),
         )
-        (level,) = asyncio.run(run(plan))
+        level, spent = asyncio.run(_asked(plan, pid))
     if level.summary.failed:
         raise ApiError("FAILED", f"target {target}: {level.messages}")
-    row = BatchRow(round=number, target=target, summary=level.summary)
-    print(f"{number} {target}: {level.summary.output_tokens_per_s:.1f} tokens/s", file=sys.stderr)
+    row = BatchRow(round=number, target=target, processor=spent, summary=level.summary)
+    print(f"{number} {target}: {row.rate:.1f} tokens/s, {row.token_s * 1e3:.2f} ms of a core each", file=sys.stderr)
     return row
+
+
+async def _asked(plan: LoadPlan, pid: int) -> tuple[Level, ProcessorTime]:
+    """Warm up and measure; return what came of it, and the processor time of the measured part."""
+    target = open_target(plan.target, plan.address)
+    try:
+        generator = LoadGenerator(target, plan)
+        await generator.warm_up()
+        before = processor_time(pid)
+        level = await generator.at_once(plan.concurrency[0])
+        return level, processor_time(pid).since(before)
+    finally:
+        await target.close()
 
 
 def _table(rows: list[BatchRow], targets: list[str]) -> Table:
     """Make one line per target: its rate, and over that of the first target per round; gaps, and the first token."""
     table = Table(title="one run: medians over rounds (middle half)", title_justify="left")
-    for heading in ("target ms", "tokens/s", f"over {targets[0]}", "ITL ms", "ITL p99 ms", "TTFT ms"):
+    over = f"over {targets[0]}"
+    for heading in ("target ms", "tokens/s", over, "CPU ms", over, "ITL ms", "ITL p99 ms", "TTFT ms"):
         table.add_column(heading, justify="right")
-    first = {row.round: row.summary.output_tokens_per_s for row in rows if row.target == targets[0]}
+    first = {row.round: row for row in rows if row.target == targets[0]}
     for target in targets:
         mine = [row for row in rows if row.target == target]
         gaps = [row.summary.itl_s for row in mine if row.summary.itl_s]
         ttft = [row.summary.ttft_s.mean for row in mine if row.summary.ttft_s]
         table.add_row(
             target,
-            middle([row.summary.output_tokens_per_s for row in mine]).cell(),
-            middle([row.summary.output_tokens_per_s / first[row.round] for row in mine]).cell(digits=2),
+            middle([row.rate for row in mine]).cell(),
+            middle([row.rate / first[row.round].rate for row in mine]).cell(digits=2),
+            middle([row.token_s for row in mine]).cell(1000, 2),
+            middle([row.token_s / first[row.round].token_s for row in mine]).cell(digits=2),
             middle([gap.mean for gap in gaps]).cell(1000, 0) if gaps else "",
             middle([gap.p99 for gap in gaps]).cell(1000, 0) if gaps else "",
             middle(ttft).cell(1000, 0),

@@ -237,16 +237,11 @@ def draft_problem(engine: EngineConfig) -> str | None:
 
 
 def ranks_problem(config: ClusterConfig) -> str | None:
-    """Return why workers of several ranks with a GPU each cannot be as they are set, or None. Each rank has a part of
-    every block, and nobody moves those of all ranks yet: neither to another worker nor to a lower tier."""
+    """Return why workers whose ranks have a pool each cannot be as they are set, or None. Each rank has a part of every
+    block, and nobody moves those of all ranks to a lower tier yet."""
     workers = {"prefill": config.prefill_workers, "decode": config.decode_workers}
     for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        ranks = pool.engine.tensor_parallel
-        if not workers[role] or ranks == 1 or pool.engine.device == "cpu":
-            continue
-        why = f"{role}.engine.tensor_parallel is {ranks} on {pool.engine.device}, whose blocks"
-        if workers != {"prefill": 0, "decode": 1}:
-            return f"{why} do not go to other workers yet: prefill_workers must be 0, and decode_workers 1"
-        if pool.tiers.host_bytes or pool.tiers.disk_bytes:
-            return f"{why} do not go to lower tiers yet: {role}.tiers.host_bytes and disk_bytes must be 0"
+        if workers[role] and pool.engine.has_rank_pools and (pool.tiers.host_bytes or pool.tiers.disk_bytes):
+            why = f"{role}.engine.tensor_parallel is {pool.engine.tensor_parallel} on {pool.engine.device}, with a pool"
+            return f"{why} for each rank: blocks do not go to lower tiers yet: {role}.tiers.*_bytes must be 0"
     return None

@@ -15,9 +15,8 @@ Whatever is set, in a file, a variable or a flag, wins. The numbers follow from 
 - A host tier of 4 GiB has room for 32,768 tokens, where 128 MiB would have it for 1,024.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from cluster.config import ClusterConfig, ConfigError
@@ -53,24 +52,24 @@ CPU_DTYPE = "float32"
 (docs/cpu.md)."""
 
 
-RANKS_ON_GPU: dict[str, int | float | str] = {"tiers.host_bytes": 0}
-"""Defaults of a pool whose workers have several GPUs: their blocks go to no lower tier yet (`worker.rank_devices`)."""
+WITH_RANK_POOLS: dict[str, int | float | str] = {"tiers.host_bytes": 0}
+"""Defaults of a pool whose workers have a pool for each of several ranks: these blocks go to no lower tier yet."""
 
 
 def defaults_on(
-    devices: Mapping[Pool, str], ranks: Mapping[Pool, int] = MappingProxyType({})
+    devices: Mapping[Pool, str], with_rank_pools: Collection[Pool] = ()
 ) -> dict[str, int | float | str]:
-    """Return, by setting, the defaults that are not the structs' own, for pools on these devices, whose workers have so
-    many ranks: one, unless it is said."""
+    """Return, by setting, the defaults that are not the structs' own, for pools on these devices, of which some have a
+    pool for each rank."""
     found: dict[str, int | float | str] = {}
     own: tuple[tuple[Pool, dict[str, int | float | str]], ...] = (
         ("prefill", PREFILL_ON_GPU), ("decode", DECODE_ON_GPU)
     )
     for pool, more in own:
         if devices[pool] != "cpu":
-            several = RANKS_ON_GPU if ranks.get(pool, 1) > 1 else {}
-            found |= {f"{pool}.{key}": value for key, value in (ON_GPU | more | several).items()}
-    return found | (WITH_GPU if found else {})
+            found |= {f"{pool}.{key}": value for key, value in (ON_GPU | more).items()}
+    found |= WITH_GPU if found else {}
+    return found | {f"{pool}.{key}": value for pool in with_rank_pools for key, value in WITH_RANK_POOLS.items()}
 
 
 def gpu_dtype(stored: str) -> str:
@@ -121,6 +120,15 @@ def device_share(config: ClusterConfig, pool: Pool) -> float:
     cards = {name: _cards(engine) for name, engine in engines(config).items()}
     workers = [sum(counts[name] for name, own in cards.items() if card in own) for card in cards[pool]]
     return 1.0 / max(1, *workers)
+
+
+def shares_cores(config: ClusterConfig) -> bool:
+    """Return True where workers of both pools compute on one host's processor, and lend each other their cores while
+    they wait."""
+    pools = engines(config).values()
+    is_one_host = config.launcher != "ray" or config.ray.address == "local"
+    lend = all(engine.device == "cpu" and engine.lend_cores for engine in pools)
+    return is_one_host and lend and config.prefill_workers > 0 and config.decode_workers > 0
 
 
 def _cards(engine: EngineConfig) -> range:

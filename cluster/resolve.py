@@ -11,7 +11,7 @@ import difflib
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -34,10 +34,12 @@ from cluster.config import (
 from cluster.defaults import (
     CPU_DTYPE,
     POOLS,
+    WITH_RANK_POOLS,
     Pool,
     defaults_on,
     device_share,
     gpu_dtype,
+    shares_cores,
     stored_in,
 )
 from cluster.memory import available_bytes
@@ -146,10 +148,11 @@ def resolve(
                 values[ours], origins[ours] = values[theirs], "computed: no prefill workers, as decode"
     devices = {_pool(key): device or str(values[key]) for key in DEVICE_KEYS}
     values |= {f"{pool}.engine.device": device for pool, device in devices.items()}
-    ranks: dict[Pool, int] = {pool: cast("int", values[f"{pool}.engine.tensor_parallel"]) for pool in POOLS}
-    for key, default in defaults_on(devices, ranks).items():
+    split = [pool for pool in POOLS if _has_rank_pools(values, pool)]
+    for key, default in defaults_on(devices, split).items():
         if origins[key] == "default":
-            values[key], origins[key] = default, "default for cuda"
+            is_for_split = key.endswith(tuple(WITH_RANK_POOLS)) and _pool(key) in split
+            values[key], origins[key] = default, "default for pools of ranks" if is_for_split else "default for cuda"
     for key, value in values.items():
         reason = problem(key, value)
         if reason is not None:
@@ -194,6 +197,9 @@ def _work_out(
     if not config.prefill_workers and origins["decode.local_chunk_tokens"].startswith("default"):
         values["decode.local_chunk_tokens"] = config.prefill.chunk_tokens
         origins["decode.local_chunk_tokens"] = "computed: no prefill workers, a prefill worker's chunk"
+    if origins["decode.itl_target_ms"] == "default" and shares_cores(config):
+        values["decode.itl_target_ms"] = "auto"
+        origins["decode.itl_target_ms"] = "computed: both pools lend each other cores"
     for pool, (share_key, drain_key) in SHARE_KEYS.items():
         share = device_share(config, pool)
         for key, default, more in ((share_key, 1.0, share), (drain_key, NcclConfig().drain_s, 1.0 / share)):
@@ -253,6 +259,11 @@ def _agreed_on_groups(prefill: EngineConfig, decode: EngineConfig, origins: dict
 
 def _kept(engine: EngineConfig) -> str:
     return engine.kv_dtype_of(engine.dtype)
+
+
+def _has_rank_pools(values: Mapping[str, object], pool: Pool) -> bool:
+    own = {name: values[f"{pool}.engine.{name}"] for name in ("device", "tensor_parallel", "rank_pools")}
+    return EngineConfig(**own).has_rank_pools  # type: ignore[arg-type]
 
 
 def _pool(key: str) -> Pool:

@@ -40,7 +40,11 @@ nothing here. The same setting can be said in four ways, of which a later one wi
 runs. A key that there is not, a value of the wrong type and one out of range are refused before anything starts. Sizes
 are in bytes, times in seconds; a list is written as `a,b` in variables and flags, and as `["a", "b"]` in the file.
 """
-_COMPUTED = {key: "by memory" for key in MEMORY_KEYS} | {key: "by cores" for key in THREAD_KEYS}
+_COMPUTED = {
+    **{key: "by memory" for key in MEMORY_KEYS},
+    **{key: "by cores" for key in THREAD_KEYS},
+    "decode.itl_target_ms": "`off`, or `auto`",
+}
 
 
 def page() -> str:

@@ -77,8 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel: int = 1
     """Processes that compute one model together, each with a part of every layer and of every block
-    (`docs/tensor-parallel.md`). `threads` are each one's. On GPUs each has one, from `device` on, and only one worker
-    that does all is possible so far. The model's heads and widths must divide by it."""
+    (`docs/tensor-parallel.md`). `threads` are each one's. On GPUs each has one, from `device` on. The model's heads and
+    widths must divide by it."""
     rank_pools: Literal["auto", "shared", "own"] = "auto"
     """Where the blocks of such ranks lie. `shared`: in one pool, that of rank 0, which all of them map. `own`: each has
     a pool of its KV heads, and moves them itself, as ranks with a device each must; without lower tiers so far. `auto`:

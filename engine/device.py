@@ -131,10 +131,12 @@ def open_device(
     if config.device != "cpu":
         if not torch.cuda.is_available():
             raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
-        torch.cuda.set_device(config.device)  # of this thread: Triton launches on the current one
+        card = torch.device("cuda", torch.device(config.device).index or 0)  # without a number, torch takes it nowhere
+        config = msgspec.structs.replace(config, device=str(card))
+        torch.cuda.set_device(card)  # of this thread: Triton launches on the current one
         from engine.backends.gpu.memory import alone_on
 
-        alone = alone_on(torch.device(config.device))
+        alone = alone_on(card)
     with alone:
         model = load_model(
             model_dir,
@@ -298,6 +300,7 @@ def _open_device_ranks(
             RankReady(f"{part.fingerprint}/{layout.dtype}", arithmetic, part.weights_bytes, False)
         )
         opened = part.opener.sized(of_each(config), part.memory, part.weights_bytes, transport_bytes)
+        group.move_blocks(opened.kv)
         group.timed()
         device = _device(config, shape, layout, opened, weights_bytes, False, arithmetic, None, group)
         closing.pop_all()

@@ -188,9 +188,20 @@ class TenantsTold(Record):
     incarnation: Incarnation = Incarnation(0)
 
 
+class ReadTold(Record):
+    """From a router to its siblings, by way of the decode worker that it offers a request to, which passes it on as it
+    is: `reader` is about to read a prompt, of which so many tokens are taken to be uncached there. `blocks` are those
+    of them, packed as in `HeldRun`, and `parent` the one before."""
+
+    reader: str
+    uncached_tokens: int
+    parent: bytes
+    blocks: bytes
+
+
 DecodeOrder = RouterHello | Claim | Place | Cancel | Finish | UsePrefill | Yield | Release
 """What a router says to a decode worker's scheduler."""
-RouterRecord = ProcessesTold | TenantsTold | DecodeOrder
+RouterRecord = ProcessesTold | TenantsTold | ReadTold | DecodeOrder
 
 
 # decode worker -> router
@@ -335,6 +346,7 @@ DecodeRecord = (
     | HoldingTold
     | CachedTold
     | TenantsTold
+    | ReadTold
 )
 
 

@@ -25,6 +25,14 @@ import triton.language as tl
 from kernels.quantize import widen_pairs
 
 LOG2_E = 1.0 / math.log(2.0)
+LEAST_DIMS = 16
+"""Columns that a product on a GPU sums over at least."""
+
+
+def padded_dims(head_dim: int, kv_format: str) -> int:
+    """Return the columns of a tile of queries, keys or values: a power of two, and as many as one product needs. 8-bit
+    rows are multiplied in two halves, the even and the odd columns."""
+    return max(triton.next_power_of_2(head_dim), LEAST_DIMS * (1 if kv_format == "native" else 2))
 
 
 @triton.jit

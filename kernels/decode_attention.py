@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention_tile import exponent_scale, finish, sweep, with_sink
+from kernels.attention_tile import exponent_scale, finish, padded_dims, sweep, with_sink
 from kernels.configs import DEFAULTS, KernelConfig
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import geometry_for
@@ -282,7 +282,7 @@ def decode_attention(
         raise ValueError(f"{len(sinks)} sinks for {heads} heads")
     check_interpretable(q, pool.payload, *([] if sinks is None else [sinks]))
     out = torch.empty_like(q) if out is None else out
-    dim_pad = triton.next_power_of_2(head_dim)
+    dim_pad = padded_dims(head_dim, pool.format)
     scoring = _Scores(scale, softcap, sinks)
     given, constants = _arguments(q, pool, layer, buffers, config, out, scoring, stack)
     decode_kernel[(geometry.programs,)](*given, **constants)
@@ -412,7 +412,7 @@ def _arguments(
     )
     return given, {
         **pool.constants(),
-        "DIM_PAD": triton.next_power_of_2(head_dim),
+        "DIM_PAD": padded_dims(head_dim, pool.format),
         "HEADS": heads,
         "GROUP": group,
         "TABLE_BLOCKS": buffers.tables.shape[1],

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tile import exponent_scale, finish, sweep, with_sink
+from kernels.attention_tile import exponent_scale, finish, padded_dims, sweep, with_sink
 from kernels.configs import KernelConfig
 from kernels.launch import check_interpretable
 from kernels.pool import KVPool
@@ -181,7 +181,7 @@ def prefill_attention(
         tables.shape[1],
         exponent_scale(scale, head_dim, softcap),
         **pool.constants(),
-        DIM_PAD=triton.next_power_of_2(head_dim),
+        DIM_PAD=padded_dims(head_dim, pool.format),
         HEADS=heads,
         GROUP=group,
         WINDOW=window,

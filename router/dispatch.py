@@ -29,6 +29,7 @@ from engine.messages import (
     PeerAddress,
     Place,
     ProcessesTold,
+    ReadTold,
     Record,
     RouterHello,
     RouterRecord,
@@ -116,6 +117,8 @@ def _most_bytes(record: RouterRecord) -> int:
         size += RECORD_BYTES * len(record.processes)
     elif isinstance(record, TenantsTold):
         size += TENANT_BYTES * len(record.uses)
+    elif isinstance(record, ReadTold):
+        size += len(record.blocks)
     return size
 
 

@@ -22,6 +22,7 @@ from engine.messages import (
     OrphansTold,
     PeerAddress,
     Place,
+    ReadTold,
     RouterRecord,
     TenantsTold,
     Tokens,
@@ -38,7 +39,7 @@ from router.status.observer import Observer
 
 log = logging.getLogger(__name__)
 
-_OF_NO_REQUEST = WorkerInfo | Load | OrphansTold | HoldingTold | CachedTold | ClaimTold | TenantsTold
+_OF_NO_REQUEST = WorkerInfo | Load | OrphansTold | HoldingTold | CachedTold | ClaimTold | TenantsTold | ReadTold
 
 
 class Sink(Protocol):
@@ -256,6 +257,10 @@ class Hub:
                 elif isinstance(record, UsePrefill):
                     self._observer.continued("prefill_lost")
                 self._send(worker, record)
+                if isinstance(record, Place) and self.has_siblings():
+                    reading = self.core.reading(record.record.request)
+                    if reading is not None:
+                        self._send(worker, reading)
             case events.Begin(request):
                 if request in self._sinks:
                     self._sinks[request].accepted(now)

@@ -13,6 +13,7 @@ its digest covers those: each receiver can check all that it takes, and needs no
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +25,29 @@ from kernels.wp64 import wp64
 from transfer.handoff.commands import IncomingBlock
 from transfer.handoff.negotiation import WP64, XXH3, digest_shape
 
+_GENERATION = struct.Struct("<Q")
 _SAMPLING = 0x6865616472616365
 """Seed of the draw, so that a block's share in it tells nothing about its digest."""
 
 
+class Binding:
+    """What digests of a handoff are bound to: block identity, generation of the source block, and the handoff's whole
+    name, which is packed once."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, handoff: Handoff) -> None:
+        name = handoff.request.encode()
+        numbers = (handoff.placement, handoff.attempt, handoff.decode, handoff.prefill, len(name))
+        self._name = struct.pack("<QIQQI", *numbers) + name
+
+    def of(self, identity: bytes, generation: int) -> bytes:
+        return _GENERATION.pack(generation) + self._name + identity
+
+
 def binding(identity: bytes, generation: int, handoff: Handoff) -> bytes:
-    """Return what a digest is bound to: block identity, generation of the source block, and the handoff's whole
-    name."""
-    name = handoff.request.encode()
-    numbers = (generation, handoff.placement, handoff.attempt, handoff.decode, handoff.prefill, len(name))
-    return struct.pack("<QQIQQI", *numbers) + name + identity
+    """Return what the digest of one block is bound to."""
+    return Binding(handoff).of(identity, generation)
 
 
 def is_sampled(binding: bytes, share: float) -> bool:
@@ -55,13 +69,13 @@ class Verifier:
     """Compares the blocks of one handoff, as they have come, with the digests that were offered."""
 
     def __init__(self, handoff: Handoff, share: float, tally: Tally) -> None:
-        self._handoff = handoff
+        self._binding = Binding(handoff)
         self._share = share
         self._tally = tally
 
     def fits(self, block: IncomingBlock, digest: Callable[[bytes], int]) -> bool:
         """True also where none was agreed on. `digest` makes that of what has come, from what it is bound to."""
-        bound = binding(block.identity, block.generation, self._handoff)
+        bound = self._binding.of(block.identity, block.generation)
         if not is_sampled(bound, self._share):
             return True
         fits = digest(bound) == block.digest
@@ -84,8 +98,12 @@ def block_digest(view: memoryview, layout: KVLayout, tokens: int, binding: bytes
 
 def combine(heads: Sequence[int], tokens: int, binding: bytes) -> int:
     """A block's digest from those of its KV heads, unsigned; for heads that a GPU has digested."""
-    summary = struct.pack(f"<I{len(heads)}Q", tokens, *heads)
-    return xxhash.xxh3_64_intdigest(summary + binding)
+    return xxhash.xxh3_64_intdigest(_summary(len(heads)).pack(tokens, *heads) + binding)
+
+
+@cache
+def _summary(heads: int) -> struct.Struct:
+    return struct.Struct(f"<I{heads}Q")
 
 
 def _xxh3(view: memoryview, layout: KVLayout, tokens: int) -> list[int]:

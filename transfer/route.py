@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.kv.layout import KVLayout
-from transfer.digest import Tally, Verifier, binding, block_digest, is_sampled
+from transfer.digest import Binding, Tally, Verifier, block_digest, is_sampled
 from transfer.handoff.commands import IncomingBlock, PostRecv, PostSend
 from transfer.handoff.negotiation import AS_STORED, Agreement, unit
 from transfer.host.landing import InPlace
@@ -57,9 +57,9 @@ class Route:
         """Return the digest of what travels of each block to be sent; 0 for one that has none by the agreement."""
         start, end = self.sent.offset, self.sent.offset + self.sent.nbytes
         views = packed or [self._memory.block(block.source)[start:end] for block in command.blocks]
-        found = [0] * len(command.blocks)
+        found, binding = [0] * len(command.blocks), Binding(command.move.handoff)
         for at, (view, block) in enumerate(zip(views, command.blocks, strict=True)):
-            bound = binding(block.identity, block.generation, command.move.handoff)
+            bound = binding.of(block.identity, block.generation)
             if is_sampled(bound, self._share):
                 found[at] = block_digest(view, self.outgoing, block.tokens, bound, self._algorithm)
                 self._tally.made += 1

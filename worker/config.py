@@ -46,10 +46,11 @@ class DecodeConfig(WorkerConfig, frozen=True, kw_only=True):
     mixed_step_s: float = 0.05
     """A step that serves running requests takes prompt tokens only as far as it is predicted to last no longer: the
     gap between two tokens that prompts may cause. Where those rows alone take as long, it takes a block of a prompt."""
-    itl_target_ms: float | None = None
+    itl_target_ms: float | Literal["auto", "off"] = "off"
     """A step waits for prompts that prefill workers are filling in, so that their rows join it, as long as every stream
-    is predicted to have its next token within so many milliseconds of its last: fuller batches for later tokens. None:
-    no step waits ([routing.md](routing.md#full-batches))."""
+    is predicted to have its next token within so many milliseconds of its last: fuller batches for later tokens.
+    "auto": three times what the step takes, at most 100; so by default where both pools lend each other the cores of
+    one host. "off": no step waits ([routing.md](routing.md#full-batches))."""
     preemption: Literal["recompute", "swap", "auto", "off"] = "auto"
     """The way in which room is made when the pool is exhausted: the last of all requests gives its blocks away, and has
     its KV computed again later, or (`swap`) copied to host memory and back; `auto`: whichever is predicted to be the
@@ -62,12 +63,15 @@ class DecodeConfig(WorkerConfig, frozen=True, kw_only=True):
     neither."""
 
     def __post_init__(self) -> None:
-        if self.itl_target_ms is not None and not self.itl_target_ms > 0:
-            raise ValueError(f"itl_target_ms: {self.itl_target_ms}; more than 0 (none: no step waits)")
+        if not isinstance(self.itl_target_ms, str) and not self.itl_target_ms > 0:
+            raise ValueError(f"itl_target_ms: {self.itl_target_ms}; more than 0 (off: no step waits)")
 
     @property
-    def itl_target_s(self) -> float | None:
-        return None if self.itl_target_ms is None else self.itl_target_ms / 1000
+    def itl_target_s(self) -> float | Literal["auto"] | None:
+        """Return the target in seconds; None where no step waits."""
+        if isinstance(self.itl_target_ms, str):
+            return "auto" if self.itl_target_ms == "auto" else None
+        return self.itl_target_ms / 1000
 
     @property
     def step_limits(self) -> StepLimits:

@@ -84,7 +84,7 @@ def open_parts(
     engine, limits, host_bytes = config.engine, config.step_limits, config.tiers.host_bytes
     if engine.has_rank_pools and config.tiers.disk_bytes:
         raise ValueError("engine.rank_pools: blocks of ranks' own pools go to no lower tier; set tiers.disk_bytes = 0")
-    check_ranks(engine, role, config.tiers)
+    check_ranks(engine, config.tiers)
     device = open_device(engine, limits, host_bytes, progress, transfer.device_bytes, CudaDevices(), RANK_PROGRAM)
     closing.callback(device.kv.close)
     if device.draft_kv is not None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig, TierConfig
-from engine.handshake import PartyRole
 from engine.ranks.sums import RankError
 from transfer.nccl.exchange import NcclExchange
 from transfer.nccl.library import NcclError, NcclLibrary
@@ -23,13 +22,11 @@ _JOIN_S = 600.0
 """How long ranks wait for each other to connect: one may have to compile what another has found compiled."""
 
 
-def check_ranks(config: EngineConfig, role: PartyRole, tiers: TierConfig) -> None:
-    """Raise ValueError, by name, for what a worker of ranks with a device each cannot do yet: rank 0 alone hands blocks
-    over, and has a part of each."""
+def check_ranks(config: EngineConfig, tiers: TierConfig) -> None:
+    """Raise ValueError, by name, for what a worker of ranks with a device each cannot do yet: rank 0 alone has lower
+    tiers, and a part of each block."""
     if config.tensor_parallel == 1 or config.device == "cpu":
         return
-    if role == "prefill":
-        raise ValueError("engine.tensor_parallel: blocks do not leave ranks on GPUs: only one worker does all, so far")
     if tiers.host_bytes or tiers.disk_bytes:
         raise ValueError("tiers: blocks of ranks on GPUs do not go to lower tiers: set tiers.host_bytes to 0")
 

@@ -30,6 +30,7 @@ from engine.messages import (
     Offer,
     PrefillFailed,
     ProcessesTold,
+    ReadTold,
     Record,
     TenantsTold,
     WorkerInfo,
@@ -110,7 +111,7 @@ class Worker(Generic[E]):
         self._copying = 0
         self._digesting: set[tuple[Handoff, int]] = set()
         self._report_now = False
-        self._reported_at = 0.0
+        self._reported_at = self._ran_at = 0.0
         self._leave_by: float | None = None
 
     def start(self) -> WorkerInfo:
@@ -201,7 +202,11 @@ class Worker(Generic[E]):
         self._role.turned(ran, now)
         is_busy = ran is not None or self._engine.is_busy
         interval_s = REPORT_S if is_busy else HEARTBEAT_S
-        if self._report_now or now - self._reported_at >= interval_s:
+        if ran is not None:
+            self._ran_at = now
+        # One that has become idle says so: until the next report its work would seem to be still there.
+        has_ended = not is_busy and self._reported_at < self._ran_at
+        if self._report_now or has_ended or now - self._reported_at >= interval_s:
             self._report(now)
         if self._holdings:
             self._tell_holdings()
@@ -211,9 +216,10 @@ class Worker(Generic[E]):
         return is_busy or bool(self._backlog) or bool(self._holdings)
 
     def _look_at_threads(self, now: float) -> None:
-        """End the worker where its transfer thread is stuck; give the disk tier up where that one's is."""
+        """End the worker where its transfer thread, or another rank, is stuck; give the disk tier up where its is."""
         if self._watchdog.is_stuck(self.parts.mover.beat, now):
             raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
+        self.parts.mover.check_ranks(now)
         tier_mover = self.parts.tier_mover
         if tier_mover is not None and self._tier_watchdog.is_stuck(beat := tier_mover.beat, now):
             tier_mover.abandon(beat, f"no call has come back: {self._tier_watchdog!r}")
@@ -244,7 +250,7 @@ class Worker(Generic[E]):
                 for told in records:
                     if isinstance(told, ProcessesTold):
                         parts.readers.listed(link, told.processes, self._tell)
-                    elif isinstance(told, TenantsTold):
+                    elif isinstance(told, TenantsTold | ReadTold):
                         self._pass_on(link, told)
                 self._role.hear(item, self._tell)
             case StreamEnded(RouterStream(link=link), why):
@@ -273,10 +279,11 @@ class Worker(Generic[E]):
             case _:
                 self._role.hear(item, self._tell)
 
-    def _pass_on(self, link: int, told: TenantsTold) -> None:
-        """Tell the other routers what one says to them, in the name that it has proven."""
+    def _pass_on(self, link: int, told: TenantsTold | ReadTold) -> None:
+        """Tell the other routers what one says to them: of tenants, in the name that it has proven."""
         sender = self.parts.routers[link].router
-        told = msgspec.structs.replace(told, router=sender.name, incarnation=sender.incarnation)
+        if isinstance(told, TenantsTold):
+            told = msgspec.structs.replace(told, router=sender.name, incarnation=sender.incarnation)
         for router in self.parts.routers.values():
             if router.router.incarnation != sender.incarnation:
                 router.say([told])

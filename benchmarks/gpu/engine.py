@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
+import msgspec
 import torch
 
 from benchmarks.gpu.card import Card, Line, copy_rate
@@ -33,7 +34,7 @@ from transfer.handoff.receiver import KVReceiver
 from worker.config import DecodeConfig
 
 BLOCK = 64
-PROMPT, ANSWER = 1408, 512
+PROMPT, ANSWER = 1408, 640
 """When 64 are decoding, the first of them have some hundreds of tokens more: about 1.5k each."""
 CHUNK = 2048
 STEPS, WARM, PROFILED = 32, 4, 8
@@ -87,7 +88,7 @@ class EngineBench:
         )
         self._attention.fit(kv)
         tokens = max(2, size.tokens(MIXED))
-        self._chunk = blank_row(tokens, tokens, BLOCK)
+        self._chunk = _greedy(blank_row(tokens, tokens, BLOCK))
         self._chunked = {"not recorded": ModelRunner(model, kv, self._attention)}
         self._graphs: _SwitchedGraphs | None = None
         if recorder is not None:
@@ -122,11 +123,14 @@ class EngineBench:
         self._placed = 0
 
     def fill(self, batch: int) -> None:
-        """Take requests until `batch` are decoding."""
-        new = [FromRouter(LINK, self._place(at)) for at in range(self._placed, batch)]
+        """Take requests until `batch` are decoding, one after the other: a worker refuses prompts while it has several
+        to compute itself."""
+        for at in range(self._placed, batch):
+            self._engine.receive([FromRouter(LINK, self._place(at))])
+            while self._scheduler.waiting_requests:
+                self._step()
         self._placed = batch
-        self._engine.receive(new)
-        while len(self._step().rows) < batch or self._scheduler.waiting_requests:
+        while len(self._step().rows) < batch:
             pass
 
     def line(self, how: str, bytes_per_s: float) -> Line:
@@ -202,6 +206,12 @@ class EngineBench:
             ignore_eos=True,
         )
         return Place(record=record, placement=1, prefill=HERE)
+
+
+def _greedy(row: Row) -> Row:
+    """Draw as the requests of this benchmark do: a trial's row asks for every option, of logits that are all alike."""
+    plain = msgspec.structs.replace(row.record, sampling=SamplingParams(temperature=0.0))
+    return msgspec.structs.replace(row, record=plain)
 
 
 def _idle(wall_s: float, busy_s: float) -> Line:

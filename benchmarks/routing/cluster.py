@@ -23,7 +23,17 @@ from benchmarks.routing.workers import (
 from benchmarks.routing.workloads import BLOCK, TOKEN_SCALE, PromptTurn, Workload
 from engine.kv.holding import Holding
 from engine.kv.manager import KVCacheManager
-from engine.messages import CachedTold, DecodeRecord, HeldRun, HoldingTold, Load, PeerAddress, Place, WorkerInfo
+from engine.messages import (
+    CachedTold,
+    DecodeRecord,
+    HeldRun,
+    HoldingTold,
+    Load,
+    PeerAddress,
+    Place,
+    ReadTold,
+    WorkerInfo,
+)
 from engine.types import Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
@@ -191,6 +201,12 @@ class SimulatedCluster:
             if getattr(record, "request", None) in router.placed:
                 self._tell(router, WorkerSaid(worker, record))
 
+    def _tell_siblings(self, sender: SimulatedRouter, worker: str, told: ReadTold) -> None:
+        """Let a worker pass on to all other routers what one has said."""
+        for router in self.routers:
+            if router is not sender:
+                self.time.after(self.shape.latency_s, partial(self._tell, router, WorkerSaid(worker, told)))
+
     def has_begun(self, request: RequestId, ttft_s: float) -> None:
         """Hear that a request has had its first token, after so many seconds."""
         del self._hopeful[request]
@@ -256,6 +272,10 @@ class SimulatedCluster:
                     router.placed.add(request)
                     router.unplaced.pop(request, None)
                     self.time.after(self.shape.latency_s, partial(self.decodes[worker].place, place))
+                    told = router.core.reading(request)
+                    if len(self.routers) > 1 and self._faults.is_told and told is not None:
+                        # Its decode worker passes it on when it hears of the request.
+                        self.time.after(self.shape.latency_s, partial(self._tell_siblings, router, worker, told))
                 case Fail(request):
                     self.outcome.failed += 1
                     self._hopeful.pop(request, None)

@@ -136,7 +136,7 @@ class SimulatedPrefill:
         self._steps = 0
         self._stepping = False
         self._speed = TokenSpeed()
-        self._reported_s = -1.0
+        self._reported_s = self._stepped_s = -1.0
 
     def start(self, record: RequestRecord, finished: Callable[[Job], None]) -> None:
         """Prefill a prompt; `finished` is called with the job, which holds its blocks until `release`."""
@@ -186,6 +186,8 @@ class SimulatedPrefill:
         shares = [(job, share) for job, share in self.line.shares(now) if share]
         self._stepping = bool(shares)
         if not shares:
+            if self._reported_s < self._stepped_s:
+                self.report()
             # Nobody is held back for a fetch for longer than this.
             held_until = [job.held_until for job in self.line.waiting if job.held_until is not None]
             if later := [until_s for until_s in held_until if until_s > now]:
@@ -200,6 +202,7 @@ class SimulatedPrefill:
 
     def _stepped(self, shares: list[tuple[Job, int]], tokens: int, seconds: float) -> None:
         self.busy_s += seconds
+        self._stepped_s = self._time.now
         self.line.order.ran(tokens, seconds)
         self._speed.measured(seconds, tokens)
         done = []

@@ -17,7 +17,7 @@ from engine.model.config import ModelConfig
 from engine.ranks.device_opening import DevicePart, of_each, open_device_part
 from engine.ranks.device_orders import DeviceOrder
 from engine.ranks.devices import Devices
-from engine.ranks.follower import orders_of, say
+from engine.ranks.follower import Serve, moves_blocks, orders_of, say, say_opened
 from engine.ranks.orders import ORDER_BYTES, PoolMapped, RankReady, RankRoom, RankSetup
 from engine.ranks.sums import RankError, places_bytes
 from engine.runner import Opened
@@ -26,11 +26,15 @@ log = logging.getLogger(__name__)
 
 
 class DeviceFollower:
-    """Opens its part; `run` does what it is told. Raises RankError, and what opening raises. Mutable state: the pool
-    with its runner, and the trial under way, if its size is one that a trial decides."""
+    """Opens its part; `run` does what it is told. `serve` moves the blocks of its pool. Raises RankError, and what
+    opening raises. Mutable state: the pool with its runner, and the trial under way, if its size is one that a trial
+    decides."""
 
-    def __init__(self, setup: RankSetup, orders: socket.socket, devices: Devices) -> None:
+    def __init__(
+        self, setup: RankSetup, orders: socket.socket, devices: Devices, serve: Serve | None = None
+    ) -> None:
         self._rank, self._orders, self._kept_bytes = setup.rank, orders, setup.kept_bytes
+        self._setup, self._serve = setup, serve
         self._memory = mmap.mmap(setup.memory_fd, ORDER_BYTES + places_bytes(setup.ranks))
         config = msgspec.msgpack.decode(setup.config, type=EngineConfig)
         self._config = of_each(config)
@@ -53,6 +57,8 @@ class DeviceFollower:
                     self._open(order.blocks)
                 case "room":
                     say(self._orders, RankRoom(self._room()))
+                case "move":
+                    self._move()
                 case "step":
                     self._carry_out(order)
 
@@ -60,8 +66,17 @@ class DeviceFollower:
         self._opened = None
         self._trial = Trial(self._part.memory)
         self._trial_bytes = blocks * self._part.layout.block_bytes
-        self._opened = self._part.opener.open(blocks, warmed=False)
+        with torch.inference_mode(False):  # the transfer thread writes to it too
+            self._opened = self._part.opener.open(blocks, warmed=False)
         say(self._orders, PoolMapped(self._opened.kv.blocks))
+
+    def _move(self) -> None:
+        if self._opened is None:
+            raise RankError(self._rank, "is to move blocks before it has a pool")
+        kv = self._opened.kv
+        say_opened(self._orders, kv)
+        if self._serve is not None:
+            moves_blocks(self._serve, self._setup, self._orders, kv, self._part.layout)
 
     def _room(self) -> int:
         config, room_bytes = self._config, self._config.pool_bytes

@@ -45,6 +45,8 @@ def check_devices(config: EngineConfig) -> None:
     """Raise ValueError, by name, for what ranks with a device each cannot do."""
     if config.kernels != "triton":
         raise ValueError(f"engine.tensor_parallel: ranks on {config.device} have triton kernels, not {config.kernels}")
+    if config.rank_pools == "shared":
+        raise ValueError(f"engine.rank_pools: shared; each rank on {config.device} has a pool of its own")
     if config.speculation == "model":
         raise ValueError("engine.speculation: model; a draft model is on the CPU, and these ranks are not")
     if config.sum_slices > 1:

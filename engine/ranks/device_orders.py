@@ -1,6 +1,6 @@
 """What rank 0 tells ranks that have a device, a pool and a runner of their own: to open a pool, to say how large one
-could be, and the steps, as plans whose rows draw nothing. Which kernels and recordings a step runs on each rank finds
-out as rank 0 does, from the same numbers."""
+could be, to move blocks of it, and the steps, as plans whose rows draw nothing. Which kernels and recordings a step
+runs on each rank finds out as rank 0 does, from the same numbers."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, overload
@@ -80,10 +80,11 @@ class _TokensFrom(Sequence[int]):
 
 class DeviceOrder(msgspec.Struct, frozen=True, array_like=True):
     """`open`: make a pool of `blocks`, in place of what there was, and all that runs over it. `room`: throw it away,
-    and say of how many blocks one could be. `step`: carry one out; `places` and `drawn` are of `Followed`, whose tokens
+    and say of how many blocks one could be. `move`: this pool is the last; say where its generations are, and move its
+    blocks as another channel tells. `step`: carry one out; `places` and `drawn` are of `Followed`, whose tokens
     come from rank 0's device."""
 
-    kind: Literal["open", "room", "step"]
+    kind: Literal["open", "room", "move", "step"]
     blocks: int = 0
     rows: list[RankRow] = []
     copies: list[tuple[BlockId, BlockId]] = []

@@ -105,9 +105,7 @@ class Follower:
         else:
             self._kv, self._attention = self._open_pool(blocks.layout), part.attention
             if serve is not None:
-                moves = socket.socket(fileno=setup.moves_fd)
-                args = (moves, self._kv, blocks.layout, self._fail)
-                threading.Thread(target=serve, args=args, name="moves", daemon=True).start()
+                moves_blocks(serve, setup, orders, self._kv, blocks.layout)
         cores = process_cores(config.threads) if part.native is not None and config.lend_cores else None
         if part.native is not None and cores is not None:
             part.native.threads = cores.threads
@@ -136,12 +134,8 @@ class Follower:
         if block_bytes != layout.block_bytes:
             raise RankError(self._rank, f"has blocks of {layout.block_bytes} bytes, not of {block_bytes}")
         kv = PagedKV(layout, blocks)
-        socket.send_fds(self._orders, [msgspec.msgpack.encode(PoolMapped(kv.blocks))], [kv.fd])
+        say_opened(self._orders, kv)
         return kv
-
-    def _fail(self, why: str) -> None:
-        say(self._orders, RankFailed(self._rank, why))
-        os._exit(1)
 
     def run(self) -> None:
         for raw, read in orders_of(self._rank, self._orders, self._memory):
@@ -183,6 +177,23 @@ def orders_of(rank: int, orders: socket.socket, memory: mmap.mmap) -> Iterator[t
 def say(orders: socket.socket, said: Said) -> None:
     with suppress(OSError):  # nobody listens any more: the next receive says so
         orders.send(msgspec.msgpack.encode(said))
+
+
+def say_opened(orders: socket.socket, kv: KVTensors) -> None:
+    """Send rank 0 the file of a pool of this rank's own, whose generations it advances."""
+    with suppress(OSError):
+        socket.send_fds(orders, [msgspec.msgpack.encode(PoolMapped(kv.blocks))], [kv.fd])
+
+
+def moves_blocks(serve: Serve, setup: RankSetup, orders: socket.socket, kv: KVTensors, layout: KVLayout) -> None:
+    """Have `serve` move the blocks of this rank's pool, in a thread of its own, which ends the process if it must."""
+
+    def fail(why: str) -> None:
+        say(orders, RankFailed(setup.rank, why))
+        os._exit(1)
+
+    args = (socket.socket(fileno=setup.moves_fd), kv, layout, fail)
+    threading.Thread(target=serve, args=args, name="moves", daemon=True).start()
 
 
 def _end_with_rank_0() -> None:

@@ -107,7 +107,7 @@ class RankGroup:
             for low in range(high)
         }
         self._orders = {rank: ends[0] for rank, ends in orders.items()}
-        moves = {rank: socket.socketpair() for rank in self._others} if config.has_rank_pools and not link else {}
+        moves = {rank: socket.socketpair() for rank in self._others} if config.has_rank_pools else {}
         self.moves = {rank: ends[0] for rank, ends in moves.items()}
         """By rank, where each that has a pool of its own is told which of its blocks to move."""
         for ends in moves.values():
@@ -213,6 +213,17 @@ class RankGroup:
         words = {rank: ANNOUNCEMENT.pack(kv.blocks, kv.layout.head_bytes * len(held), 1) for rank, held in heads}
         for rank, word in words.items():
             self._send(rank, lambda link, word=word: link.send(word))  # type: ignore[misc]
+        self._lead(kv)
+        kv.copied = lambda pairs: self.order(RankOrder("copy", copies=pairs))
+        self._limit_waits()
+
+    def move_blocks(self, kv: KVTensors) -> None:
+        """Let each of the others, which have a device and have opened their last pool on it, move its blocks, whose
+        generations rank 0's pool, `kv`, counts from then on. Copies are told with steps."""
+        self.order(DeviceOrder("move"))
+        self._lead(kv)
+
+    def _lead(self, kv: KVTensors) -> None:
         for rank in self._others:
             files: list[int] = []
             mapped = self._hear(rank, PoolMapped, files)
@@ -220,8 +231,6 @@ class RankGroup:
                 raise RankError(rank, f"has a pool of {mapped.blocks} blocks, not of {kv.blocks}")
             kv.file.lead(files[0])
             os.close(files[0])
-        kv.copied = lambda pairs: self.order(RankOrder("copy", copies=pairs))
-        self._limit_waits()
 
     def _limit_waits(self) -> None:
         self.sums.wait_at_most(self.wait_s)

@@ -133,8 +133,8 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolMapped(msgspec.Struct, frozen=True, tag=True):
-    """The rank has mapped the pool that it was sent, or opened one of its own and sent its file, of so many blocks. A
-    device's has no file that others could map."""
+    """The rank has mapped the pool that it was sent, or opened one of its own, of so many blocks. Of the latter it
+    sends the file, whose generations rank 0 advances: at once, or, if it is a device's, when it is to move blocks."""
 
     blocks: int
 

@@ -7,7 +7,8 @@ what is believed to be cached.
 from collections.abc import Mapping
 
 from engine import identity
-from engine.messages import Accepted, PeerAddress, RequestStats
+from engine.identity import SHORT_BYTES
+from engine.messages import Accepted, PeerAddress, ReadTold, RequestStats
 from engine.types import RequestId
 from router.core.call import Call, State
 from router.core.placement import LOCAL, demand
@@ -64,6 +65,19 @@ class ClusterView:
         uncached = len(call.record.tokens) - choice.cached_tokens
         self.registry.dispatched(choice.name, call.record.request, uncached, 0)
         return prefill.peer
+
+    def reading(self, call: Call) -> ReadTold:
+        """Return what other routers should know of `call`, which is offered: who reads its prompt."""
+        reader, key = (call.prefill, call.prefill_key) if call.prefill else (call.decode, call.key)
+        chain, held = call.chain(key), call.believed_prefill_tokens // key[1]
+        parent = chain[held - 1][:SHORT_BYTES] if held else b""
+        blocks = b"".join(one[:SHORT_BYTES] for one in chain[held:])
+        return ReadTold(reader, len(call.record.tokens) - call.believed_prefill_tokens, parent, blocks)
+
+    def told(self, record: ReadTold) -> None:
+        """Note what another router has sent to a worker: it will hold it, and has to read it first."""
+        self.index.learn(record.reader, record.parent, record.blocks)
+        self.registry.told(record.reader, record.uncached_tokens)
 
     def replace_prefill(self, call: Call, choice: PrefillView | None) -> PeerAddress | None:
         """Note that another worker prefills `call`, which runs, or none does; return the address of the former."""

@@ -24,6 +24,7 @@ from engine.messages import (
     NeedPrefill,
     Orphan,
     OrphansTold,
+    ReadTold,
     Refused,
     Release,
     Taken,
@@ -116,6 +117,11 @@ class Router:
     def open(self) -> int:
         """Requests that some worker may still hold, or that wait."""
         return len(self._calls)
+
+    def reading(self, request: RequestId) -> ReadTold | None:
+        """Return what other routers should know of a request that is offered now; None where it is not."""
+        call = self._calls.get(request)
+        return None if call is None or call.state is not State.OFFERED else self._view.reading(call)
 
     def is_settled(self, now: float) -> bool:
         """Return True once no more requests of an earlier router can appear."""
@@ -223,6 +229,10 @@ class Router:
         if isinstance(record, CachedTold):
             for run in record.runs:
                 self.index.learn(worker, run.parent, run.blocks)
+            return
+        if isinstance(record, ReadTold):
+            self._placer.told(record, now)
+            self._view.told(record)
             return
         if isinstance(record, OrphansTold):
             self._adoptions.told(worker)

@@ -53,6 +53,8 @@ class WorkerEntry:
     queue_tokens: int = 0
     prefilled_requests: int = 0
     """Those of its own whose prompts it has read, where others write the answers."""
+    others_tokens: int = 0
+    """Those of its queue that other routers have told of since its last report."""
     used_blocks: int = 0
     """Blocks that no eviction can free."""
     decode_view: DecodeView | None = None
@@ -81,12 +83,13 @@ class WorkerEntry:
         self.least_s_per_block = min(load.s_per_block.values(), default=0.0)
         for dispatch in self.own.values():
             dispatch.counted = dispatch.accepted
+        self.others_tokens = 0
         self.queue_tokens, self.used_blocks = self._beyond(load)
         self.decode_view = None
 
     def _beyond(self, load: Load | None) -> tuple[int, int]:
         """A report, and what it did not count: queued tokens, used blocks."""
-        tokens = load.waiting_tokens if load else 0
+        tokens = self.others_tokens + (load.waiting_tokens if load else 0)
         blocks = load.active_blocks + load.reserved_blocks + load.quarantined_blocks if load else 0
         uncounted = [d for d in self.own.values() if not d.counted]
         return tokens + sum(d.tokens for d in uncounted), blocks + sum(d.blocks for d in uncounted)
@@ -246,6 +249,13 @@ class Registry:
             worker.adds(-before.tokens, -before.blocks)
         worker.own[request] = InFlight(tokens, blocks)
         worker.adds(tokens, blocks)
+
+    def told(self, name: str, tokens: int) -> None:
+        """Note that another router sends a worker so many uncached tokens: its next report counts them."""
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.others_tokens += tokens
+            worker.adds(tokens, 0)
 
     def accepted(self, name: str, request: RequestId) -> None:
         """Note that the worker has said yes: its next report counts the request."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import command, decode
-from benchmarks.gpu.card import Sizes
+from benchmarks.gpu.card import Sizes, covered
 from benchmarks.gpu.dry import dry_card
 from benchmarks.gpu.goals import GOALS, judged
 
@@ -138,3 +138,9 @@ def test_they_fit_a_card_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.whole_card().sizes.pool_bytes >= decode.LEAST_POOL_BYTES
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (38 << 30, 40 << 30))
     assert 0 < command.whole_card().sizes.pool_bytes < decode.LEAST_POOL_BYTES
+
+
+def test_what_runs_beside_something_else_counts_once() -> None:
+    """Guards the idle time of a step: a dependent launch begins while the one before it runs."""
+    assert covered([(5.0, 9.0), (0.0, 4.0), (1.0, 2.0), (6.0, 11.0)]) == 10.0
+    assert covered([]) == 0.0

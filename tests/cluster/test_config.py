@@ -105,6 +105,26 @@ def test_one_pool_is_two_settings_and_what_follows() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "target"),
+    [
+        ([], "auto"),
+        (["--set", "decode.itl_target_ms=off"], "off"),
+        (["--set", "decode.itl_target_ms=40"], 40.0),
+        (["--workers", "2"], "off"),
+        (["--set", "decode.engine.lend_cores=false"], "off"),
+        (["--set", "prefill.engine.lend_cores=false"], "off"),
+        (["--launcher", "ray", "--set", "ray.address=auto"], "off"),
+        (["--launcher", "ray"], "auto"),
+    ],
+)
+def test_steps_wait_by_default_where_the_pools_lend_each_other_cores(flags: list[str], target: object) -> None:
+    """Guards streams of clusters whose prefill workers gain nothing by a decode worker that waits."""
+    found = resolved(*flags)
+    assert found.config.decode.itl_target_ms == target
+    assert origin(found, "decode.itl_target_ms").startswith("computed") is (target == "auto")
+
+
+@pytest.mark.parametrize(
     ("flags", "environ", "message"),
     [
         (["--prefill", "-1"], {}, r"prefill_workers \(flag --prefill\): -1 is negative"),
@@ -276,13 +296,17 @@ def test_wrong_settings_exit_with_2_and_one_line(capsys: pytest.CaptureFixture[s
 GPU_RANKS = ("--set", "decode.engine.device=cuda", "--set", "decode.engine.tensor_parallel=2")
 
 
-def test_a_worker_of_ranks_on_gpus_keeps_its_blocks_to_itself() -> None:
-    """Guards handoffs and tiers that would move rank 0's part of a block for the whole of it."""
-    alone = resolved("--prefill", "0", "--decode", "1", *GPU_RANKS)
-    assert alone.config.decode.tiers.host_bytes == 0
-    for workers in (("1", "1"), ("0", "2")):
-        with pytest.raises(ConfigError, match="do not go to other workers yet"):
-            resolved("--prefill", workers[0], "--decode", workers[1], *GPU_RANKS)
+def test_blocks_of_ranks_with_own_pools_go_to_no_lower_tier() -> None:
+    """Guards tiers that would keep rank 0's part of a block for the whole of it."""
+    for workers in (("0", "1"), ("1", "1"), ("0", "2")):
+        found = resolved("--prefill", workers[0], "--decode", workers[1], *GPU_RANKS)
+        assert found.config.decode.tiers.host_bytes == 0
     with pytest.raises(ConfigError, match="do not go to lower tiers yet"):
         resolved("--prefill", "0", "--decode", "1", *GPU_RANKS, "--set", "decode.tiers.disk_bytes=1000")
+    on_cpu = ("--set", "engine.tensor_parallel=3", "--set", "engine.rank_pools=own")
+    found = resolved(*on_cpu)
+    assert found.config.prefill.tiers.host_bytes == found.config.decode.tiers.host_bytes == 0
+    assert found.config.prefill.chunk_tokens == resolved().config.prefill.chunk_tokens, "not a GPU's"
+    with pytest.raises(ConfigError, match="do not go to lower tiers yet"):
+        resolved(*on_cpu, "--set", "prefill.tiers.host_bytes=1000")
     assert resolved("--set", "engine.tensor_parallel=3").config.prefill.engine.tensor_parallel == 3, "on the CPU"

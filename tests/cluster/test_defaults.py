@@ -31,7 +31,7 @@ from worker.config import DecodeConfig, PrefillConfig
 ON_CUDA = ("--set", "prefill.engine.device=cuda", "--set", "decode.engine.device=cuda")
 GPUS = ("--set", "ray.address=auto", *ON_CUDA)
 """The cluster of `deploy/ray/headrace-gpu.toml`: a card for each worker."""
-WORKED_OUT = ("engine.threads", "engine.dtype")
+WORKED_OUT = ("engine.threads", "engine.dtype", "decode.itl_target_ms")
 EVERY_GPU_DEFAULT = {
     **{f"{pool}.{key}": value for pool in ("prefill", "decode") for key, value in ON_GPU.items()},
     **{f"prefill.{key}": value for key, value in PREFILL_ON_GPU.items()},
@@ -64,6 +64,7 @@ def test_a_cpu_keeps_the_defaults_of_the_structs() -> None:
     config = result.config
     assert (config.prefill.chunk_tokens, config.decode.max_batch) == (128, 32)
     assert (config.decode.max_handoffs, config.decode.local_chunk_tokens) == (16, 64)
+    assert config.decode.itl_target_ms == "auto"
     for engine in (config.prefill.engine, config.decode.engine):
         assert (engine.dtype, engine.block_size, engine.pool_bytes) == ("float32", 16, 384 << 20)
     assert origin(result, "decode.engine.dtype") == "default for cpu"

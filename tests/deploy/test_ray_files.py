@@ -144,7 +144,7 @@ def test_eight_gpus_of_one_host_have_a_worker_each() -> None:
     each = {"prefill": config.prefill, "decode": config.decode}
     asked = {pool: gpus(pool, one.engine, config.ray) for pool, one in each.items()}  # type: ignore[arg-type]
     assert config.prefill_workers * asked["prefill"] + config.decode_workers * asked["decode"] == 8
-    assert {one.engine.tensor_parallel for one in each.values()} == {1}, "such workers hand over no blocks"
+    assert {one.engine.tensor_parallel for one in each.values()} == {1}
 
 
 def test_eight_gpus_of_one_host_have_a_rank_each() -> None:
@@ -166,11 +166,31 @@ def test_eight_gpus_of_each_of_two_hosts_have_a_worker_of_its_pool_each() -> Non
         ("decode", config.decode_workers, config.decode),
     ):
         assert number * gpus(pool, one.engine, config.ray) == 8  # type: ignore[arg-type]
-        assert one.engine.tensor_parallel == 1, "such workers hand over no blocks"
-    text = (DEPLOY / "ray/headrace-2x8gpu.toml").read_text()
+        assert one.engine.tensor_parallel == 1
+    check_starts_of_two_hosts("headrace-2x8gpu.toml")
+
+
+def check_starts_of_two_hosts(name: str) -> None:
+    text = (DEPLOY / "ray" / name).read_text()
     started = [check_ray_start(line) for line in text.splitlines() if line.startswith("# ray start ")]
     assert [flags["labels"] for flags in started] == ["pool=prefill", "pool=decode"]
     assert [flags["head"] for flags in started] == [True, False]
+
+
+@pytest.mark.parametrize(("name", "hosts"), [("headrace-8gpu-2x4.toml", 1), ("headrace-2x8gpu-4x4.toml", 2)])
+def test_four_gpus_are_a_worker_of_either_pool(name: str, hosts: int) -> None:
+    """Guards files that are refused at start, ranks that wait for a ninth GPU of a host or leave one idle, and a pool
+    on the other's host."""
+    config = resolved(DEPLOY / "ray" / name)
+    check_gpu_defaults(config, device_share=1.0)
+    assert config.ray.address == "auto" and config.launcher == "ray"
+    assert config.ray.pool_label == ("pool" if hosts == 2 else "")
+    assert config.prefill_workers == config.decode_workers == hosts
+    for pool, one in (("prefill", config.prefill), ("decode", config.decode)):
+        assert gpus(pool, one.engine, config.ray) == one.engine.tensor_parallel == 4  # type: ignore[arg-type]
+        assert one.tiers.host_bytes == 0
+    if hosts == 2:
+        check_starts_of_two_hosts(name)
 
 
 def test_own_machines_and_laptops_compute_on_the_cpu() -> None:

@@ -39,7 +39,8 @@ def test_copies_equal_their_reference() -> None:
     stream = device.stream()
     torch.cuda.synchronize()
     with stream.use():
-        made = device.copy(source, target, [4, 1], [0, 8], shape, [8, 3])
+        sources, targets, valid = device.numbers([4, 1], [0, 8], [8, 3])
+        made = device.copy(source, target, sources, targets, shape, valid)
         event = stream.record()
     while not event.done():
         time.sleep(1e-4)

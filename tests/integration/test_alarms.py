@@ -254,11 +254,12 @@ def test_a_prefill_pool_that_is_too_slow(stage: Stage) -> None:
 
 
 def test_a_decode_pool_that_is_too_slow_and_too_small(stage: Stage) -> None:
-    """Requests of 31 blocks: two fill a worker, the others wait at the router."""
+    """Requests of 31 blocks: two fill a worker, the others wait at the router. Many tokens: a worker is full for as
+    long as two requests decode together, and must be for 5 s."""
     stage.whole()
     with (
         lasting(stage.orders, DECODES, "slow", "3.0"),
-        Calls(stage.grpc, 8, 490, 4) as calls,
+        Calls(stage.grpc, 8, 480, 14) as calls,
         stage.watched(has_begun=True) as prometheus,
     ):
         fires(prometheus, *ACTS["decode"])

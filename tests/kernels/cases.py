@@ -52,7 +52,8 @@ def fill(
             if pool.scales is None:
                 target.copy_(values)
             else:
-                codes = values * (40.0 if pool.format == "int8" else 100.0)
+                # Beyond the largest E4M3, torch 2.11 makes NaN and 2.13 the largest.
+                codes = values * 40.0 if pool.format == "int8" else (values * 100.0).clamp(-448.0, 448.0)
                 target.copy_(
                     codes.to(torch.int8) if pool.format == "int8" else codes.to(target.dtype)
                 )

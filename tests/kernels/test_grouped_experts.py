@@ -134,6 +134,7 @@ def test_all_rows_to_one_expert_and_the_others_unread() -> None:
     torch.testing.assert_close(got.cpu().double(), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="launches are seen in the interpreter")
 def test_what_is_launched_depends_on_shapes_alone() -> None:
     """Guards recorded steps: another choice of experts must be the same launches over the same memory."""
     x, choice, weights = case_of(6, 32, 16, 4, 2, False, torch.float32)

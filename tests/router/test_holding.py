@@ -13,6 +13,7 @@ from decode_worker.role import open_decode_worker
 from engine import plan
 from engine.identity import chain
 from engine.kv.layout import KVLayout
+from engine.kv.manager import KVCacheManager
 from engine.messages import PeerAddress
 from prefill_worker.role import open_prefill_worker
 from router.app import RouterApp
@@ -167,3 +168,37 @@ def test_without_being_told_it_would_not(monkeypatch: pytest.MonkeyPatch) -> Non
     """Guards the test above: where nobody says what is held, every other prefix is looked for at the wrong worker."""
     before, after = hit_rates(False, monkeypatch)
     assert before > 0.85 and after < before - 0.15
+
+
+@pytest.mark.parametrize("siblings", [1, 2])
+def test_another_router_knows_of_a_prompt_that_is_about_to_be_read(
+    siblings: int, workers: list[Worker[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a burst over several routers. Here workers tell nothing of what they have cached, and nobody is told by a
+    router that takes itself for the only one."""
+    monkeypatch.setattr(KVCacheManager, "take_cached", lambda kv: [])
+    prefill, decode = ([PeerAddress(one.name, one.info.address)] for one in workers)
+    text = "a prompt that no worker holds: " + "x" * 100
+    call = GenerateCall(prompt=text, max_tokens=4)
+
+    async def body() -> None:
+        apps = [RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS) for _ in "ab"]
+        for app in apps:
+            await app.start()
+        try:
+            for app in apps:
+                app.set_routers([PeerAddress(f"router-{at}", f"h:{at + 1}") for at in range(siblings)])
+                await app.set_workers(prefill, decode)
+            indexes = [app.hub.core.index for app in apps]
+            await until(lambda: all(index.held_blocks("p0") == BLOCKS for index in indexes), 10.0)
+            events = [event async for event in apps[0]._frontend.generate(call)]
+            assert isinstance(events[-1], Finished)
+            asked = chain(workers[0].parts.kv.cache.root_identity(b""), list(text.encode()), LAYOUT.block_size)
+            here, there = (index.match("p0", asked) for index in indexes)
+            assert here == len(asked) > 20
+            assert there == (here if siblings > 1 else 0)
+        finally:
+            for app in apps:
+                await app.stop(0.0)
+
+    asyncio.run(body())

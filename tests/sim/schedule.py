@@ -65,6 +65,10 @@ RECOVERS = True
 """Whether lost workers and broken streams must be recovered from, exactly and without a trace."""
 
 
+RANKS = (*[{"prefill": 1, "decode": 1}] * 6, *[{"prefill": p, "decode": d} for p, d in ((2, 2), (1, 2), (2, 1))])
+"""The ranks of workers: mostly one."""
+
+
 def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     """Draw everything from `seed`."""
     rng = Random(seed)
@@ -104,13 +108,14 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
             preemption=_mode(rng.choice((True, True, False)), mode, below),
             growth_tokens=rng.choice((4, 4, 8)),
             local_chunk_tokens=rng.choice((2, 8, 64)),
-            itl_target_ms=Random(f"held {seed}").choice((None, None, 4.0, 50.0)),
+            itl_target_ms=Random(f"held {seed}").choice(("off", "auto", 4.0, 50.0)),
         ),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
         router=_router(Random(f"router {seed}")),
         strict=strict,
         ahead=Random(f"ahead {seed}").choice((True, False)),
         drafts=Random(f"drafts {seed}").choice((True, False)),
+        ranks=dict(Random(f"ranks {seed}").choice(RANKS)),
         goings=goings,
         windows=windows,
         escalate_s=rng.choice((0.5, 5.0)),

@@ -8,9 +8,9 @@ import numpy as np
 
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
-from engine.storage.paged import PagedKV
+from engine.storage.paged import KVTensors, PagedKV
 from engine.types import BlockId, Incarnation, RequestId
-from tests.transfer.wire import open_any
+from tests.transfer.wire import ON_DEVICE, open_any
 from transfer.config import TransferConfig
 from transfer.digest import WP64, XXH3
 from transfer.handoff.commands import (
@@ -63,14 +63,14 @@ class Worker:
         hub: LoopbackHub,
         layout: KVLayout,
         stall_s: float = 10.0,
-        pool: PagedKV | None = None,
+        pool: KVTensors | None = None,
         opened: Opened | None = None,
     ) -> None:
         """`pool`: of a worker that goes on without this transfer thread. `opened`: of one that has its own."""
         self.me = me
         self.opened = opened
         self.borrowed = pool is not None
-        self.pool = pool or PagedKV(layout, BLOCKS)
+        self.pool: Any = pool or PagedKV(layout, BLOCKS)
         self.layout = layout
         self.inbox: list[MoverEvent] = []
         self.transport: Transport
@@ -84,8 +84,7 @@ class Worker:
         self.mover = Mover({kind: self.transport}, self.pool, layout, self.inbox.append)
 
     def connect(self, other: "Worker", digest_share: float, wire: str = AS_STORED) -> None:
-        on_host = self.opened is not None or self.transport.device is None
-        agreement = Agreement(other.layout, digest_share, XXH3 if on_host else WP64, wire)
+        agreement = Agreement(other.layout, digest_share, WP64 if self.way.name in ON_DEVICE else XXH3, wire)
         endpoint = other.way.describe(self.me)
         if self.opened is not None:  # the other is too, and its answer knows how many ranks this one has
             endpoint = other.way.describe(self.me, len(self.way.describe(other.me).ranks) or 1)
@@ -103,7 +102,7 @@ class Pair:
         layouts: tuple[KVLayout, KVLayout] = (LAYOUT, LAYOUT),
         stall_s: float = 10.0,
         wire: str = AS_STORED,
-        pools: tuple[PagedKV | None, PagedKV | None] = (None, None),
+        pools: tuple[KVTensors | None, KVTensors | None] = (None, None),
         opened: tuple[Opened | None, Opened | None] = (None, None),
     ) -> None:
         self.hub = LoopbackHub()

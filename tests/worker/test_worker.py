@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import worker.opening
+import worker.worker
 from decode_worker.role import open_decode_worker
 from engine.config import TierConfig
 from engine.device import EngineDevice
@@ -24,6 +25,7 @@ from engine.messages import (
     LifeOfProcess,
     Load,
     ProcessesTold,
+    ReadTold,
     StartPrefill,
     Stop,
     WorkerInfo,
@@ -195,6 +197,24 @@ def test_what_a_router_says_to_a_prefill_worker_harms_nobody(rpc: RpcLoop) -> No
         one.stop()
 
 
+def test_what_a_router_is_about_to_have_read_reaches_the_other_one(rpc: RpcLoop) -> None:
+    """Guards bursts over several routers, of which each learnt of a prompt when it was cached."""
+    other = RpcLoop("router", Party("router", "other", Incarnation(10)), SECRETS)
+    other.start("127.0.0.1", 0, {})
+    one = decode_worker()
+    try:
+        address = one.start().address
+        here, there = attach(rpc, address, "decode"), attach(other, address, "decode")
+        until(lambda: all(len(listener.heard) > 1 for listener in (here, there)))
+        told = ReadTold("p0", 40, b"", b"12345678" * 2)
+        here.send(encode([told]))
+        until(lambda: [told] in there.heard)
+        assert not any(isinstance(record, ReadTold) for frame in here.heard for record in frame)
+    finally:
+        one.stop()
+        other.stop()
+
+
 @pytest.mark.parametrize("role", sorted(OPEN))
 def test_what_is_compiled_while_it_serves_is_told_apart(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a count that stays at 0 because nobody said that serving has begun, and a transfer thread that compiles
@@ -320,6 +340,33 @@ def test_nobody_waits_for_a_copy_while_a_step_is_under_way(monkeypatch: pytest.M
         assert made.is_settling()
         monkeypatch.setattr(type(made._engine), "is_busy", True)
         assert not made.is_settling()
+    finally:
+        made.stop()
+
+
+def test_a_worker_that_has_become_idle_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards routers' queues: the last step of a prompt ended within 50 ms of a report, and for the quarter of a second
+    until the next one its tokens were taken to be still to compute."""
+    made, reports = OPEN["decode"](), list[float]()
+    try:
+        steps = iter([Ran(StepPlan((), (), 1), 0.01, None), None, None])
+        monkeypatch.setattr(made._engine, "step", lambda: next(steps))
+        monkeypatch.setattr(made._role, "turned", lambda *_: None)
+        monkeypatch.setattr(worker.worker, "REPORT_S", 1e9)
+        monkeypatch.setattr(worker.worker, "HEARTBEAT_S", 1e9)
+        whole = made._report
+
+        def report(now: float) -> None:
+            reports.append(now)
+            whole(now)
+
+        monkeypatch.setattr(made, "_report", report)
+        made._reported_at = time.monotonic()
+        told = []
+        for _ in range(3):
+            made.step()
+            told.append(len(reports))
+        assert told == [0, 1, 1]
     finally:
         made.stop()
 

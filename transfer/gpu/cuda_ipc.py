@@ -9,13 +9,16 @@ forgotten here.
 
 import functools
 import time
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from engine.messages import Endpoint
 from engine.storage.paged import header_bytes
-from engine.types import Incarnation
+from engine.types import BlockId, Incarnation
 from transfer.gpu.device import Device, DeviceMemory, words_of
 from transfer.gpu.landing import DeviceLanding
 from transfer.gpu.pulse import Pulse
@@ -25,7 +28,7 @@ from transfer.host.pull import Pull, PullTransport, expect
 from transfer.reactor import Reactor
 from transfer.transport import BlockSlice, Outcome, Ticket, TransferError
 
-BLOCKS_PER_COPY = 32
+BLOCKS_PER_COPY = 64
 COPIES = 4
 """Enqueued at once, so that the device does not wait for this thread."""
 
@@ -106,8 +109,10 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
     def _begin(self, pull: _Pull) -> None:
         first = pull.begun
         remote = pull.move.remote[first : first + BLOCKS_PER_COPY]
+        numbers = np.array(remote, dtype=np.uint64)
+        check = functools.partial(_expect, pull.source, remote, numbers[:, 0].astype(np.int64), numbers[:, 1])
         try:
-            expect(pull.source, remote)
+            check()
         except TransferError as error:
             pull.error = f"{type(error).__name__}: {error}"
             return
@@ -115,7 +120,6 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
         if not first:
             self._numbers[pull.ticket] = self._scatter.numbers([block for block, _ in pull.move.remote])
         blocks = self._numbers[pull.ticket][first : pull.begun]
-        check = functools.partial(expect, pull.source, remote)
         self._scatter.begin(Copy(pull, pull.landing, first, pull.source.words, blocks, check=check))
 
     def _finish_ended(self) -> None:
@@ -128,3 +132,14 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
         self._scatter.drop(pull)
         self._numbers.pop(pull.ticket, None)
         super()._finish(pull, outcome, error)
+
+
+def _expect(
+    source: _Mapping,
+    remote: Sequence[tuple[BlockId, int]],
+    blocks: npt.NDArray[np.int64],
+    generations: npt.NDArray[np.uint64],
+) -> None:
+    """As `expect`, of all blocks at once."""
+    if not source.are_at(blocks, generations):
+        expect(source, remote)

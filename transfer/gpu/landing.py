@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,5 +152,6 @@ def planes(heads: Tensor, layout: KVLayout) -> list[Tensor]:
 def unsigned(digests: Tensor) -> list[list[int]]:
     """Digests of a device, int64 `[n, heads]`, as they are combined. Where they are still there, waits for what makes
     them, and for all that its stream has to do."""
-    return [[head % 2**64 for head in heads] for heads in digests.tolist()]
+    found: list[list[int]] = digests.cpu().numpy().view(np.uint64).tolist()
+    return found
 

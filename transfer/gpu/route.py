@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
-from transfer.digest import Tally, Verifier, binding, combine, is_sampled
+from transfer.digest import Binding, Tally, Verifier, combine, is_sampled
 from transfer.gpu.device import Device, DeviceMemory, flat, words_of
 from transfer.gpu.landing import DeviceInPlace, DeviceRepacked, unsigned
 from transfer.gpu.narrow import DevicePacked, DeviceWidened, heads_of
@@ -85,8 +85,8 @@ class DeviceRoute(Route):
 
     def digests(self, command: PostSend, packed: DevicePacked | None) -> tuple[int, ...]:
         """Waits for the kernels that make them: they read the chunk once, and what they make of it, if anything."""
-        handoff = command.move.handoff
-        bounds = [binding(b.identity, b.generation, handoff) for b in command.blocks]
+        binding = Binding(command.move.handoff)
+        bounds = [binding.of(block.identity, block.generation) for block in command.blocks]
         chosen = [at for at, bound in enumerate(bounds) if is_sampled(bound, self._share)]
         found = [0] * len(bounds)
         if chosen:

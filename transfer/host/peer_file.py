@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from engine.messages import Endpoint
 from engine.types import BlockId
@@ -51,6 +52,12 @@ class PeerFile:
     def __init__(self, file: PoolFileDetails, size: int) -> None:
         self.map = _map(file, size)
         self._generations = np.frombuffer(self.map, dtype=np.uint64, count=file.blocks)
+
+    def are_at(self, blocks: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> bool:
+        """Say whether these blocks, int64 `[n]`, are there, and at these generations, uint64 `[n]`."""
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < len(self._generations):
+            return False
+        return bool((self._generations[blocks] == generations).all())
 
     def generation(self, block: BlockId) -> int:
         """Raises TransferError if there is no such block."""

@@ -29,6 +29,8 @@ _MEMORY_TOTAL = 3
 _SYMMETRIC = 1
 ONE_SIDED = 22902
 """2.29.2: the first with `ncclPutSignal`."""
+RANKS_ON_A_DEVICE = 23000
+"""2.30.0: the first that makes a communicator of two ranks on one device."""
 
 
 class NcclError(TransferError):

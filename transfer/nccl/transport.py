@@ -28,7 +28,7 @@ from transfer.gpu.pulse import Pulse
 from transfer.host.tcp.link import chunk_key
 from transfer.nccl.budget import CommunicatorBudget, NcclReport
 from transfer.nccl.dispatch import PieceDispatcher
-from transfer.nccl.library import NcclLibrary
+from transfer.nccl.library import RANKS_ON_A_DEVICE, NcclLibrary, dotted
 from transfer.nccl.meeting import Meeting
 from transfer.nccl.pair import Chunk, Pair
 from transfer.nccl.peer import NcclPeer, PostedChunk
@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 
 
 class NcclTransport:
-    """`transfer.transport.Transport[DeviceLanding]` over NCCL. Raises TransferError if it cannot listen on `host`."""
+    """`transfer.transport.Transport[DeviceLanding]` over NCCL. Raises TransferError if it cannot listen on `host`, and
+    for ways to share a GPU that the library has not."""
 
     name = "nccl"
     reads_remotely = False
@@ -57,6 +58,10 @@ class NcclTransport:
         device: Device,
         library: NcclLibrary,
     ) -> None:
+        if config.share_gpu == "multi_rank" and library.version < RANKS_ON_A_DEVICE:
+            raise TransferError(
+                f"NCCL {dotted(library.version)} makes no two ranks on one device: {dotted(RANKS_ON_A_DEVICE)} does"
+            )
         self.device = device
         self.report = NcclReport()
         self._memory = memory

@@ -3,18 +3,29 @@
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from engine.kv.layout import KVLayout
+from engine.types import Incarnation
+from transfer.config import TransferConfig
 from transfer.handoff.commands import MoverCommand, MoverEvent
 from transfer.liveness import LOOK_S, Watchdog
 from transfer.mover import Mover
-from transfer.ranks.links import DescribedTo, DescribeTo, MoveLink, MoverOpened, OpenMover, Reported, ToMover
+from transfer.ranks.links import Alive, DescribedTo, DescribeTo, MoveLink, MoverOpened, OpenMover, Reported, ToMover
 from transfer.registry import open_transports
-from transfer.transport import KVMemory, TransferError
+from transfer.transport import KVMemory, TransferError, Transport
+
+OpenWays = Callable[[KVMemory, Incarnation, TransferConfig, str], Mapping[str, Transport]]
+"""`transfer.registry.open_transports`."""
 
 
-def serve(sock: socket.socket, memory: KVMemory, layout: KVLayout, fail: Callable[[str], None]) -> None:
+def serve(
+    sock: socket.socket,
+    memory: KVMemory,
+    layout: KVLayout,
+    fail: Callable[[str], None],
+    open_ways: OpenWays = open_transports,
+) -> None:
     """Carry out what rank 0 tells of moving this rank's blocks, `memory`, until it tells nothing any more. `fail` is
     told why the rank must end: its transfer thread has stopped, or what was told is not what was meant."""
     link: MoveLink[ToMover] = MoveLink(sock, ToMover)
@@ -25,7 +36,8 @@ def serve(sock: socket.socket, memory: KVMemory, layout: KVLayout, fail: Callabl
         if not isinstance(opening, OpenMover):
             raise TransferError(f"{type(opening).__name__} is told before the transports are open")
         try:
-            service = RankMover(link, memory, layout, opening)
+            ways = open_ways(memory, opening.incarnation, opening.config, opening.host)
+            service = RankMover(link, memory, layout, opening.config, ways)
         except Exception as error:
             link.say(MoverOpened((), f"{type(error).__name__}: {error}"))
             return
@@ -37,12 +49,19 @@ def serve(sock: socket.socket, memory: KVMemory, layout: KVLayout, fail: Callabl
 class RankMover:
     """Raises TransferError as a link does, and where its transfer thread is stuck. Owner: the thread that hears."""
 
-    def __init__(self, link: MoveLink[ToMover], memory: KVMemory, layout: KVLayout, opening: OpenMover) -> None:
+    def __init__(
+        self,
+        link: MoveLink[ToMover],
+        memory: KVMemory,
+        layout: KVLayout,
+        config: TransferConfig,
+        ways: Mapping[str, Transport],
+    ) -> None:
         self._link = link
-        self._transports = open_transports(memory, opening.incarnation, opening.config, opening.host)
-        self._mover = Mover(self._transports, memory, layout, self._tell)
-        self._mover.warm_up(opening.config.wire)
-        self._watchdog = Watchdog(opening.config.stuck_s)
+        self._transports = ways
+        self._mover = Mover(ways, memory, layout, self._tell)
+        self._mover.warm_up(config.wire)
+        self._watchdog = Watchdog(config.stuck_s)
 
     def run(self) -> None:
         self._mover.start()
@@ -57,6 +76,8 @@ class RankMover:
                 raise TransferError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
             is_at_work = is_told or beat is not None or self._mover.outstanding > 0
             if not is_told:
+                if is_at_work:
+                    self._link.say(Alive())
                 continue
             told = self._link.hear()
             if told is None:

@@ -170,6 +170,11 @@ class MoverGroup:
             case MoverDied(error):
                 return [MoverDied(error if rank == 0 else f"at rank {rank}: {error}")]
 
+    @property
+    def at_work(self) -> set[int]:
+        """The ranks that have a part of a chunk to move."""
+        return {rank for chunk in self._chunks.values() for rank, _ in chunk.waiting.values()}
+
     def _connect(self, command: Connect) -> list[Told]:
         peer, layout = command.peer, command.agreement.layout
         found = self._disconnect(peer) if peer in self._peers else []

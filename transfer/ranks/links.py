@@ -61,7 +61,11 @@ class Reported(msgspec.Struct, frozen=True, tag=True):
     scrapped_bytes: int
 
 
-FromMover = MoverOpened | DescribedTo | Reported
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Said every now and then by a rank that has parts to move."""
+
+
+FromMover = MoverOpened | DescribedTo | Reported | Alive
 
 T = TypeVar("T")
 

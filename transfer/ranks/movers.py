@@ -23,9 +23,10 @@ from engine.types import Incarnation
 from transfer.config import TransferConfig
 from transfer.digest import Tally
 from transfer.handoff.commands import MoverCommand, MoverDied, MoverEvent
+from transfer.liveness import Watchdog
 from transfer.mover import Mover
 from transfer.ranks.group import MoverGroup, Told, ToRank, part_of
-from transfer.ranks.links import DescribedTo, DescribeTo, FromMover, MoveLink, MoverOpened, OpenMover, Reported
+from transfer.ranks.links import Alive, DescribedTo, DescribeTo, FromMover, MoveLink, MoverOpened, OpenMover, Reported
 from transfer.transport import KVMemory, TransferError, Transport
 
 MOST_RANKS = 8
@@ -37,8 +38,9 @@ class RankMovers:
     """`heads`: those of each rank's pool, this one's, rank 0's, first. `links`: a socket to each other rank. Raises
     TransferError for a rank that cannot open its transports. Owner: as a mover's.
 
-    Mutable state, under a lock: the group's, and what each rank has reported last. Besides: whether it is stopping, and
-    the number of the last question that a rank was asked, by the one thread that describes."""
+    Mutable state, under a lock: the group's, what each rank has reported last, and how much it has said. Besides:
+    whether it is stopping, the number of the last question that a rank was asked, by the one thread that describes, and
+    what the watchdogs have seen, by the one that checks."""
 
     def __init__(
         self,
@@ -58,10 +60,13 @@ class RankMovers:
         self._answers: queue.SimpleQueue[DescribedTo] = queue.SimpleQueue()
         self._asked = 0
         self._stopping = False
+        self._said = dict.fromkeys(links, 0)
+        self._watchdogs: dict[int, Watchdog] = {}
 
     def open(self, incarnation: Incarnation, config: TransferConfig, host: str) -> None:
         """Have the other ranks open what rank 0 has opened."""
         for rank, link in self._links.items():
+            self._watchdogs[rank] = Watchdog(config.stuck_s)
             link.say(OpenMover(part_of(incarnation, rank), config, host))
         for rank, link in self._links.items():
             opened = link.hear()
@@ -114,6 +119,17 @@ class RankMovers:
         """Rank 0's. The other ranks look at theirs themselves."""
         return self._own.beat
 
+    def check_ranks(self, now: float) -> None:
+        """Raise TransferError for another rank that has parts to move, and has said nothing for `transfer.stuck_s`: a
+        process that is stopped, which nobody else notices while there is nothing to compute."""
+        if not self._watchdogs:
+            return
+        with self._lock:
+            at_work = self._group.at_work
+        for rank, watchdog in self._watchdogs.items():
+            if watchdog.is_stuck(self._said[rank] if rank in at_work else None, now):
+                raise TransferError(f"tensor-parallel rank {rank} moves no blocks any more: {watchdog!r}")
+
     @property
     def digests(self) -> Tally:
         """Those of all ranks."""
@@ -144,7 +160,10 @@ class RankMovers:
     def _hear(self, rank: int, link: MoveLink[FromMover]) -> None:
         try:
             for said in link:  # until it ends: who watches its process tells of that
+                self._said[rank] += 1
                 match said:
+                    case Alive():
+                        continue
                     case DescribedTo():
                         self._answers.put(said)
                     case Reported():

@@ -1,5 +1,5 @@
 """`deploy/ray/headrace-8gpu.toml` on one Ray node that pretends to have eight GPUs, and `headrace-2x8gpu.toml` on two:
-their workers find one each."""
+their workers find one each. `headrace-8gpu-2x4.toml` and `headrace-2x8gpu-4x4.toml`: four each, of one host."""
 
 import os
 from collections.abc import Iterator
@@ -93,6 +93,26 @@ def test_sixteen_workers_of_two_hosts_have_a_gpu_each_on_their_pools_host(monkey
     for pool in POOLS:
         assert sorted(gpu for name, gpu in seen.items() if name.startswith(pool)) == [str(at) for at in range(8)]
     assert len(at) == 16 and all(name.startswith(place.split()[0]) for name, place in at.items()), at
+
+
+def test_workers_of_four_ranks_have_half_of_their_pools_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards ranks of one worker on two hosts, two workers that see one GPU, and a worker on the other pool's host."""
+    for name, hosts in (("headrace-8gpu-2x4.toml", 1), ("headrace-2x8gpu-4x4.toml", 2)):
+        ours = resolved(DEPLOY / "ray" / name)
+        labels: list[dict[str, str]] = [{}] if hosts == 1 else [{"pool": pool} for pool in POOLS]
+        with pretended(monkeypatch, *labels) as nodes:
+            launcher = RayClusterLauncher(msgspec.structs.replace(ours.ray, address=nodes.address))
+            with Cluster(of_fakes(ours), launcher, FAKES, model_dir="x") as cluster:
+                cluster.start()
+                seen, at = shown(), places()
+        assert seen.pop("router") == "" and len(seen) == 2 * hosts
+        halves = [[0, 1, 2, 3], [4, 5, 6, 7]]
+        for some in POOLS if hosts == 2 else ("",):
+            found = [sorted(map(int, gpus.split(","))) for worker, gpus in seen.items() if worker.startswith(some)]
+            assert sorted(found) == halves, seen
+        if hosts == 2:
+            at.pop("router")
+            assert all(worker.startswith(place.split()[0]) for worker, place in at.items()), at
 
 
 def of_ranks(ranks: int) -> ClusterConfig:

@@ -390,3 +390,19 @@ def test_a_run_leaves_room_for_what_later_attempts_name(count: int) -> None:
     bench.router(UsePrefill(RequestId("a"), 1, None))
     assert bench.request("a").state is RequestState.LOCAL
     assert bench.step() is not None
+
+
+def test_of_a_last_block_that_is_here_the_tokens_named_beside_it_are_not() -> None:
+    """Guards a row that nobody sent: the seven tokens of a handoff have landed in two blocks when it is given up, and
+    the eighth and ninth, named together, would fill the second; the next attempt asks for it again."""
+    bench = Attempts()
+    bench.tell(PeerUp(Incarnation(6), OTHER, "shm", 4))
+    handoff = bench.begin(PROMPT[:7])
+    bench.name_token(handoff, 50, more=[51])
+    bench.offer(handoff, 0, 0, 1)
+    bench.give_up(handoff)
+    assert bench.request("a").state is RequestState.FENCING, "a copy is under way"
+    bench.ended(handoff, 0)
+    assert bench.request("a").state is RequestState.ASKING
+    bench.router(UsePrefill(RequestId("a"), 1, OTHER))
+    assert bench.asked().record.tokens == [*PROMPT[:7], 50, 51] and bench.asked().have_tokens == 4

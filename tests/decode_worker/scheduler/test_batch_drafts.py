@@ -59,6 +59,7 @@ def test_drafts_stand_behind_a_rows_own_tokens_and_count_as_they_are_drawn() -> 
     assert request.tokens == [*PROMPT, 1, 50, 51, 9] and request.known == 9
     batch = _batch(bench)
     assert (batch.drawn_drafts, batch.running_rows) == (2, 1)
+    assert (batch.generated_tokens, batch.forced_tokens) == (4, 0), "each of them was drawn"
     assert (batch.drafting.drafted_tokens, batch.drafting.drawn_tokens) == (3, 2)
     assert [record.ids for record in bench.of(Tokens) if isinstance(record, Tokens)][-1] == [50, 51, 9]
     plan = _plan(bench)
@@ -114,19 +115,21 @@ def test_forced_tokens_come_before_drafts() -> None:
     assert _plan(bench).rows[0].drafts == 3
 
 
-def test_drafts_take_no_block_that_another_row_needs() -> None:
-    """Guards rows without a block for their next token: a draft had it."""
-    bench = _bench(blocks=5, growth_tokens=4)
+@pytest.mark.parametrize(("left", "drafts"), [(1, 1), (2, 3)])
+def test_drafts_take_a_block_only_where_each_row_has_one_beside(left: int, drafts: int) -> None:
+    """Guards rows without a block for their next token, which a draft had; and drafts that are cut short although a
+    block is there for them."""
+    bench = _bench(blocks=6, growth_tokens=4)
     _running(bench, max_tokens=9)
     request, kv = bench.request("a"), bench.scheduler.kv
     assert kv.room_tokens(request.lease) == 12
     plan = _plan(bench)
     assert plan.rows[0].drafts == 3
     bench._do(bench.scheduler.complete(plan, [DrawnRun((50, 51, 52, 9))], 1.0))
-    others = kv.acquire(b"", [], match_limit=0, room_tokens=4 * (kv.available - 1))
-    assert others is not None and kv.available == 1 and len(request.tokens) == 11
+    others = kv.acquire(b"", [], match_limit=0, room_tokens=4 * (kv.available - left))
+    assert others is not None and kv.available == left and len(request.tokens) == 11
     # Behind eleven tokens three drafts take a fourth block; the last that is free is for who runs.
-    assert _plan(bench).rows[0].drafts == 1
+    assert _plan(bench).rows[0].drafts == drafts
     assert kv.available == 1
 
 

@@ -350,3 +350,35 @@ def test_a_drafter_whose_time_is_not_known_is_on_trial() -> None:
         all_s += lasted
     assert drafter.read_tokens == 64, "once: 1.3 s, and 6.5 s of steps are no fifty times that"
     assert made.drafting_s == longest_s
+
+
+@pytest.mark.parametrize("left", [5, 50])
+def test_reading_is_worth_what_the_tokens_that_are_left_save(left: int) -> None:
+    """Guards the time of all others against a prompt that takes half a token longer to read than its answer saves."""
+    drafter = Small(1.0, 0.1, right=1.0)
+    made, known = Drafting(drafter, 3), _request()
+    for _ in range(80):
+        mine = made.propose([(known, 3)], 1, 3).get(known, [])
+        made.stepped(known, len(mine), len(mine))
+        drafter.behind[known.record.request] = 0
+        made.lasted(1, len(mine), CPU[1 + len(mine)] / 1e3 + made._proposing_s, is_mixed=False)
+    made.forget(known)
+    made._trials_s = made._all_s  # no trial is due
+    for tokens, is_read in ((left - 0.5, True), (left + 0.5, False)):
+        new = _request()
+        new.record = msgspec.structs.replace(new.record, max_tokens=left + new.output_tokens)
+        saved_s = made._weighed(1, made._ranked([(new, 3)]))[1]
+        drafter.behind[new.record.request] = int(tokens * saved_s / made.costs.reading_s(1))
+        assert made.awaits([new], 1) is is_read
+
+
+def test_a_drafter_that_is_not_worth_its_time_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a step against the call itself: a draft model counts by its calls whose blocks are idle."""
+    drafter = Small(60.0, 20.0, right=0.0)
+    made = Drafting(drafter, 3)
+    made.costs.measured(1, 0.01)
+    made.costs.proposed(Proposed([], forwards=((1, 9.0),)))
+    made._trials_s, made._all_s = 9.0, 9.0  # no trial is due
+    asked: list[object] = []
+    monkeypatch.setattr(drafter, "propose", asked.append)
+    assert made.propose([(_request(), 3)], 1, 3) == {} and not asked

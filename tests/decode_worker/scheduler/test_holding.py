@@ -5,12 +5,13 @@ import msgspec
 import pytest
 
 from decode_worker.scheduler.events import FromPeer
-from decode_worker.scheduler.holding import FADING, LATE, MOST_MARGIN, NEVER, StepHold
+from decode_worker.scheduler.holding import AUTO_MOST_S, AUTO_STEPS, FADING, LATE, MOST_MARGIN, NEVER, StepHold
 from decode_worker.scheduler.request import RequestState
-from engine.messages import Cancel, Fault, Handoff, PrefillFailed, Tokens
-from engine.step import StepPlan
+from engine.messages import Cancel, Fault, Handoff, PrefillFailed, Tokens, Yield
+from engine.step import DrawnRun, StepPlan
 from engine.types import BeamParams, FinishReason, RequestId
 from tests.decode_worker.scheduler.bench import POOL, Fetching, P
+from transfer.handoff.commands import Leave
 from worker.config import DecodeConfig
 
 STEP_S = 0.010
@@ -49,7 +50,7 @@ class Timed(Fetching):
         return 0 if plan is None else len(plan.rows)
 
 
-def timed(target_ms: float | None = 50.0, **config: object) -> Timed:
+def timed(target_ms: float | str = 50.0, **config: object) -> Timed:
     return Timed(64, itl_target_ms=target_ms, **config)
 
 
@@ -85,7 +86,7 @@ def test_what_lands_meanwhile_is_in_the_step() -> None:
 
 
 def test_without_a_target_no_step_waits() -> None:
-    bench = timed(None)
+    bench = timed("off")
     bench.decoding("a", 100, max_tokens=40)
     bench.coming("b", 200)
     for _ in range(5):
@@ -200,7 +201,7 @@ def test_nothing_is_planned_behind_a_step_where_the_next_may_wait() -> None:
     bench.now += STEP_S
     bench._do(bench.scheduler.complete(plan, [77], bench.now))
     assert bench.rows() == 0 and bench.scheduler.batch.hold.due < NEVER
-    one = timed(None)
+    one = timed("off")
     one.decoding("a", 100, max_tokens=40)
     assert one.scheduler.plan(one.now)[0] is not None
     one.coming("b", 200)
@@ -210,7 +211,7 @@ def test_nothing_is_planned_behind_a_step_where_the_next_may_wait() -> None:
 def test_answers_are_the_same_with_and_without() -> None:
     """Guards against a row that is lost or doubled by a step that was put off."""
     told = []
-    for target in (None, 50.0):
+    for target in ("off", 50.0, "auto"):
         bench = timed(target)
         bench.decoding("a", 100, max_tokens=12)
         handoff = bench.coming("b", 200, max_tokens=5)
@@ -227,7 +228,7 @@ def test_answers_are_the_same_with_and_without() -> None:
                 assert record.index == said.get(record.request, 0)
                 said[record.request] = record.index + len(record.ids)
         told.append(said)
-    assert told[0] == told[1] == {"a": 12, "b": 5}
+    assert told[0] == told[1] == told[2] == {"a": 12, "b": 5}
 
 
 def test_a_row_is_about_to_land_for_less_than_so_many_times_the_mean() -> None:
@@ -318,7 +319,49 @@ def test_before_any_step_was_measured_none_waits() -> None:
     assert bench.turn() is None
 
 
+def test_by_itself_a_target_is_of_so_many_steps() -> None:
+    """Guards the default against gaps that grow with a slow step without end, and against a margin or late tokens
+    counted for what nobody has asked for."""
+    bench = timed("auto")
+    bench.decoding("a", 100, max_tokens=40)
+    bench.coming("b", 200)
+    hold, costs = bench.scheduler.batch.hold, bench.scheduler.batch.drafting.costs
+    told_s = bench.request("a").told_s
+    assert told_s is not None
+    assert bench.turn() is None and hold.due == pytest.approx(told_s + (AUTO_STEPS - 1) * STEP_S)
+    costs._seconds = {1: AUTO_MOST_S * 0.75}
+    assert bench.turn() is None and hold.due == pytest.approx(told_s + AUTO_MOST_S * 0.25)
+    bench.now = hold.due
+    assert bench.turn(9.0) is not None
+    assert (hold.missed_tokens, hold._margin_s, hold.expired) == (0, 0.0, 1)
+    costs._seconds = {1: AUTO_MOST_S}
+    assert bench.turn() is not None, "it takes as long as a gap may be"
+
+
 @pytest.mark.parametrize("wrong", [0.0, -5.0])
 def test_a_target_of_no_time_is_refused_by_name(wrong: float) -> None:
     with pytest.raises(msgspec.ValidationError, match=r"itl_target_ms.*more than 0"):
         msgspec.convert({"itl_target_ms": wrong}, DecodeConfig)
+
+
+def test_a_step_is_not_held_while_the_last_rows_of_one_that_departs_are_to_be_computed() -> None:
+    """Guards a request that has left the batch: a run of its tokens takes several steps, and whoever is to go on with
+    it waits for all of them, not for rows that land here."""
+    bench = timed(local_chunk_tokens=2)
+    bench.decoding("a", 100, max_tokens=40)
+    bench.decoding("b", 300, max_tokens=40)
+    for _ in range(3):
+        bench.turn()
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert plan is not None and [row.request for row in plan.rows] == ["a", "b"]
+    assert bench.request("b").state is RequestState.RUNNING
+    bench._do(bench.scheduler.complete(plan, [DrawnRun(tuple(range(50, 59))), 70], bench.now))
+    bench.coming("c", 200)
+    bench.tell(Leave(9.0))
+    bench.router(Yield(RequestId("a"), 1))
+    ends = []
+    while (plan := bench.turn()) is not None:
+        ends += [row.end for row in plan.rows if row.request == "a"]
+    whole = len(bench.scheduler.departures._departures[RequestId("a")].request.tokens)
+    assert ends[-1] == whole and len(ends) > 1, "in one go"
+    assert bench.scheduler.batch.hold.due < NEVER, "and now the next waits for who lands"

@@ -4,15 +4,15 @@ tests/engine/kv/test_windows.py."""
 
 import pytest
 
-from decode_worker.scheduler.events import FromPeer
+from decode_worker.scheduler.events import FromPeer, PeerDown
 from decode_worker.scheduler.request import RequestState
 from engine import identity
 from engine.identity import in_group
 from engine.kv.groups import GONE, LayerGroup, migrated, place
 from engine.kv.tiers.commands import Loaded, Store, Stored, TierLoad
 from engine.kv.tiers.tiers import Tiers
-from engine.messages import BlockOffer, Handoff, Offer
-from engine.types import BlockId
+from engine.messages import BlockOffer, Ended, Handoff, Offer, UsePrefill
+from engine.types import BeamParams, BlockId, RequestId
 from tests.decode_worker.scheduler.bench import POOL, Fetching, P
 from transfer.handoff.commands import Received, Rows
 
@@ -102,6 +102,23 @@ def test_a_failed_handoff_leaves_what_all_groups_have(landed: list[int], have: i
     assert request.arrived and request.known == 18
 
 
+@pytest.mark.parametrize(("group", "have"), [(1, 12), (2, 8)])
+def test_a_tail_whose_first_block_has_not_landed_is_brought_again(group: int, have: int) -> None:
+    """Guards a hole at a window's far end, which the next token still sees: all else of twenty tokens is here, and the
+    window of a token more would begin a block later."""
+    bench, prompt = Grouped(), list(range(20))
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    first, wanted = bench.asked().handoff, bench.wanted()
+    far = min(at for at in wanted if at % len(GROUPS) == group)
+    bench.offer(first, 0, [at for at in wanted if at != far])
+    bench.offer(first, 1, [far], "its bytes are others")
+    again = bench.asked()
+    assert again.have_tokens == have == far // len(GROUPS) * SIZE and far in bench.wanted()
+    bench.offer(again.handoff, 0, bench.wanted())
+    bench.name_token(again.handoff)
+    assert bench.request("a").state is RequestState.READY and far // len(GROUPS) in bench.held("a")[group - 1]
+
+
 def test_of_what_has_landed_the_last_token_is_computed_again_by_who_goes_on() -> None:
     """Guards the next token, which is drawn from a computed row: sixteen landed, and the last block is not counted."""
     bench, prompt = Grouped(), list(range(16))
@@ -110,6 +127,21 @@ def test_of_what_has_landed_the_last_token_is_computed_again_by_who_goes_on() ->
     bench.offer(first, 0, wanted[:-1])
     bench.offer(first, 1, wanted[-1:], "its bytes are others")
     assert bench.asked().have_tokens == 12
+
+
+def test_of_what_has_all_landed_only_the_last_token_is_computed_here() -> None:
+    """Guards a prompt that is computed a second time: its worker is lost before it names the token, and the tails of
+    the windows have come with the rest."""
+    bench, prompt = Grouped(), list(range(20))
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    bench.offer(bench.asked().handoff, 0, bench.wanted())
+    bench.tell(PeerDown(POOL, P, "gone"))
+    bench.router(UsePrefill(RequestId("a"), 1, None))
+    request, batch = bench.request("a"), bench.scheduler.batch
+    assert request.state is RequestState.LOCAL and request.known == 19
+    assert (request.origin.prefill_cached_tokens, batch.hit_tokens) == (19, 0), "none of it was cached here"
+    plan = bench.step()
+    assert plan is not None and [(row.start, row.end) for row in plan.rows] == [(19, 20)]
 
 
 @pytest.mark.parametrize("length", [13, 16, 17])
@@ -164,6 +196,26 @@ def test_who_waits_for_a_prompt_that_came_with_a_token_does_not_share(named: boo
     bench.step()
     assert fork.state in (RequestState.LOCAL, RequestState.READY, RequestState.HANDOFF)
     assert dict(bench.scheduler.preemption.preempted) == ({"forking": 1} if named else {})
+
+
+def test_a_sample_that_comes_when_its_parent_has_a_token_and_no_blocks_fetches_its_own() -> None:
+    """Guards a sample that waits for windows which an attempt that is lost would not bring: the next one's prompt ends
+    with the token that was named."""
+    bench, prompt = Grouped(), list(range(20))
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    bench.name_token(bench.asked().handoff)
+    assert bench.place("b", prompt, POOL, fork_of="a", max_tokens=20)
+    assert bench.request("b").state is RequestState.HANDOFF and bench.asked().handoff.request == "b"
+
+
+@pytest.mark.parametrize(("blocks", "field"), [(18, ""), (17, "max_tokens")])
+def test_a_search_that_just_fits_the_pool_is_taken(blocks: int, field: str) -> None:
+    """Guards the border where hypotheses hold windows too: of a prompt of nine tokens, and three behind it, both share
+    two blocks of the first group, each holds seven others, and one copies a block of each of the two windows."""
+    bench = Grouped(blocks, max_batch=2, local_chunk_tokens=1)
+    taken = bench.place("a", [1] * 9, max_tokens=3, beams=BeamParams(width=2, answers=1))
+    assert taken == (not field)
+    assert [one.fault.field for one in bench.of(Ended) if isinstance(one, Ended) and one.fault] == [field] * bool(field)
 
 
 class GroupedTiers(Grouped):

@@ -4,6 +4,7 @@ a device and real copies in tests/integration/test_tiers_fake.py and test_swap_f
 import msgspec
 import pytest
 
+from decode_worker.scheduler.holding import NEVER
 from decode_worker.scheduler.request import Request, RequestState
 from engine.kv.tiers.commands import Loaded, Store, Stored, TierCommand, TierLoad
 from engine.kv.tiers.tiers import Tiers
@@ -323,3 +324,24 @@ def test_what_was_swapped_is_loaded_where_more_than_a_block_is_missing(spared: i
     bench.evict(spared=spared)
     bench.scheduler.plan(bench.now)
     assert request.state is state
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_step_waits_for_who_is_about_to_be_loaded_and_not_for_who_has_ended(ended: bool) -> None:
+    """Guards rows that join a step late by as much as it takes, and streams that wait for nobody: a request that was
+    cancelled keeps its blocks until its load has ended."""
+    bench = Tiered(itl_target_ms=50.0)
+    bench.answered(PROMPT)
+    assert bench.place("b", [50 + n for n in range(8)], max_tokens=40)
+    for _ in range(3):
+        assert bench.step() is not None
+    batch = bench.scheduler.batch
+    batch.lasted(0.01)
+    assert bench.place("a", PROMPT, POOL, max_tokens=9)
+    request = bench.request("a")
+    assert request.state is RequestState.LOADING
+    if ended:
+        bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+        assert request.state is RequestState.ENDING and len(bench.scheduler.prefills) == 1
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert (plan is None) is (not ended) and (batch.hold.due < NEVER) is (not ended)

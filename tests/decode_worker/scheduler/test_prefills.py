@@ -6,8 +6,8 @@ import pytest
 
 from decode_worker.scheduler.events import FromPeer, PeerDown
 from decode_worker.scheduler.request import RequestState
-from engine.messages import BlockOffer, Cancel, Ended, Handoff, Offer, PeerAddress, Stop, Tokens, UsePrefill
-from engine.types import BlockId, FinishReason, RequestId
+from engine.messages import BlockOffer, Cancel, Ended, FirstToken, Handoff, Offer, PeerAddress, Stop, Tokens, UsePrefill
+from engine.types import BlockId, FinishReason, RequestId, TokenLogprobs
 from tests.decode_worker.scheduler.bench import HERE, POOL, Fetching, P
 from transfer.handoff.commands import Received
 
@@ -106,3 +106,19 @@ def _offer(handoff: Handoff) -> Offer:
     """All three blocks of the prompt."""
     offers = [BlockOffer(BlockId(at), 1, at, (4, 4, 2)[at], 0) for at in range(3)]
     return Offer(handoff, 0, offers)
+
+
+def test_what_is_said_of_a_prompts_tokens_comes_with_the_first_token() -> None:
+    """Guards log probabilities of a prompt that another worker has read, and a list of them that nobody asked for."""
+    scores = [TokenLogprobs(token, -0.5) for token in PROMPT]
+    for wanted in (1, None):
+        bench = Fetching()
+        assert bench.place("a", PROMPT, POOL, prompt_logprobs=wanted)
+        handoff = bench.asked().handoff
+        said = FirstToken(
+            handoff=handoff, token=9, chunks=1, queue_s=0.0, run_s=0.0, cached_tokens=0, prompt_logprobs=scores
+        )
+        bench.tell(FromPeer(P, said))
+        (told,) = bench.of(Tokens)
+        assert isinstance(told, Tokens) and told.prompt_logprobs == (scores if wanted else [])
+        assert not bench.request("a").scores, "they are told once, and not kept"

@@ -6,20 +6,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
+import transfer.ranks.follower
+from engine.backends.gpu import runner
 from engine.backends.gpu.graphs import Recording
+from engine.backends.gpu.pool import DeviceKV, as_words
 from engine.config import EngineConfig
+from engine.kv.layout import KVLayout
 from engine.ranks.device_follower import DeviceFollower
 from engine.ranks.devices import RankLink
 from engine.ranks.follower import main
 from engine.ranks.sums import RankError
+from engine.storage.paged import KVTensors, PoolFile, header_bytes
+from engine.types import Incarnation
 from tests.engine.backends.gpu.recording import FakeRecorder
-from tests.transfer.fake_device import FakeStream, library_path
+from tests.transfer.fake_device import FakeStream, library_path, open_fake
+from transfer.config import TransferConfig
+from transfer.gpu.device import DeviceMemory
 from transfer.nccl.exchange import NcclExchange
 from transfer.nccl.library import NcclLibrary
+from transfer.transport import KVMemory, Transport
 from worker.rank_devices import RankExchange, translated
 
 CARD = 1 << 26
@@ -101,6 +111,23 @@ class Card:
         """Keep nothing."""
 
 
+class MappedKV(DeviceKV):
+    """A pool that others of this host map, as they would map a card's."""
+
+    def __init__(self, layout: KVLayout, blocks: int, device: torch.device | str, arch: int = 90) -> None:
+        super().__init__(layout, blocks, device, arch)
+        file = PoolFile("headrace-kv", blocks, layout.block_bytes)
+        memory = torch.frombuffer(file.map, dtype=torch.uint8, offset=header_bytes(blocks))
+        memory = memory.view(blocks, layout.block_bytes)
+        KVTensors.__init__(self, layout, memory, file)
+        self._words = as_words(memory.view(blocks, layout.kv_heads, layout.head_bytes))
+
+
+def open_pretended(memory: KVMemory, me: Incarnation, config: TransferConfig, host: str) -> dict[str, Transport]:
+    """Stands for `transfer.registry.open_transports`."""
+    return {config.transport: open_fake(config.transport, cast("DeviceMemory", memory), me, config)}
+
+
 class PretendedDevices:
     """Fulfils `engine.ranks.devices.Devices`; `link` is the one that was joined."""
 
@@ -112,16 +139,9 @@ class PretendedDevices:
 
     def open(self, config: EngineConfig, rank: int) -> torch.device:
         self._rank = rank
-        if os.environ.get(STEPS_VARIABLE) == str(rank):
-            self._make_smaller_pools()
+        fewer = int(os.environ.get(STEPS_VARIABLE) == str(rank))
+        runner.DeviceKV = lambda layout, blocks, *more: MappedKV(layout, blocks - fewer, *more)  # type: ignore
         return torch.device("cpu")
-
-    @staticmethod
-    def _make_smaller_pools() -> None:
-        from engine.backends.gpu import runner
-
-        plain = runner.DeviceKV
-        runner.DeviceKV = lambda layout, blocks, *more: plain(layout, blocks - 1, *more)  # type: ignore
 
     def unique_id(self) -> bytes:
         return NcclLibrary(library_path()).unique_id()
@@ -141,4 +161,5 @@ class PretendedDevices:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(opened=partial(DeviceFollower, devices=PretendedDevices()))
+    serve = partial(transfer.ranks.follower.serve, open_ways=open_pretended)
+    main(opened=partial(DeviceFollower, devices=PretendedDevices(), serve=serve))

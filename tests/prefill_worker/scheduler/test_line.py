@@ -245,6 +245,39 @@ def test_the_backlog_is_what_is_left_to_compute() -> None:
     line.check()
 
 
+@pytest.mark.parametrize(("second", "own"), [(_prompt(0, 48, 2), 48), ([*_prompt(0, 32, 1), 7, 8, 9], 3)])
+def test_what_another_one_computes_is_left_out_to_the_block(second: list[int], own: int) -> None:
+    """Guards the figure of a prompt that begins otherwise, and of one that goes on where all of another one ends."""
+    bench = Bench()
+    bench.start("first", _prompt(0, 32, 1))
+    bench.start("second", second)
+    assert bench.scheduler.line.backlog_tokens == 32 + own
+
+
+def test_the_backlog_of_one_whose_prefix_has_come_from_a_tier() -> None:
+    """Guards a router's queues: it waits for its turn, and most of it is in the cache by now."""
+    bench = TieredBench(chunk_tokens=64)
+    bench.start("other", _prompt(0, 150, 3))
+    bench.start("back", [*_prompt(160, 0, 1), *_prompt(0, 100, 4)])
+    assert bench.step() is not None and len(bench.loads) == 1
+    assert bench.scheduler.line.backlog_tokens == 150 - 64 + 260
+    bench.loaded()
+    plan = bench.step()
+    assert plan is not None and [row.request for row in plan.rows] == ["other"]
+    assert bench.scheduler.line.backlog_tokens == 150 - 128 + 100
+
+
+def test_a_worker_is_not_idle_while_a_load_writes_to_its_blocks() -> None:
+    """Guards a process that ends under a load: whoever it was for has been given up."""
+    bench = TieredBench()
+    back = bench.start("back", _prompt(160, 17, 1))
+    assert bench.step() is None and bench.loads
+    bench.tell(FromReader(PEER, Stop(back)))
+    assert not bench.scheduler.line.waiting and not bench.scheduler.is_idle
+    bench.loaded()
+    assert bench.scheduler.is_idle
+
+
 def test_the_backlog_of_one_that_is_given_up() -> None:
     """Guards the figure where the prompt that another one waited for will never be computed."""
     bench = Bench(chunk_tokens=64)

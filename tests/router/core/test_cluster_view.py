@@ -6,8 +6,10 @@ against what workers really hold in the simulator (tests/sim).
 
 from array import array
 
+import msgspec
 import pytest
 
+from engine.identity import SHORT_BYTES
 from engine.messages import Accepted, RequestStats
 from router.core.call import Call, State
 from router.core.placement import LOCAL
@@ -70,6 +72,40 @@ def test_what_is_accepted_will_be_held() -> None:
     accept(parts, longer, cached_tokens=16)
     assert parts.index.match("d0", [*call.chain(call.key), b"lower"]) == 2, "it has only one, hence nothing below it"
     assert parts.index.match("d0", longer.chain(longer.key)) == 3
+
+
+def test_what_one_router_offers_the_others_believe_and_count_until_the_next_report() -> None:
+    """Guards a burst of one cold prompt over several routers, each of which had it computed elsewhere; and queues that
+    others' work makes longer, of which reports tell later."""
+    here, there = cluster(), cluster()
+    there.join("p2")
+    there.report("p2", waiting_tokens=20)
+    call = here.offer("a", tokens=56)
+    told = here.view.reading(call)
+    assert (told.reader, told.uncached_tokens, told.parent, len(told.blocks)) == ("p0", 56, b"", 3 * SHORT_BYTES)
+    there.view.told(told)
+    there.view.told(msgspec.structs.replace(told, reader="nobody"))
+    assert held(there, "p0", "p1", "p2", "d0") == [3, 0, 0, 0]
+    prefill = there.registry.get("p0")
+    assert prefill is not None and prefill.queue_tokens == 56
+    prefill.check()
+    follows = there.offer("b", tokens=70)
+    assert follows.prefill == "p0", "the second of a burst, at another router"
+    more = there.view.reading(follows)
+    assert (more.uncached_tokens, more.parent, len(more.blocks)) == (22, told.blocks[-SHORT_BYTES:], SHORT_BYTES)
+    here.view.told(more)
+    assert held(here, "p0") == [4]
+    there.report("p0", waiting_tokens=5)
+    assert prefill.queue_tokens == 5 + 22, "its report counts what others have sent"
+    there.view.check(there.table.calls)
+
+
+def test_who_reads_a_prompt_by_itself_is_told_of_too() -> None:
+    """Guards a burst in one pool: the decode worker reads it."""
+    parts = Parts()
+    parts.join("d0")
+    told = parts.view.reading(parts.offer("a"))
+    assert (told.reader, told.uncached_tokens, len(told.blocks)) == ("d0", 40, 2 * SHORT_BYTES)
 
 
 def test_another_prefill_worker() -> None:
@@ -219,3 +255,20 @@ def test_nothing_is_predicted_of_a_prompt_that_is_an_answer_so_far() -> None:
         parts.view.offered(call, choice)
         assert (call.predicted_s is not None) == known
         parts.view.release(call)
+
+
+def test_what_is_left_behind_is_what_a_report_has_counted() -> None:
+    """Guards a prefill worker's price: a prompt that nobody wants any more is taken off the line that it stands in, and
+    off no line that was told before it came."""
+    parts = cluster()
+    parts.report("p0", waiting_tokens=7)
+    early = parts.offer("a")
+    parts.view.release(early)
+    assert early.prefill == "p0" and early.left_behind is None
+    late = parts.offer("b")
+    parts.registry.accepted("p0", late.record.request)
+    parts.report("p0", waiting_tokens=47)
+    worker = parts.registry.get("p0")
+    assert worker is not None and late.prefill == "p0"
+    parts.view.release(late)
+    assert late.left_behind == (worker.load, 40 - late.believed_prefill_tokens)

@@ -250,6 +250,12 @@ def test_who_cannot_be_a_pair_is_told_why(ends: Ends) -> None:
         ends.chunk(one, ends.all[-1], [BLOCKS], [0])
 
 
+def test_a_library_that_makes_no_two_ranks_on_one_device(ends: Ends) -> None:
+    """Guards against workers that wait for a communicator that cannot be made."""
+    with pytest.raises(TransferError, match=r"NCCL 2\.28\.9 makes no two ranks on one device: 2\.30\.0 does"):
+        ends.end(1, msgspec.structs.replace(QUICK, share_gpu="multi_rank"))
+
+
 def test_nobody_listens(ends: Ends) -> None:
     """Guards against a leader that dials for ever."""
     one, two = ends.end(1), ends.end(5)

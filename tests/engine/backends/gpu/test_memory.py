@@ -274,7 +274,8 @@ def test_a_worker_on_a_gpu_opens_its_device_so(
     compilations. The card is of this host's memory, and the model's tensors are too."""
     model = load_model(folder, device=DEVICE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a-card"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -306,6 +307,7 @@ def test_a_worker_on_a_gpu_opens_its_device_so(
     assert sizes[0] - sizes[1] == pytest.approx(1 << 22, abs=opened.layout.block_bytes)
     assert streams == ["a stream"] * 4, "a trial and the real one, twice"
     assert not is_held(lock)
+    assert set(chosen) == {torch.device("cuda", 0)}, "torch takes no device without a number"
 
 
 def test_the_cards_memory_is_read_off_the_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,36 @@ def test_a_prefix_comes_back_with_its_tails() -> None:
     assert rig.fetches.wanted(b"", PROMPT, 40, FAST) is None, "there is nothing more"
 
 
+def test_a_prefix_does_not_wait_for_the_load_of_another() -> None:
+    """Guards a prompt that is held back for blocks which are none of its own."""
+    rig, other = Rig(), list(range(100, 117))
+    rig.serve(PROMPT)
+    rig.serve(other)
+    rig.push_down()
+    fetch = rig.fetches.wanted(b"", PROMPT, 40, FAST)
+    beside = rig.fetches.wanted(b"", other, 16, FAST)
+    assert fetch is not None and beside is not None and beside is not fetch
+    assert list(fetch.tokens) == PROMPT[:40] and list(beside.tokens) == other[:16]
+    assert rig.fetches.wanted(b"", [*other[:16], 7], 16, FAST) is beside, "and for one that has them it waits"
+    rig.fetches.check()
+
+
+def test_a_tail_behind_the_last_token_that_may_be_found_is_none() -> None:
+    """Guards a prompt that is asked again: behind all sixteen tokens the device has the tails, but behind twelve, which
+    is as far as whole blocks go before the last token, they are below."""
+    rig, prompt = Rig(), PROMPT[:16]
+    rig.serve(prompt[:13])
+    rig.push_down()
+    rig.serve(prompt)
+    while rig.kv.cache.match(b"", prompt, 12, whole=True).nodes:
+        rig.push_down(1)
+    assert rig.kv.matched_tokens(b"", prompt, 16) == 16 and rig.kv.matched_tokens(b"", prompt, 15) == 0
+    found = resuming(rig.kv.cache, rig.tiers, GROUPS, b"", prompt, 15)
+    assert found is not None and (found.blocks, found.saved_blocks) == (3, 3)
+    assert all(group for _, group in found.wanted), "the first group is on the device"
+    assert rig.fetches.wanted(b"", prompt, 15, FAST) is not None
+
+
 def test_what_the_device_has_is_not_loaded() -> None:
     """Guards the blocks of a prefix that still lies on the device although its windows' tails are below: to load it all
     would need room for what is there."""
