@@ -8,6 +8,7 @@ leaving/test_moves.py. What the policy makes of the figures: test_policy.py.
 import msgspec
 import pytest
 
+from engine.messages import ReadTold
 from router.core.call import Call
 from router.core.placement import LOCAL, demand
 from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, Demand, PrefillView, cost
@@ -413,6 +414,20 @@ def test_the_work_that_comes_is_that_of_what_is_not_cached() -> None:
     parts.index.insert("p0", call.chain(worker.key))
     parts.placer.choose(call, 2.0)
     assert parts.placer._reuse.arrivals._work_s == pytest.approx((40 + 8) / 2 * 0.01)
+
+
+def test_the_work_that_other_routers_bring_delays_too() -> None:
+    """Guards the price of a second copy where there are several routers: each knew a part of who is delayed by it, made
+    copies that none of them would have made alone, and four found 0.97 of one router's hits."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("p0")
+    parts.report("p0", s_per_token=0.01)
+    arrivals = parts.placer._reuse.arrivals
+    for number in range(3):
+        parts.placer.told(ReadTold("p0", 25, b"", b""), float(number))
+    parts.placer.told(ReadTold("nobody", 1000, b"", b""), 3.0)
+    assert (arrivals._gap_s, arrivals._work_s) == (pytest.approx(1.0), pytest.approx(25 * 0.01))
 
 
 def test_nobody_has_refused_where_nobody_is() -> None:
