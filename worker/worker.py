@@ -111,7 +111,7 @@ class Worker(Generic[E]):
         self._copying = 0
         self._digesting: set[tuple[Handoff, int]] = set()
         self._report_now = False
-        self._reported_at = 0.0
+        self._reported_at = self._ran_at = 0.0
         self._leave_by: float | None = None
 
     def start(self) -> WorkerInfo:
@@ -202,7 +202,11 @@ class Worker(Generic[E]):
         self._role.turned(ran, now)
         is_busy = ran is not None or self._engine.is_busy
         interval_s = REPORT_S if is_busy else HEARTBEAT_S
-        if self._report_now or now - self._reported_at >= interval_s:
+        if ran is not None:
+            self._ran_at = now
+        # One that has become idle says so: until the next report its work would seem to be still there.
+        has_ended = not is_busy and self._reported_at < self._ran_at
+        if self._report_now or has_ended or now - self._reported_at >= interval_s:
             self._report(now)
         if self._holdings:
             self._tell_holdings()

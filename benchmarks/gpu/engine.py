@@ -34,7 +34,7 @@ from transfer.handoff.receiver import KVReceiver
 from worker.config import DecodeConfig
 
 BLOCK = 64
-PROMPT, ANSWER = 1408, 512
+PROMPT, ANSWER = 1408, 640
 """When 64 are decoding, the first of them have some hundreds of tokens more: about 1.5k each."""
 CHUNK = 2048
 STEPS, WARM, PROFILED = 32, 4, 8

@@ -274,8 +274,8 @@ class SimulatedCluster:
                     self.time.after(self.shape.latency_s, partial(self.decodes[worker].place, place))
                     told = router.core.reading(request)
                     if len(self.routers) > 1 and self._faults.is_told and told is not None:
-                        tell = partial(self._tell_siblings, router, worker, told)
-                        self.time.after(self.shape.latency_s, partial(self.decodes[worker].between_steps, tell))
+                        # Its decode worker passes it on when it hears of the request.
+                        self.time.after(self.shape.latency_s, partial(self._tell_siblings, router, worker, told))
                 case Fail(request):
                     self.outcome.failed += 1
                     self._hopeful.pop(request, None)

@@ -136,7 +136,7 @@ class SimulatedPrefill:
         self._steps = 0
         self._stepping = False
         self._speed = TokenSpeed()
-        self._reported_s = -1.0
+        self._reported_s = self._stepped_s = -1.0
 
     def start(self, record: RequestRecord, finished: Callable[[Job], None]) -> None:
         """Prefill a prompt; `finished` is called with the job, which holds its blocks until `release`."""
@@ -186,6 +186,8 @@ class SimulatedPrefill:
         shares = [(job, share) for job, share in self.line.shares(now) if share]
         self._stepping = bool(shares)
         if not shares:
+            if self._reported_s < self._stepped_s:
+                self.report()
             # Nobody is held back for a fetch for longer than this.
             held_until = [job.held_until for job in self.line.waiting if job.held_until is not None]
             if later := [until_s for until_s in held_until if until_s > now]:
@@ -200,6 +202,7 @@ class SimulatedPrefill:
 
     def _stepped(self, shares: list[tuple[Job, int]], tokens: int, seconds: float) -> None:
         self.busy_s += seconds
+        self._stepped_s = self._time.now
         self.line.order.ran(tokens, seconds)
         self._speed.measured(seconds, tokens)
         done = []
@@ -262,8 +265,7 @@ class ServedCluster(Protocol):
 class SimulatedDecode:
     """One decode worker. `say` takes its records, `ended` hears of a request's last token."""
 
-    # Mutable state: its cache, the rows that decode, how many requests it holds, what it is to hear behind its step,
-    # and its reports.
+    # Mutable state: its cache, the rows that decode, how many requests it holds, and its reports.
 
     def __init__(self, name: str, cluster: ServedCluster) -> None:
         self.name = name
@@ -273,7 +275,6 @@ class SimulatedDecode:
         self.kv = KVCacheManager(self._shape.decode_blocks, BLOCK, FINGERPRINT)
         self._rows: list[DecodingRow] = []
         self._held = 0
-        self._heard: list[Callable[[], None]] = []
         self._steps = 0
         self._stepping = False
         self._step_s = 0.0
@@ -319,13 +320,6 @@ class SimulatedDecode:
 
         self._time.after(self._shape.latency_s, lambda: source.start(record, finished))
 
-    def between_steps(self, what: Callable[[], None]) -> None:
-        """Do something as soon as no step is under way: an engine hears nothing before."""
-        if self._stepping:
-            self._heard.append(what)
-        else:
-            what()
-
     def _landed(self, row: DecodingRow, source: SimulatedPrefill, job: Job) -> None:
         source.release(job)
         self.kv.landed(row.lease)
@@ -353,9 +347,6 @@ class SimulatedDecode:
     def _stepped(self, rows: list[DecodingRow], seconds: float) -> None:
         self._step_s += (seconds - self._step_s) * (0.1 if self._step_s else 1.0)
         gaps, now = self._cluster.outcome.gaps, self._time.now
-        heard, self._heard = self._heard, []
-        for what in heard:
-            what()
         ended = []
         for row in rows:
             gap = int((now - row.last_s) * 1000)

@@ -231,6 +231,7 @@ class Router:
                 self.index.learn(worker, run.parent, run.blocks)
             return
         if isinstance(record, ReadTold):
+            self._placer.told(record, now)
             self._view.told(record)
             return
         if isinstance(record, OrphansTold):

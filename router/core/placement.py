@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from engine.messages import Fault, PeerAddress, WorkerInfo
+from engine.messages import Fault, PeerAddress, ReadTold, WorkerInfo
 from engine.types import RequestRecord
 from router.config import LocalPrefill
 from router.core.call import Call
@@ -104,6 +104,14 @@ class Placer:
         work_s = max(tokens - view.cached_tokens, 1) * token_s(view) / view.delay
         self._reuse.arrivals.came(now, work_s, len(views))
         self._reuse.missed.placed(call.chain(key), tokens, key[1], views, held.depths(key), view, now)
+
+    def told(self, record: ReadTold, now: float) -> None:
+        """Count work that another router brings to a worker: whoever is delayed there is delayed by all of it."""
+        reader = self._registry.get(record.reader)
+        if reader is not None:
+            beside = [w for w in self._registry.takers(reader.info.role, now) if w.key == reader.key]
+            s_per_token = self._fitted.reading(reader.name)[0] or ASSUMED_S_PER_TOKEN
+            self._reuse.arrivals.came(now, max(record.uncached_tokens, 1) * s_per_token, len(beside))
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
         decodes = [w for w in self._takers_for(call.record, now) if not w.refused and _applies(w, call.record)]

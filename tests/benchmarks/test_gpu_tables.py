@@ -78,7 +78,7 @@ def test_a_page_that_drifted_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "gpu.md"
-    copy.write_text(page().replace("`copy_rate` |  |", "`copy_rate` | 4.0 TB/s |"))
+    copy.write_text(tables.written(page(), None).replace("`copy_rate` |  |", "`copy_rate` | 4.0 TB/s |"))
     monkeypatch.setattr(tables, "PAGE", copy)
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "none.json")
     monkeypatch.setattr("sys.argv", ["tables", "--check"])

@@ -11,7 +11,7 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.spec import FACTORIES, LaunchError
 from cluster.processes.supervisor import RestartConfig
-from engine.config import EngineConfig
+from engine.config import EngineConfig, TierConfig
 from engine.messages import Load
 from engine.types import Incarnation, SamplingParams
 from router.config import RouterConfig
@@ -124,6 +124,7 @@ class Ground:
         attention: Literal["auto", "torch"] = "auto",
         ranks: int = 1,
         rank_wait_s: float = 30.0,
+        rank_pools: Literal["auto", "shared", "own"] = "auto",
     ) -> None:
         transfer = TransferConfig(
             transport=transport, escalate_s=escalate_s, stuck_s=stuck_s, stall_s=stall_s
@@ -137,7 +138,9 @@ class Ground:
             lend_cores=False,
             tensor_parallel=ranks,
             rank_wait_s=rank_wait_s,
+            rank_pools=rank_pools,
         )
+        tiers = TierConfig(host_bytes=0) if engine.has_rank_pools else TierConfig()
         config = ClusterConfig(
             launcher="ray" if launcher == "ray" else "process",
             prefill_workers=prefill,
@@ -157,8 +160,8 @@ class Ground:
                 escalate_s=escalate_s,
                 worker_hung_s=hung_s,
             ),
-            prefill=PrefillConfig(transfer=transfer, engine=engine, chunk_tokens=16),
-            decode=DecodeConfig(transfer=transfer, engine=engine),
+            prefill=PrefillConfig(transfer=transfer, engine=engine, chunk_tokens=16, tiers=tiers),
+            decode=DecodeConfig(transfer=transfer, engine=engine, tiers=tiers),
         )
         if isinstance(launcher, str):
             launcher = ProxiedLauncher(make_launcher(launcher))

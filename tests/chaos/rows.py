@@ -129,3 +129,15 @@ RANK_ROWS = (
     Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=4),
 )
 """Workers of three ranks. A rank that is frozen is a delay, one that stays stopped is its worker's end."""
+
+RANK_POOL_ROWS = (
+    Row(Moment.SENDING, Fault.KILL, PREFILL, EXACT, rank=2),
+    Row(Moment.SENDING, Fault.KILL, DECODE, EXACT, rank=1),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=1, rank=2),
+    Row(Moment.SENDING, Fault.FREEZE, PREFILL, EXACT, rank=1),
+    Row(Moment.SENDING, Fault.FREEZE, DECODE, EXACT, rank=2),
+    Row(Moment.SENDING, Fault.STOP, PREFILL, EXACT, rank=2),
+    Row(Moment.SENDING, Fault.STOP, DECODE, EXACT, rank=1),
+    Row(Moment.SENDING, Fault.KILL, PREFILL, EXACT),
+)
+"""The same with a pool and a mover for each rank, where what is on its way may be a part of a chunk."""

@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = sample(every, args.sample or None, args.seed)
     wanted = [mutant for mutant in chosen if not any(entry.covers(mutant) for entry in listed)]
     if not args.report:
+        print(_plan(len(every), len(chosen), len(wanted), args), flush=True)
         _by_tests(wanted, args.results, args.jobs, args.quick)
         if args.seconds > 0:
             _by_simulator(wanted, files, args.results, args.jobs, args.seconds, args.seed)
@@ -67,6 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = sum(of.run for of in counts.values())
     found = sum(of.by_tests + of.by_sim for of in counts.values())
     return int(undecided > 0 or 100 * found < args.goal * run)
+
+
+def _plan(every: int, chosen: int, wanted: int, args: argparse.Namespace) -> str:
+    """Return what a run is about to do, and how long that takes."""
+    tests = f"about {args.quick:g} s of tests" if args.quick else "its tests: seconds, a minute where none notices"
+    sim = f"; what they miss, {args.seconds:g} s of the simulator" if args.seconds > 0 else ""
+    return (
+        f"{chosen:,} of {every:,} mutants (seed {args.seed}), of which {chosen - wanted} are listed as equivalent.\n"
+        f"First all tests run once, for some minutes, if they have changed; then each mutant has {tests}{sim}.\n"
+        f"Results: {args.results}. A run that is interrupted goes on there."
+    )
 
 
 def _is_below(path: str, places: list[str]) -> bool:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +162,8 @@ def test_mutants_of_one_file_from_end_to_end(tmp_path: Path) -> None:
     command += ["--sample", "6", "--seed", "4", "--seconds", "0", "--results", str(path), "--goal", "50"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.match(r"\d+ of \d+ mutants \(seed 4\), of which \d+ are listed as equivalent\.\n", done.stdout)
+    assert str(path) in done.stdout and "simulator" not in done.stdout.partition("Results:")[0]
     lines = [msgspec.json.decode(line, type=Result) for line in path.read_bytes().splitlines()]
     assert len(lines) >= 6
     found = [one for one in lines if one.outcome is Outcome.FOUND]

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 
 class Connections:
-    """The connections of one process. Mutable state: its pipes by peer, and who watches those that it reads."""
+    """The connections of one process, or of one of its ranks. Mutable state: its pipes by peer, and who watches those
+    that it reads."""
 
-    def __init__(self, world: "World", process: Process) -> None:
+    def __init__(self, world: "World", process: Process, life: Incarnation) -> None:
+        """`life`: of the process, or of one of its ranks."""
         self._world = world
+        self._life = life
         self._process = process
         self.outgoing: dict[Incarnation, Pipe] = {}
         self.incoming: dict[Incarnation, Pipe] = {}
@@ -49,7 +52,7 @@ class Connections:
         """The pipe to receive from `peer` over; dialled now, if there is none yet."""
         pipe = self.incoming.get(peer)
         if pipe is None:
-            pipe = self.incoming[peer] = sender.admit(Incarnation(self._process.incarnation))
+            pipe = self.incoming[peer] = sender.admit(self._life)
             self._dogs[pipe] = Watchdog(self._world.plan.stall_s)
             self._world.wake(peer)
         return pipe

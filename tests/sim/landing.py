@@ -94,7 +94,7 @@ class Landing:
         if recv.half == 0:
             if recv.flip is not None and at == 0:
                 rng = self._world.rng  # any valid row, and in it a bit of any head's key or value
-                into[rng.randrange(block.tokens)] ^= 1 << 16 * rng.randrange(4)
+                into[rng.randrange(block.tokens)] ^= 1 << 16 * rng.choice(mine.quarters)
                 self._world.faults.strikes(recv.flip)
             recv.done += 1
             self._check(recv, block, memory, into)

@@ -16,6 +16,7 @@ from engine.types import Incarnation
 from tests.sim.connections import Connections
 from tests.sim.landing import Landing, Recv
 from tests.sim.pipes import Pipe, SimTransport
+from tests.sim.rank_memory import shared
 from tests.sim.sending import Sending
 from tests.sim.shadow import ShadowKV
 from transfer.digest import Tally
@@ -32,6 +33,7 @@ from transfer.handoff.commands import (
     Received,
     Unreachable,
 )
+from transfer.ranks.group import part_of
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -58,16 +60,23 @@ class SimMover:
         self.scrapped_bytes = 0
         self.outstanding = 0
         self._tell = on_event
+        self.heads = layout.heads
+        self.ranks = world.ranks.setdefault(self._process.pid, [])
+        """The movers of all ranks of this process's worker, this one's too."""
+        self.rank = len(self.ranks)
+        self.ranks.append(self)
+        self.life = part_of(Incarnation(self._process.incarnation), self.rank)
         self._commands: deque[MoverCommand] = deque()
         self._routes: dict[Incarnation, ShadowKV] = {}
         self._recvs: dict[Incarnation, deque[Recv]] = {}
-        self.connections = Connections(world, self._process)
+        self.connections = Connections(world, self._process, self.life)
         self._sending = Sending(world, memory, self.connections, self._remote, on_event)
-        self._landing = Landing(world, memory, self._remote)
+        self._landings: dict[Incarnation, Landing] = {}
+        """By peer: it writes the heads that both have."""
         self._armed = self._looking = False
         self.speed = 1.0
         self.beat: int | None = None
-        world.movers[self._process.pid] = self
+        world.movers.setdefault(self._process.pid, self)
 
     def warm_up(self, wire: str) -> None:
         pass
@@ -80,10 +89,11 @@ class SimMover:
 
     @property
     def copying(self) -> int:
-        """The receives that write to this process's memory."""
+        """The receives that write to this process's memory, of all its ranks."""
         return sum(
             not recv.cancelled and isinstance(recv.command, PostRecv)
-            for queue in self._recvs.values()
+            for mover in self.ranks
+            for queue in mover._recvs.values()
             for recv in queue
         )
 
@@ -116,14 +126,17 @@ class SimMover:
 
     def _execute(self, command: MoverCommand) -> None:
         match command:
-            case Connect(peer, endpoint):
+            case Connect(peer, endpoint, agreement):
                 memory = self._world.memories.get(endpoint.details["pid"])
                 if memory is None or not memory.process.alive:
                     self._tell(Unreachable(peer, "its process is gone"))
                     return
                 if not self._remote:
                     self._disconnect(peer)
-                self._routes[peer] = memory
+                both = shared(self.heads, agreement.layout.heads)
+                self._routes[peer] = memory.part(both, endpoint.details.get("rank", 0))
+                own = self._sending.parts[peer] = self._memory.part(both, self.rank)
+                self._landings[peer] = Landing(self._world, own, self._remote)
                 self.connections.make(peer)
             case Disconnect(peer):
                 self._disconnect(peer)
@@ -201,7 +214,8 @@ class SimMover:
     def _dial(self, peer: Incarnation) -> Pipe | None:
         if self._remote:
             return None
-        sender = self._world.movers[self._routes[peer].process.pid]
+        route = self._routes[peer]
+        sender = self._world.ranks[route.process.pid][route.rank]
         return self.connections.dial(peer, sender.connections)
 
     # ---- receiving
@@ -264,7 +278,7 @@ class SimMover:
         self, queue: deque[Recv], recv: Recv, memory: ShadowKV, rows: list[list[int]]
     ) -> bool:
         """Copy half a block further; True if that was the last."""
-        is_over = self._landing.half(recv, memory, rows)
+        is_over = self._landings[recv.command.peer].half(recv, memory, rows)
         if is_over:
             queue.remove(recv)
             self._end_recv(recv, recv.error or ("digest mismatch" if recv.wrong else ""))

@@ -65,6 +65,10 @@ RECOVERS = True
 """Whether lost workers and broken streams must be recovered from, exactly and without a trace."""
 
 
+RANKS = (*[{"prefill": 1, "decode": 1}] * 6, *[{"prefill": p, "decode": d} for p, d in ((2, 2), (1, 2), (2, 1))])
+"""The ranks of workers: mostly one."""
+
+
 def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     """Draw everything from `seed`."""
     rng = Random(seed)
@@ -111,6 +115,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         strict=strict,
         ahead=Random(f"ahead {seed}").choice((True, False)),
         drafts=Random(f"drafts {seed}").choice((True, False)),
+        ranks=dict(Random(f"ranks {seed}").choice(RANKS)),
         goings=goings,
         windows=windows,
         escalate_s=rng.choice((0.5, 5.0)),

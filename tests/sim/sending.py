@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class _Send:
     command: PostSend
+    memory: ShadowKV
     pipe: Pipe | None
     frame: Frame | None
 
@@ -42,17 +43,20 @@ class Sending:
         self._remote = remote
         self._tell = tell
         self._sends: deque[_Send] = deque()
+        self.parts: dict[Incarnation, ShadowKV] = {}
+        """By peer: the heads that are sent to it."""
 
     def post(self, command: PostSend, known: Container[Incarnation]) -> None:
         """`known`: the peers to whom there is a way."""
         name, seq = command.move.handoff, command.move.seq
-        world, memory = self._world, self._memory
+        world = self._world
         fault = world.faults.takes("send_fails")
         if fault is not None:
             world.faults.strikes(fault)
         if command.peer not in known or fault is not None:
             self._tell(Sent(name, seq, "TransferError: cannot be posted", 0.0))
             return
+        memory = self.parts[command.peer]
         for block in command.blocks:
             readable(memory, block.source, block.generation, "is digested")
         digests = tuple(
@@ -64,7 +68,7 @@ class Sending:
             pipe = self._connections.outgoing[command.peer]
             frame = Frame(name, seq)
             pipe.frames.append(frame)
-        self._sends.append(_Send(command, pipe, frame))
+        self._sends.append(_Send(command, memory, pipe, frame))
         self._tell(Posted(name, seq, digests))
 
     def withdraw(self, name: Handoff, seq: int) -> None:
@@ -111,8 +115,8 @@ class Sending:
                 self._world.wake(send.command.peer)
                 if len(frame.blocks) < len(move.local):
                     block = send.command.blocks[len(frame.blocks)]
-                    readable(self._memory, block.source, block.generation, "is being sent")
-                    frame.blocks.append(list(self._memory.rows[block.source]))
+                    readable(send.memory, block.source, block.generation, "is being sent")
+                    frame.blocks.append(list(send.memory.rows[block.source]))
                     return True
                 frame.vouched = True
         self._sends.remove(send)

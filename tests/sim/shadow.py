@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache, reduce
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -40,6 +41,7 @@ from engine.types import Beam, BlockId, DrawnToken, RequestRecord, TokenLogprobs
 from kernels.compilations import Compilations
 from tests.sim import grammar
 from tests.sim.clock import Process, Violation
+from tests.sim.rank_memory import HeadRows
 from transfer import digest
 
 VOCAB = 61
@@ -174,6 +176,9 @@ class ShadowKV:
     """What `engine.storage.paged.PagedKV` is to a worker. Mutable state: rows and generations by block."""
 
     device = "cpu"
+    rank = 0
+    quarters = range(4)
+    """The quarters of a row that this memory has: two for each head."""
 
     def __init__(self, process: Process, blocks: int, block_size: int, windows: Sequence[int] = ()) -> None:
         """`windows`: of the layer groups but the first, where there are several."""
@@ -196,12 +201,30 @@ class ShadowKV:
             self.generations[block] += 1
             self.rows[block] = [0] * self.block_size
 
+    def part(self, heads: range, rank: int) -> "ShadowKV":
+        """Return the memory of a rank, as one that it shares these heads with sees it."""
+        return self if heads == self.layout.heads else PartOfShadow(self, heads, rank)
+
     def check(self) -> None:
         if self.generations != self.pool.generations:
             raise Violation(f"{self.process}: a generation in memory lags behind the pool's")
 
     def close(self) -> None:
         pass
+
+
+class PartOfShadow(ShadowKV):
+    """Some heads of a memory, those of one of several ranks: all else is its worker's."""
+
+    def __init__(self, whole: ShadowKV, heads: range, rank: int) -> None:
+        self.rank = rank
+        self.quarters = range(2 * heads.start, 2 * heads.stop)
+        mask = sum(0xFFFF << 16 * quarter for quarter in self.quarters)
+        self.rows = HeadRows(whole, mask)  # type: ignore[assignment]
+        self._whole = whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
 
 
 class LateStep:

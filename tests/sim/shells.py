@@ -32,13 +32,14 @@ import telemetry.tier_metrics
 import transfer.liveness
 import transfer.mover
 import transfer.registry
+import worker.opening
 import worker.rpc
 from access.config import AccessConfig
 from engine.drafts import EachAlone
 from engine.handshake import Keyring, Party, Secrets
 from engine.kv.tiers.commands import TierEvent
 from engine.loop import Shell
-from tests.sim import shadow, tiering
+from tests.sim import ranks, shadow, tiering
 from tests.sim.clock import Process, Violation
 from tests.sim.drafting import Scripted
 from tests.sim.mover import SimMover
@@ -252,6 +253,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (transfer.mover.Mover, lambda *args: SimMover(_world, *args)),
     (transfer.registry.open_transports, _open_transports),
     (transfer.registry.choose, lambda *args: _world.plan.transport),
+    (worker.opening.open_movers, lambda *args: ranks.open_movers(_world, *args)),
     (worker.rpc.RpcLoop, SimRpc),
 ]
 

@@ -44,6 +44,8 @@ class World:
         self.processes: dict[int, Process] = {}
         self.memories: dict[int, ShadowKV] = {}
         self.movers: dict[int, SimMover] = {}
+        """Those of rank 0, or of the only one; `ranks` has all."""
+        self.ranks: dict[int, list[SimMover]] = {}
         self.threads: dict[int, shells.SimThread] = {}
         self.workers: dict[int, Any] = {}
         self.live: dict[str, Process] = {}
@@ -133,15 +135,15 @@ class World:
         process.kill()
         for stream in self.wire.of(process):
             stream.cut("the process died")
-        if process.pid in self.movers:
-            self.movers[process.pid].connections.die()
+        for mover in self.ranks.get(process.pid, ()):
+            mover.connections.die()
         if process.role == "router":
             for client in self.clients:
                 client.router_lost(self._keeper(client))
         else:
             for peer in self.live.values():
-                if peer.alive and peer.pid in self.movers:
-                    self.movers[peer.pid].wake()
+                for mover in self.ranks.get(peer.pid, ()) if peer.alive else ():
+                    mover.wake()
 
     def _keeper(self, client: Client) -> Process | None:
         """Return the living decode worker that runs a request and is known to, at the moment when the router dies."""
@@ -192,20 +194,22 @@ class World:
 
     def data_connections(self) -> list[tuple[Process, Process, Pipe]]:
         """Return (who reads, whose blocks, over what) of each tcp connection that is open."""
-        lives = {process.incarnation: process for process in self.live.values() if process.alive}
+        alive = [process for process in self.live.values() if process.alive]
+        lives = {mover.life: process for process in alive for mover in self.ranks.get(process.pid, ())}
         return [
             (reader, lives[peer], pipe)
-            for reader in lives.values()
-            if reader.pid in self.movers
-            for peer, pipe in self.movers[reader.pid].connections.incoming.items()
+            for reader in alive
+            for mover in self.ranks.get(reader.pid, ())
+            for peer, pipe in mover.connections.incoming.items()
             if pipe.open and peer in lives
         ]
 
     def wake(self, peer: int) -> None:
         """Tell the transfer thread of this life that there is something to do."""
         for process in self.live.values():
-            if process.incarnation == peer and process.pid in self.movers:
-                self.movers[process.pid].wake()
+            for mover in self.ranks.get(process.pid, ()):
+                if mover.life == peer:
+                    mover.wake()
 
     def _broke(self, stream: Stream) -> None:
         if stream.is_handoff and stream.client.alive and stream.server.alive:

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from transfer.ranks.group import parts
 from transfer.transport import BlockSlice, Completion, Outcome, TransferError
 
 LATE_TURNS = 40
@@ -105,6 +106,44 @@ def test_a_slice_of_each_block_travels(rig: Any, pattern: Any, head: int) -> Non
         other = (1 - head) * size
         assert got[other : other + size] == bytes([0xA5]) * size
     assert all(rig.is_poisoned(block) for block in range(rig.blocks) if block not in (7, 8))
+
+
+@pytest.mark.parametrize(
+    "degrees", [(1, 2), (2, 1), (2, 2), (3, 1), (2, 3)], ids=lambda degrees: "{}-{}".format(*degrees)
+)
+def test_ranks_of_any_degree_take_the_heads_that_they_share(
+    rig: Any, make_rig: Any, pattern: Any, degrees: tuple[int, int]
+) -> None:
+    """Guards a block that is put together from several pools, or goes to several, with a head missing, twice, or in
+    another's place: each pair of ranks moves one range of it. Block 1 of six heads goes to block 7."""
+    senders, receivers = ([range(6 * at // n, 6 * (at + 1) // n) for at in range(n)] for n in degrees)
+    size, layout = rig.layout.head_bytes, msgspec.structs.replace(rig.layout, kv_heads=6, total_heads=0)
+    held = [pattern(31 + sender, len(heads) * size) for sender, heads in enumerate(senders)]
+    wanted = b"".join(held)
+    for receiver, heads in enumerate(receivers):
+        taker = make_rig(rig.kind, layout.restricted(heads), 12, in_process=rig.in_process)
+        taker.poison()
+        tickets = []
+        for part in parts(senders, receivers):
+            if part.receiver != receiver:
+                continue
+            theirs, both = senders[part.sender], shared(senders[part.sender], heads)
+            whole = [len(one) * size for one in (theirs, heads)]
+            of_theirs, of_ours = (
+                BlockSlice((both.start - one.start) * size, len(both) * size, nbytes)
+                for one, nbytes in zip((theirs, heads), whole, strict=True)
+            )
+            peer = taker.peer(layout.restricted(theirs), of_theirs)
+            peer.fill({1: 31 + part.sender})
+            peer.send(2**64 - 5, "r", 0, [1])
+            tickets.append(taker.recv(peer, "r", 0, [(1, 0)], [7], of_ours))
+        assert [taker.outcome(ticket) for ticket in tickets] == [Outcome.DONE] * len(tickets) != []
+        assert taker.bytes_of(7) == wanted[heads.start * size : heads.stop * size]
+        assert all(taker.is_poisoned(block) for block in range(12) if block != 7)
+
+
+def shared(ours: range, theirs: range) -> range:
+    return range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
 
 
 def test_disconnect_ends_everything(rig: Any) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import worker.opening
+import worker.worker
 from decode_worker.role import open_decode_worker
 from engine.config import TierConfig
 from engine.device import EngineDevice
@@ -339,6 +340,33 @@ def test_nobody_waits_for_a_copy_while_a_step_is_under_way(monkeypatch: pytest.M
         assert made.is_settling()
         monkeypatch.setattr(type(made._engine), "is_busy", True)
         assert not made.is_settling()
+    finally:
+        made.stop()
+
+
+def test_a_worker_that_has_become_idle_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards routers' queues: the last step of a prompt ended within 50 ms of a report, and for the quarter of a second
+    until the next one its tokens were taken to be still to compute."""
+    made, reports = OPEN["decode"](), list[float]()
+    try:
+        steps = iter([Ran(StepPlan((), (), 1), 0.01, None), None, None])
+        monkeypatch.setattr(made._engine, "step", lambda: next(steps))
+        monkeypatch.setattr(made._role, "turned", lambda *_: None)
+        monkeypatch.setattr(worker.worker, "REPORT_S", 1e9)
+        monkeypatch.setattr(worker.worker, "HEARTBEAT_S", 1e9)
+        whole = made._report
+
+        def report(now: float) -> None:
+            reports.append(now)
+            whole(now)
+
+        monkeypatch.setattr(made, "_report", report)
+        made._reported_at = time.monotonic()
+        told = []
+        for _ in range(3):
+            made.step()
+            told.append(len(reports))
+        assert told == [0, 1, 1]
     finally:
         made.stop()
 

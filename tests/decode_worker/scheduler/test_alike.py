@@ -6,6 +6,7 @@ import pytest
 
 from decode_worker.scheduler.alike import _shared_blocks
 from decode_worker.scheduler.request import RequestState
+from engine.kv.groups import LayerGroup
 from engine.messages import Cancel, Ended
 from engine.step import StepPlan
 from engine.types import FinishReason, RequestId
@@ -45,9 +46,10 @@ def test_who_waits_goes_on_as_soon_as_the_other_is_past_what_they_share() -> Non
     assert bench.request("short").prefill.local_from == 8
 
 
-def test_the_line_goes_on_when_the_first_is_cancelled() -> None:
+@pytest.mark.parametrize("groups", [(), (LayerGroup((0,)), LayerGroup((1,), 5))], ids=["alike", "grouped"])
+def test_the_line_goes_on_when_the_first_is_cancelled(groups: tuple[LayerGroup, ...]) -> None:
     """Guards those that wait for one that is gone; what it had computed by then is not computed again."""
-    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    bench = Fetching(blocks=64, local_chunk_tokens=8, groups=groups)
     for name in "abc":
         bench.place(name, [*SHARED, ord(name)])
     bench.step()

@@ -243,3 +243,24 @@ def test_beside_a_full_batch_one_prompt_is_computed_however_short() -> None:
         assert wide.place(name, _prompt(number, 4))
     plan = wide.step()
     assert plan is not None and [row.request for row in plan.rows] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("run", [(50, 51), (50, 51, 52, 53)])
+def test_behind_a_run_that_came_meanwhile_no_token_of_the_step_under_way_is_awaited(run: tuple[int, ...]) -> None:
+    """Guards a row for a token that nobody draws: the step under way was planned for one token, its draw is dropped
+    since that token came in a run, and what comes behind the run is not known before the run is computed."""
+    bench = Fetching(local_chunk_tokens=8)
+    assert bench.place("a", _prompt(1, 8), max_tokens=40)
+    bench.step()
+    request = bench.request("a")
+    first, second = (bench.scheduler.plan(bench.now)[0] for _ in range(2))
+    assert first is not None and second is not None and (second.rows[0].end, second.rows[0].draw) == (10, True)
+    bench._do(bench.scheduler.complete(first, [DrawnRun(run)], bench.now))
+    third, _ = bench.scheduler.plan(bench.now)
+    assert third is not None
+    (row,) = third.rows
+    assert (row.start, row.end, row.draw, row.follows) == (10, 9 + len(run), True, False)
+    bench._do(bench.scheduler.complete(second, [99], bench.now))
+    bench._do(bench.scheduler.complete(third, [60], bench.now))
+    assert request.output == [1, *run, 60] and request.known == 9 + len(run)
+    bench.scheduler.check()

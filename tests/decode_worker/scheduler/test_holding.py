@@ -7,10 +7,11 @@ import pytest
 from decode_worker.scheduler.events import FromPeer
 from decode_worker.scheduler.holding import AUTO_MOST_S, AUTO_STEPS, FADING, LATE, MOST_MARGIN, NEVER, StepHold
 from decode_worker.scheduler.request import RequestState
-from engine.messages import Cancel, Fault, Handoff, PrefillFailed, Tokens
-from engine.step import StepPlan
+from engine.messages import Cancel, Fault, Handoff, PrefillFailed, Tokens, Yield
+from engine.step import DrawnRun, StepPlan
 from engine.types import BeamParams, FinishReason, RequestId
 from tests.decode_worker.scheduler.bench import POOL, Fetching, P
+from transfer.handoff.commands import Leave
 from worker.config import DecodeConfig
 
 STEP_S = 0.010
@@ -341,3 +342,26 @@ def test_by_itself_a_target_is_of_so_many_steps() -> None:
 def test_a_target_of_no_time_is_refused_by_name(wrong: float) -> None:
     with pytest.raises(msgspec.ValidationError, match=r"itl_target_ms.*more than 0"):
         msgspec.convert({"itl_target_ms": wrong}, DecodeConfig)
+
+
+def test_a_step_is_not_held_while_the_last_rows_of_one_that_departs_are_to_be_computed() -> None:
+    """Guards a request that has left the batch: a run of its tokens takes several steps, and whoever is to go on with
+    it waits for all of them, not for rows that land here."""
+    bench = timed(local_chunk_tokens=2)
+    bench.decoding("a", 100, max_tokens=40)
+    bench.decoding("b", 300, max_tokens=40)
+    for _ in range(3):
+        bench.turn()
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert plan is not None and [row.request for row in plan.rows] == ["a", "b"]
+    assert bench.request("b").state is RequestState.RUNNING
+    bench._do(bench.scheduler.complete(plan, [DrawnRun(tuple(range(50, 59))), 70], bench.now))
+    bench.coming("c", 200)
+    bench.tell(Leave(9.0))
+    bench.router(Yield(RequestId("a"), 1))
+    ends = []
+    while (plan := bench.turn()) is not None:
+        ends += [row.end for row in plan.rows if row.request == "a"]
+    whole = len(bench.scheduler.departures._departures[RequestId("a")].request.tokens)
+    assert ends[-1] == whole and len(ends) > 1, "in one go"
+    assert bench.scheduler.batch.hold.due < NEVER, "and now the next waits for who lands"

@@ -84,3 +84,12 @@ def test_a_path_below_another_parent_ends_before_the_block_that_it_would_begin_w
     assert not len(table.extend(np.array([4, 5], np.uint64), two.item(0)))
     assert not len(table.extend(np.array([4, 9], np.uint64)))
     table.check()
+
+
+def test_a_path_of_nothing_changes_nothing() -> None:
+    """Guards a block that is never let go: a child that it does not have would be counted below it."""
+    table, keys = BlockTable(), np.array([11, 12], np.uint64)
+    path = table.extend(keys)
+    table.mark(path, 1)
+    assert not len(table.extend(keys[:0], parent=path.item(1)))
+    table.check()

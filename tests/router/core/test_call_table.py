@@ -215,3 +215,18 @@ def test_who_is_forgotten_neither_moves_nor_hosts_a_sample() -> None:
     assert not list(parts.table.hosts(waits)) and parts.table._groups == {"g": {0: waits}}
     parts.table.forget(waits, parts.out)
     assert not parts.table._groups
+
+
+def test_the_next_deadline_is_found_among_those_that_are_left() -> None:
+    """Guards a deadline that is passed over: of thousands those of requests that are over are dropped, and the earlier
+    one of the two that are left was kept behind the later one."""
+    parts, kept = Parts(), dict[str, Call]()
+    for deadline_s in (1.0, 100.0, 2.0, 200.0, 201.0, 50.0, *(300.0 + at for at in range(2 * MIN_DEADLINES))):
+        call = parts.table.open(request_record(f"r{deadline_s}"), deadline_s)
+        if deadline_s in (50.0, 100.0):
+            kept[call.record.request] = call
+        else:
+            parts.table.forget(call, parts.out)
+    assert parts.table.overdue(60.0) == [kept["r50.0"]]
+    assert parts.table.overdue(250.0) == [kept["r100.0"]]
+    assert parts.table.overdue(9_000.0) == [], "of those that are over nobody is told"

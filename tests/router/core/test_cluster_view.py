@@ -255,3 +255,20 @@ def test_nothing_is_predicted_of_a_prompt_that_is_an_answer_so_far() -> None:
         parts.view.offered(call, choice)
         assert (call.predicted_s is not None) == known
         parts.view.release(call)
+
+
+def test_what_is_left_behind_is_what_a_report_has_counted() -> None:
+    """Guards a prefill worker's price: a prompt that nobody wants any more is taken off the line that it stands in, and
+    off no line that was told before it came."""
+    parts = cluster()
+    parts.report("p0", waiting_tokens=7)
+    early = parts.offer("a")
+    parts.view.release(early)
+    assert early.prefill == "p0" and early.left_behind is None
+    late = parts.offer("b")
+    parts.registry.accepted("p0", late.record.request)
+    parts.report("p0", waiting_tokens=47)
+    worker = parts.registry.get("p0")
+    assert worker is not None and late.prefill == "p0"
+    parts.view.release(late)
+    assert late.left_behind == (worker.load, 40 - late.believed_prefill_tokens)

@@ -297,3 +297,10 @@ def test_offers_made_before_the_routers_own_sleep_are_not_called_unanswered() ->
             bench.hear(load(1), name)
         out += bench.do(Tick())
     assert [c.why for c in out if isinstance(c, Ejected)] == ["it left an offer unanswered"], "from then on they count"
+
+
+@pytest.mark.parametrize(("later_s", "backoff_s"), [(CLEAN_S, 2 * SHORTEST_S), (CLEAN_S + 0.5, SHORTEST_S)])
+def test_a_record_is_clean_after_so_long_and_not_before(later_s: float, backoff_s: float) -> None:
+    ejections = Ejections()
+    assert fail(ejections, 0.0) == SHORTEST_S and ejections.succeeded(LIFE, SHORTEST_S)
+    assert fail(ejections, later_s) == backoff_s

@@ -8,6 +8,7 @@ leaving/test_moves.py. What the policy makes of the figures: test_policy.py.
 import msgspec
 import pytest
 
+from engine.messages import ReadTold
 from router.core.call import Call
 from router.core.placement import LOCAL, demand
 from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, Demand, PrefillView, cost
@@ -413,3 +414,51 @@ def test_the_work_that_comes_is_that_of_what_is_not_cached() -> None:
     parts.index.insert("p0", call.chain(worker.key))
     parts.placer.choose(call, 2.0)
     assert parts.placer._reuse.arrivals._work_s == pytest.approx((40 + 8) / 2 * 0.01)
+
+
+def test_the_work_that_other_routers_bring_delays_too() -> None:
+    """Guards the price of a second copy where there are several routers: each knew a part of who is delayed by it, made
+    copies that none of them would have made alone, and four found 0.97 of one router's hits."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("p0")
+    parts.report("p0", s_per_token=0.01)
+    arrivals = parts.placer._reuse.arrivals
+    for number in range(3):
+        parts.placer.told(ReadTold("p0", 25, b"", b""), float(number))
+    parts.placer.told(ReadTold("nobody", 1000, b"", b""), 3.0)
+    assert (arrivals._gap_s, arrivals._work_s) == (pytest.approx(1.0), pytest.approx(25 * 0.01))
+
+
+def test_nobody_has_refused_where_nobody_is() -> None:
+    """Guards the line of a cluster whose decode workers are still to come: it is looked at, and says why it waits."""
+    parts = Parts()
+    parts.join("p0")
+    assert not parts.placer.have_all_refused(0.0)
+    workers = [parts.join("d0"), parts.join("d1")]
+    workers[0].refused = True
+    assert not parts.placer.have_all_refused(0.0)
+    workers[1].refused = True
+    assert parts.placer.have_all_refused(0.0)
+
+
+def test_who_reads_by_itself_since_that_is_sooner_is_no_fallback() -> None:
+    """Guards the operator's figure of requests that had no prefill worker: here is one, and it is slow."""
+    parts = Parts(local_prefill="auto")
+    parts.join("d0")
+    parts.join("p0")
+    parts.report("d0", s_per_prompt_token=0.001, s_per_token=0.007)
+    parts.report("p0", s_per_token=9.0)
+    choice = parts.placer.choose(waiting(), 0.0)
+    assert choice is not None and pair(choice) == (LOCAL.name, "d0") and choice.reason == "load"
+
+
+@pytest.mark.parametrize(("tokens", "shared"), [(48, 2), (49, 3)])
+def test_a_sample_shares_the_whole_blocks_before_its_prompts_last_token(tokens: int, shared: int) -> None:
+    """Guards the room of a sample beside its host: the last token is computed again, in a block of its own."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("p0")
+    host, call = parts.run("a", tokens=tokens), waiting(name="b", tokens=tokens)
+    choice = parts.placer.beside(call, host, 0.0)
+    assert choice is not None and choice.decode.cached_blocks == shared

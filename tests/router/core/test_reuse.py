@@ -247,3 +247,12 @@ def test_half_of_what_was_missed_is_of_so_many_requests(workers: int) -> None:
     for _ in range(int(half_life(workers))):
         placed(missed, chain("a", 2), {}, views, "w0")
     assert missed._weight == pytest.approx(2.0)
+
+
+def test_what_was_missed_is_counted_to_the_token() -> None:
+    """Guards the account where workers are not of one speed: 416 tokens of the holder's, against 16 of a slower one."""
+    hot = chain("hot", 10)
+    missed = known(MissedWaits(), hot[-1])
+    views = [view("a", 400, 0.01), view("b", 0, 0.02)]
+    missed.placed(hot, 11 * SIZE, SIZE, views, {"a": 10}, views[0], LATER_S)
+    assert missed.of(hot[-1]) == pytest.approx(416 - 2 * 16)

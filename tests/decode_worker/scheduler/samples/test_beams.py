@@ -2,8 +2,12 @@
 tests/integration/test_beams_fake.py and with transformers in tests/parity/test_beams.py; a worker that dies behind
 every step is tried in tests/sim/test_every_step.py."""
 
+import pytest
+
 from decode_worker.scheduler.request import Request
 from decode_worker.scheduler.samples.beams import Beams
+from engine.kv.groups import GONE, LayerGroup
+from engine.kv.manager import KVCacheManager
 from engine.types import BeamParams
 from tests.decode_worker.scheduler.bench import Fetching
 
@@ -55,3 +59,28 @@ def test_a_hypothesis_without_children_lets_its_blocks_go_and_a_dropped_search_a
     leases = [one.lease for one in beams._live[request].hypotheses]
     beams.drop(request)
     assert [lease.released for lease in leases] == [False, True]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_each_row_has_a_block_of_every_window_to_write_to(size: int) -> None:
+    """Guards the row of a hypothesis' newest token where it begins a block, as each does in blocks of one token."""
+    bench = Fetching(96, groups=(LayerGroup((0,)), LayerGroup((1,), 5)), local_chunk_tokens=8)
+    kv = KVCacheManager(96, size, "m", None, bench.scheduler.kv.groups, ahead_tokens=8)
+    assert bench.place("a", PROMPT, max_tokens=9, beams=BeamParams(width=2, answers=2))
+    beams, request = Beams(kv, frozenset()), bench.request("a")
+    lease = kv.acquire(b"", PROMPT, match_limit=0, room_tokens=len(PROMPT), grow_tokens=20)
+    assert lease is not None
+    request.lease = lease
+    kv.reach(lease, 0, len(PROMPT))
+    beams.begin(request)
+    for step in range(4):
+        for one, short in beams.wants(request):
+            assert kv.grow(one, short)
+        beams.prepare(request)
+        rows = list(beams.rows(request))
+        assert len(rows) == (2 if step else 1)
+        for row in rows:
+            assert row.windows[0][row.start // size] != GONE, (step, row.start)
+        for at, _ in enumerate(rows):
+            drawn = tuple((50 + 10 * step + 4 * at + n, -0.1 * (n + 1)) for n in range(4))
+            assert beams.complete(request, drawn) is None

@@ -53,6 +53,9 @@ def test_every_decode_worker_is_asked_and_waited_for() -> None:
     bench.hear(ClaimTold(KEY), "d1")
     bench.do(Lost("d0"))
     assert not bench.router.is_claiming(KEY), "it waits for a worker that is lost"
+    bench.do(ClaimWanted(KEY))
+    bench.join("d1", "decode", 9)
+    assert not bench.router.is_claiming(KEY), "it waits for a former life, of whose loss it was not told"
 
 
 def test_while_it_is_claimed_the_higher_placement_wins() -> None:
