@@ -47,7 +47,7 @@ from kernels.sample_slices import (
 )
 
 CHOOSE = DEFAULTS["choose"]
-"""One id a thread: with more, sixteen thresholds of each do not fit registers."""
+"""One id a thread; half as many where each has sixteen sums, which would not fit registers."""
 
 
 @triton.jit
@@ -105,8 +105,9 @@ def _edge(logits, ids, listed, floor, top, temperature, goal, ONE: tl.constexpr,
     found = tl.zeros([], dtype=tl.int64)
     for level in range(8):
         step = tl.full([], 1, dtype=tl.int64) << (28 - 4 * level)
-        marks = found + digits * step
-        mass = tl.zeros([16], dtype=tl.int64)
+        marks = (found + digits * step).to(tl.uint32)
+        # Summed over threads once, behind the loop: a sum of a tile makes all warps wait for each other.
+        masses = tl.zeros([TILE, 16], dtype=tl.int64)
         for start in range(0, listed, TILE):
             at = start + tl.arange(0, TILE)
             inside = at < listed
@@ -114,7 +115,8 @@ def _edge(logits, ids, listed, floor, top, temperature, goal, ONE: tl.constexpr,
             x = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
             key = ordered(x)
             weight = tl.where(inside & (key >= floor), units(weight_of(x, top, temperature), ONE), 0)
-            mass += tl.sum(tl.where(key[:, None] >= marks[None, :], weight[:, None], 0), 0)
+            masses += tl.where(key.to(tl.uint32)[:, None] >= marks[None, :], weight[:, None], 0)
+        mass = tl.sum(masses, 0)
         best = tl.max(tl.where(mass.to(tl.float64) >= goal, digits, 0), 0)
         found += best * step
     return found
@@ -180,31 +182,35 @@ def choose_kernel(
         if top_p < 1.0:
             total = tl.sum(tl.load(masses_ptr + row * SLICES + parts), 0)
             if by_k:
-                total = tl.zeros([], dtype=tl.int64)
+                totals = tl.zeros([TILE], dtype=tl.int64)
                 for start in range(0, listed, TILE):
                     at = start + tl.arange(0, TILE)
                     inside = at < listed
                     token = tl.load(ids + at, mask=inside, other=0)
                     x = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
                     weight = units(weight_of(x, top, temperature), ONE)
-                    total += tl.sum(tl.where(inside & (ordered(x) >= floor), weight, 0), 0)
+                    totals += tl.where(inside & (ordered(x) >= floor), weight, 0)
+                total = tl.sum(totals, 0)
             goal = top_p * total.to(tl.float64)
-            edge = _edge(logits, ids, listed, floor, top, temperature, goal, ONE, TILE)
-            above = tl.zeros([], dtype=tl.int64)
-            equal = tl.zeros([], dtype=tl.int64)
+            edge = _edge(logits, ids, listed, floor, top, temperature, goal, ONE, TILE // 2)
+            aboves = tl.zeros([TILE], dtype=tl.int64)
+            equals = tl.zeros([TILE], dtype=tl.int64)
             for start in range(0, listed, TILE):
                 at = start + tl.arange(0, TILE)
                 inside = at < listed
                 token = tl.load(ids + at, mask=inside, other=0)
                 x = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
                 weight = tl.where(inside, units(weight_of(x, top, temperature), ONE), 0)
-                above += tl.sum(tl.where(ordered(x) > edge, weight, 0), 0)
-                equal = tl.maximum(equal, tl.max(tl.where(ordered(x) == edge, weight, 0), 0))
+                aboves += tl.where(ordered(x) > edge, weight, 0)
+                equals = tl.maximum(equals, tl.where(ordered(x) == edge, weight, 0))
+            above, equal = tl.sum(aboves, 0), tl.max(equals, 0)
             # Of equal tokens, number i (from 0) is kept while above + i * equal < top_p * total.
             each = tl.where(equal > 0, equal, 1).to(tl.float64)
             allowed = tl.where(equal > 0, (goal - above.to(tl.float64)) / each, 0.0)
         # Twice the same walk over what is kept: first its weight, then the token at which the number is passed.
         goal_units = tl.full([], -1, dtype=tl.int64)
+        hits = tl.full([TILE], VOCAB, dtype=tl.int32)
+        lasts = tl.zeros([TILE], dtype=tl.int32)
         for walk in range(2):
             running = tl.zeros([], dtype=tl.int64)
             ties = tl.zeros([], dtype=tl.int32)
@@ -221,11 +227,12 @@ def choose_kernel(
                 mass = tl.where(kept & (weight >= least), units(weight, ONE), 0)
                 passed = running + tl.cumsum(mass, 0)
                 hit = (mass > 0) & (passed > goal_units) & (walk == 1)
-                chosen = tl.minimum(chosen, tl.min(tl.where(hit, token, VOCAB), 0))
-                last = tl.maximum(last, tl.max(tl.where(mass > 0, token, 0), 0))
+                hits = tl.minimum(hits, tl.where(hit, token, VOCAB))
+                lasts = tl.maximum(lasts, tl.where(mass > 0, token, 0))
                 running += tl.sum(mass, 0)
                 ties += tl.sum(tied, 0)
             goal_units = (uniform * running.to(tl.float64)).to(tl.int64)
+        chosen, last = tl.min(hits, 0), tl.max(lasts, 0)
     else:
         masses = tl.load(masses_ptr + row * SLICES + parts)
         until = tl.cumsum(masses, 0)

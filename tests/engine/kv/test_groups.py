@@ -132,3 +132,12 @@ def test_an_idle_worker_takes_what_fits_its_pool(window: int, cached: int) -> No
     lease = kv.acquire(b"", tokens, match_limit=39, room_tokens=40, grow_tokens=52, migrating=True)
     assert lease is not None
     kv.check()
+
+
+@pytest.mark.parametrize("window", range(1, 14))
+def test_a_charge_is_the_most_that_is_ever_held(window: int) -> None:
+    """Guards a pool of which every request takes a block more than it can use, and one that a step runs out of."""
+    group = LayerGroup((1,), window)
+    for size, ahead in ((size, ahead) for size in (1, 2, 3, 4, 5) for ahead in range(12)):
+        held = [-(-(tokens + ahead) // size) - group.first_kept(tokens, size) for tokens in range(60)]
+        assert group.most_blocks(size, ahead) == max(*held, group.tail_blocks(size, ahead + 1)), (size, ahead)

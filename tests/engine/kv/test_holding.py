@@ -175,3 +175,16 @@ def test_lower_tiers_are_told_parents_first_and_without_what_lost_its_parent(mon
     assert holding.take(100) == [(short[three], short[found])] and not holding
     together = Holding(kv).take(100)
     assert together == [(b"", b"".join(short[ident] for ident in (one, two, three, found)))], "one run goes on"
+
+
+def test_what_is_cached_no_more_is_not_told() -> None:
+    """Guards a worker whose cache moves on while it tells a router what it holds."""
+    site = Site(None)
+    site.run(b"", PROMPTS[0])
+    site.end(0)
+    site.attach()
+    while site.kv.cache.idle:
+        site.kv._evict(b"")
+    assert site.holding
+    site.tell(100)
+    assert not site.told and not site.holding

@@ -70,3 +70,9 @@ def test_a_window_may_be_one_key() -> None:
     assert KVLayout(**SIZES, groups=groups).group_count == 2
     with pytest.raises(ValueError, match="do not fit"):
         KVLayout(**SIZES, groups=(groups[0], LayerGroup((3,), 0)))
+
+
+def test_layers_that_keep_alike_are_one_group() -> None:
+    """Guards a pool without a group, of which nobody could allocate."""
+    layout = KVLayout(**SIZES)
+    assert layout.group_count == 1 and layout.windows == ()

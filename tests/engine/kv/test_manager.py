@@ -3,7 +3,7 @@ random requests over all of them in test_machine.py, what is admitted in test_ad
 
 import pytest
 
-from engine.identity import chain
+from engine.identity import chain, extend
 from engine.kv.block_pool import BlockState
 from engine.kv.ledger import BlockLedger
 from engine.kv.manager import KVCacheManager, Lease
@@ -466,3 +466,38 @@ def test_what_left_the_tiers_and_is_on_the_device_is_not_gone() -> None:
     assert not any(name in tiers for name in names), "what was evicted for them has taken their places"
     assert not names & set(kv.take_evicted())
     kv.check()
+
+
+def test_what_is_handed_out_is_told_once() -> None:
+    """Guards the generations of blocks: a reader of a block that has another owner by now must be able to tell."""
+    kv = KVCacheManager(4, 4, "m")
+    lease = kv.acquire(b"", [1] * 7, match_limit=0, room_tokens=7)
+    assert lease is not None and kv.take_handed_out() == lease.blocks and kv.take_handed_out() == []
+    kv.release(lease)
+    assert kv.take_handed_out() == []
+
+
+def test_a_share_is_one_of_the_host_tier_too() -> None:
+    """Guards a tenant whose prefixes many others push out of host memory: half of eight slots are its own."""
+    tiers = Tiers(8, 4096)
+    kv = KVCacheManager(8, 4, "m", tiers)
+    kv.entitle(b"t", 0.5)
+    for number, namespace in enumerate([b"t"] * 4 + [b"%d" % other for other in range(8)]):
+        tokens = [100 * number + at for at in range(4)]
+        lease = kv.acquire(namespace, tokens, match_limit=0, room_tokens=4)
+        assert lease is not None
+        kv.commit(lease, tokens)
+        kv.release(lease)
+        kv._evict(namespace)
+        tiers.take_commands()
+    root = kv.cache.root_identity(b"t")
+    assert all(tiers.can_load(extend(root, [100 * n + at for at in range(4)])) for n in range(4))
+
+
+def test_a_lease_that_has_more_than_is_asked_for_is_short_of_nothing() -> None:
+    """Guards a row against being left out for want of blocks that its lease has, windows or none."""
+    kv = KVCacheManager(4, 4, "m")
+    lease = kv.acquire(b"", [1] * 9, match_limit=0, room_tokens=9)
+    assert lease is not None
+    kv.reach(lease, 0, 4)
+    assert [kv.shortage(lease, tokens) for tokens in (1, 4, 9, 12, 13, 17)] == [0, 0, 0, 0, 1, 2]

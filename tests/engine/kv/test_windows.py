@@ -8,6 +8,7 @@ import pytest
 from engine.kv.block_pool import BlockState
 from engine.kv.groups import GONE, LayerGroup
 from engine.kv.manager import KVCacheManager, Lease
+from engine.kv.radix_cache import Match
 from engine.kv.windows import WindowTables
 from engine.types import BlockId
 
@@ -452,3 +453,24 @@ def test_what_is_released_while_a_step_reads_it_does_not_slide() -> None:
     assert _held(lease) == before and all(before)
     kv.ended([lease])
     kv.check()
+
+
+def test_an_exchanged_lease_is_as_large_as_the_old_one() -> None:
+    """Guards the last token's block, and the room to grow that was promised."""
+    kv, tokens = _manager(), list(range(17))
+    lease = _lease(kv, tokens, cached=False, grow=9, migrating=True)
+    other = kv.exchange(lease, tokens, 16, Match([]))
+    assert lease.released and not other.released
+    assert (len(other.blocks), other.promised) == (len(lease.blocks), 2) and len(other.blocks) == 5
+    kv.check()
+
+
+def test_a_migration_that_takes_all_there_is_keeps_what_it_has_found() -> None:
+    """Guards a prefix that is moved again in a pool which is just large enough for the rest."""
+    kv, tokens = _manager(), list(range(24))
+    kv.release(_compute(kv, _lease(kv, tokens, cached=False), tokens))
+    probe = _lease(kv, tokens, migrating=True)
+    found, left = probe.cached_tokens, kv.available
+    kv.release(probe)
+    again = kv.acquire(b"", tokens, match_limit=23, room_tokens=24, migrating=True, spare=left)
+    assert again is not None and again.cached_tokens == found == 20

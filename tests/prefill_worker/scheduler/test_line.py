@@ -10,7 +10,7 @@ from engine.kv.tiers.commands import Loaded, TierLoad
 from engine.kv.tiers.cost import TierCost
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import Stop
-from engine.types import Incarnation
+from engine.types import Constraint, ConstraintKind, Incarnation
 from tests.prefill_worker.scheduler.test_scheduler import PEER, S_PER_TOKEN, Bench
 from transfer.handoff.commands import FromReader, ReaderUp
 
@@ -110,6 +110,21 @@ def test_who_waits_for_a_prompt_that_is_given_up_goes_on_alone() -> None:
     computed = _computed(bench)
     assert "first" not in bench.first_at and "second" in bench.first_at
     assert computed == 320, "and begins with what the first had computed"
+
+
+def test_who_waits_for_its_constraint_is_passed_over() -> None:
+    """Guards a step that waits for a grammar, or draws a first token without one."""
+    bench, ready = Bench(), list[bool]()
+    scheduler: Any = bench.scheduler
+    scheduler._compiled = scheduler.line._compiled = lambda _: bool(ready)
+    bench.start("held to one", _prompt(0, 40, 1), constraint=Constraint(ConstraintKind.REGEX, "a+"))
+    bench.start("free", _prompt(0, 30, 2))
+    plan = bench.step()
+    assert plan is not None and [row.request for row in plan.rows] == ["free"]
+    assert bench.step() is None and [job.handoff.request for job in bench.scheduler.line.waiting] == ["held to one"]
+    ready.append(True)
+    plan = bench.step()
+    assert plan is not None and [row.request for row in plan.rows] == ["held to one"]
 
 
 def test_a_late_prompt_does_not_overtake_one_that_is_held_back() -> None:

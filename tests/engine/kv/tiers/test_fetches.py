@@ -4,7 +4,7 @@ test_machine.py, schedulers that wait for fetches in tests/integration/test_tier
 from engine import identity
 from engine.kv.block_pool import BlockState
 from engine.kv.manager import KVCacheManager
-from engine.kv.tiers.commands import Loaded, TierLoad
+from engine.kv.tiers.commands import DiskHung, Loaded, TierLoad
 from engine.kv.tiers.fetches import MAX_FETCHES, Fetches
 from engine.kv.tiers.tiers import Tiers
 from engine.types import BlockId
@@ -127,3 +127,15 @@ def test_a_block_costs_what_its_tokens_cost() -> None:
     rig = Rig(PROMPT[:8])
     rig.tiers.cost.measured(1, 1.1, 0, 0.0)
     assert rig.fetches.wanted(b"", PROMPT, 9, tokens_per_s=SIZE) is None, "a block is computed in a second"
+
+
+def test_what_the_tiers_hear_else_ends_no_fetch() -> None:
+    """Guards a load whose blocks would be let go while it writes to them, and a worker that dies of a hanging disk."""
+    rig = Rig(PROMPT[:8])
+    fetch = rig.fetches.wanted(b"", PROMPT, 9, FAST)
+    load = rig.load()
+    rig.fetches.handle(DiskHung("it hangs"))
+    assert fetch is not None and not fetch.is_over and len(rig.fetches) == 1
+    rig.fetches.handle(Loaded(load.number, 2, 0.1, 0.0))
+    assert fetch.is_over
+    rig.check()

@@ -266,3 +266,11 @@ def test_the_next_oldest_is_written_as_soon_as_one_is() -> None:
 @pytest.mark.parametrize(("nbytes", "blocks"), [(0, 0), (3 * BYTES - 1, 2), (3 * BYTES, 3), (3 * BYTES + 1, 3)])
 def test_a_disk_holds_as_many_blocks_as_fit_into_it(nbytes: int, blocks: int) -> None:
     assert Tiers(4, BYTES, nbytes).disk_blocks == blocks
+
+
+def test_a_disk_that_is_not_there_fails_for_nobody() -> None:
+    """Guards a worker without a disk tier against what its thread says of one, and against one of no bytes."""
+    tiers = Tiers(4, 4096)
+    assert tiers.disk is None
+    tiers.disable_disk("it hangs")
+    assert tiers.disk is None and not tiers.disk_error and not tiers.take_commands()
