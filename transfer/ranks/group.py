@@ -24,7 +24,7 @@ and of the ranks' reports
     Unreachable, MoverDied    are told at once
 
 A part that fails ends the others, which are of no use without it. A worker with one pool is a group of one, whose peers
-may have several.
+may have several. What goes from rank 0 to rank 0 alone is called what the workers call it: commands and reports pass.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,6 +73,9 @@ class HeadsPart(NamedTuple):
         """Return what the two ranks call a handoff of their workers."""
         decode, prefill = part_of(handoff.decode, self.receiver), part_of(handoff.prefill, self.sender)
         return msgspec.structs.replace(handoff, decode=decode, prefill=prefill)
+
+
+_WHOLE = [HeadsPart(0, 0)]
 
 
 def parts(senders: Sequence[range], receivers: Sequence[range]) -> list[HeadsPart]:
@@ -133,6 +136,7 @@ class MoverGroup:
         self._workers: dict[Incarnation, Incarnation] = {}  # by the life of a rank
         self._chunks: dict[tuple[Handoff, int], _Moving] = {}
         self._named: dict[tuple[Handoff, int], _Moving] = {}  # by the name of a part
+        self._alone: set[tuple[Handoff, int]] = set()  # chunks that are rank 0's alone, and not in the two above
 
     def submit(self, command: MoverCommand) -> list[Told]:
         """Take one of the worker's commands."""
@@ -151,13 +155,18 @@ class MoverGroup:
             case CancelRecv(handoff, seq) | CancelSend(handoff, seq):
                 chunk = self._chunks.get((handoff, seq))
                 if chunk is None:
-                    return []
+                    return [ToRank(0, command)] if (handoff, seq) in self._alone else []
                 chunk.cancelled = True
                 return list(self._cancel(chunk))
 
     def heard(self, rank: int, event: MoverEvent) -> list[Told]:
         """Take what the mover of a rank reports."""
         match event:
+            case Posted(name, seq) if (name, seq) in self._alone:
+                return [event]
+            case Sent(name, seq) | Received(name, seq) if (name, seq) in self._alone:
+                self._alone.remove((name, seq))
+                return [event]
             case Posted(name, seq, digests):  # a rank's mover has one part
                 return self._posted(self._named[name, seq], name, digests)
             case Sent(name, seq, error, seconds):
@@ -204,14 +213,14 @@ class MoverGroup:
 
     def _receiving(self, peer: Incarnation) -> list[HeadsPart]:
         known = self._peers.get(peer)
-        return [HeadsPart(0, 0)] if known is None else known.receiving  # an unknown peer is refused by rank 0's mover
+        return _WHOLE if known is None else known.receiving  # an unknown peer is refused by rank 0's mover
 
     def _post(self, command: PostSend | PostRecv) -> list[Told]:
         peer, move = command.peer, command.move
         found: list[Told] = []
         if isinstance(command, PostSend):
             known = self._peers.get(peer)
-            cut = [HeadsPart(0, 0)] if known is None else known.sending
+            cut = _WHOLE if known is None else known.sending
         else:
             cut = self._receiving(peer)
             wrong = next((len(b.more) + 1 for b in command.blocks if len(b.more) + 1 != len(cut)), 0)
@@ -219,6 +228,9 @@ class MoverGroup:
                 error = f"{wrong} digests were offered of a block that comes in {len(cut)} parts"
                 scraps = self.submit(PostScrap(peer, move))
                 return [*scraps, Received(move.handoff, move.seq, error, 0.0, 0)]
+        if cut == _WHOLE:
+            self._alone.add((move.handoff, move.seq))
+            return [ToRank(0, command)]
         chunk = self._chunks[move.handoff, move.seq] = _Moving(command, parts=len(cut))
         for at, part in enumerate(cut):
             name, own = part.name(move.handoff), _named(part, move)
