@@ -1,6 +1,9 @@
 """Whole clusters whose ranks have a pool and a mover each, at equal and unequal degrees, with a small model: handoffs,
 samples, beams and preemptions, held against clusters of single processes that compute in the same slices."""
 
+import json
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -14,8 +17,10 @@ import pytest
 
 from cluster.config import ClusterConfig
 from engine.config import EngineConfig, TierConfig
+from engine.device import open_device
 from engine.model.config import ModelConfig
 from engine.model.prepared.cache import prepare
+from engine.storage.paged import header_bytes
 from engine.types import SamplingParams
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
@@ -26,6 +31,7 @@ from tests.integration.test_one_pool import GREEDY, Served
 from tests.telemetry.test_metrics import samples
 from transfer.config import TransferConfig
 from worker.config import DecodeConfig, PrefillConfig
+from worker.rank import PROGRAM as RANK_PROGRAM
 
 SIZE, BLOCKS, ANSWER_TOKENS, CROWD = 4, 48, 40, 6
 STUCK_S = 4.0
@@ -156,6 +162,31 @@ def test_clusters_of_ranks_with_own_pools_answer_as_slices_do(
             found = list(asked.map(ranks.told, crowd))
         assert [tokens for tokens, _ in found] == whole[:CROWD] and all(migrated for _, migrated in found)
         assert ranks.counted("decode-0", "preemptions_total") > 0, "nobody was preempted"
+
+
+@pytest.mark.slow
+def test_the_plan_says_what_ranks_with_own_pools_hold(demo_model: Path) -> None:
+    """Guards `headrace plan` against a rank that has another part of the weights, or of the pool, than it says."""
+    own = {"tensor_parallel": 3, "rank_pools": "own", "pool_bytes": 96 << 20}
+    flags = [flag for name, value in own.items() for flag in ("--set", f"engine.{name}={value}")]
+    command = [sys.executable, "-m", "cluster.cli", "plan", "--json", *flags]
+    planned = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    config = EngineConfig(model_dir=str(demo_model), deterministic="off", **own)  # type: ignore[arg-type]
+    device = open_device(config, rank_program=RANK_PROGRAM)
+    assert device.ranks is not None and device.matchers is not None
+    try:
+        assert device.ranks.weights_bytes == [pytest.approx(planned["weights_bytes"], rel=0.05)] * 3
+        sizes = [device.kv.nbytes]
+        for pid in device.ranks.pids:
+            found = [fd.stat() for fd in Path(f"/proc/{pid}/fd").iterdir() if "headrace-kv" in str(fd.readlink())]
+            ((_, size),) = {(stat.st_ino, stat.st_size) for stat in found}  # a mapping has a descriptor of its own
+            sizes.append(size - header_bytes(device.blocks))
+        assert sizes == [pytest.approx(planned["pools"][1]["kv_bytes"], rel=0.05)] * 3
+        assert device.memory.kv_bytes == sum(sizes)
+    finally:
+        device.ranks.close()
+        device.matchers.close()
+        device.kv.close()
 
 
 @pytest.mark.chaos

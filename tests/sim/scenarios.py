@@ -172,7 +172,7 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
     ),
     "decode_dies_while_it_decodes": (
         "The answer is under way.",
-        _one("crash decode", "Landed", 4, delay_s=0.004),
+        _one("crash decode", "Landed", 4, delay_s=0.001),
     ),
     "stream_cut_in_the_handoff": (
         "Both live, the stream between them breaks.",
@@ -304,7 +304,7 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
         "The decode worker runs on; the next router adopts the request, and its client lacks and repeats nothing.",
         _plan(
             _resumable("a", 1, 2, max_tokens=16),
-            faults=(Fault("crash router", "Landed", count=4, delay_s=0.003, lasts_s=0.001),),
+            faults=(Fault("crash router", "Landed", count=4, delay_s=0.001, lasts_s=0.001),),
         ),
     ),
     "two_workers_report_one_request": (
@@ -313,7 +313,7 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
         _plan(
             _resumable("a", 1, 2, max_tokens=16),
             faults=(
-                Fault("freeze decode", "Landed", count=4, delay_s=0.003, lasts_s=2.1),
+                Fault("freeze decode", "Landed", count=4, delay_s=0.001, lasts_s=2.1),
                 Fault("crash router", "FirstToken", count=2, delay_s=0.004, lasts_s=0.001),
             ),
         ),
