@@ -64,8 +64,8 @@ def test_a_worker_killed_at_every_token(
     world.run()
     (client,) = world.clients
     assert len(killed) == 1, "nobody was killed"
-    # The last tokens may have come in one run with this one.
-    if victim == "decode" and 0 < token < TOKENS and not drafts:
+    # When the last but one comes to the client, the last is on its way; with drafts more of them may be.
+    if victim == "decode" and 0 < token < TOKENS - 1 and not drafts:
         assert world.notes["interrupted, and placed again"] == 1, "another one was killed"
     assert client.outcome == f"complete ({FinishReason.LENGTH.value})"
     assert client.tokens_ == client.want and len(client.want) == TOKENS
