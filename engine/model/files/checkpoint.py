@@ -15,6 +15,7 @@ from engine.model.codes import FloatArray
 from engine.model.config import ModelConfig, ModelError
 from engine.model.families import FAMILIES, REFUSED, Family, Source
 from engine.model.files.stored import StoredRows
+from engine.text.chat import ChatTemplate
 from engine.text.files import TextFiles
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -91,10 +92,34 @@ def whole(raw: Mapping[str, Any], name: str) -> int:
     return int(value)
 
 
+def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Return a field that is true or false; null counts as false. Raises TypeError: a word such as "no" would count as
+    true."""
+    if (value := raw.get(name, default)) is not None and not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, not true or false")
+    return bool(value)
+
+
+def interval(raw: Mapping[str, Any], name: str, default: int) -> int:
+    """Return a field that says which layers are otherwise: each so manieth. Raises TypeError."""
+    if (every := default if raw.get(name) is None else whole(raw, name)) < 1:
+        raise TypeError(f"{name} is {every}, must be at least 1")
+    return every
+
+
 def check_is_file(path: Path) -> None:
     """Raise ModelError for a pipe or a device, whose reader would wait or never end. What is not there is not told."""
     if path.exists() and not path.is_file():
         raise ModelError(path, "cannot be read: it is not a file")
+
+
+def check_template(path: Path, template: object) -> str:
+    """Return the chat template that the file `path` holds. Raises ModelError: it is no text, or no template."""
+    if not isinstance(template, str):
+        raise ModelError(path, f"chat_template is {template!r}, not a text")
+    if template and (problem := ChatTemplate(template, {}).problem):
+        raise ModelError(path, problem)
+    return template
 
 
 _read_object = guarded(msgspec.json.Decoder(dict[str, Any]).decode)

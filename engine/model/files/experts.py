@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.model.config import ExpertOptions, ModelError
-from engine.model.files.checkpoint import whole
+from engine.model.files.checkpoint import flag, interval, whole
 
 # A machine that reads config.json alone may have no gguf package.
 if TYPE_CHECKING:
@@ -38,16 +38,15 @@ def _mixtral(path: Path, raw: dict[str, Any]) -> ExpertOptions:
 def _qwen3_moe(path: Path, raw: dict[str, Any]) -> ExpertOptions:
     """Without the field, weights are not divided by their sum: so says the class of transformers, and no file of those
     published lacks it."""
-    count = raw.get("num_experts") or raw["num_local_experts"]
-    every, layers = int(raw.get("decoder_sparse_step") or 1), whole(raw, "num_hidden_layers")
+    every, layers = interval(raw, "decoder_sparse_step", 1), whole(raw, "num_hidden_layers")
     plain = raw.get("mlp_only_layers") or []
     if not isinstance(plain, list) or not all(isinstance(layer, int) for layer in plain):
         raise ModelError(path, f"mlp_only_layers is {plain!r}, not a list of layers")
     return ExpertOptions(
-        count=int(count),
+        count=whole(raw, "num_experts" if raw.get("num_experts") else "num_local_experts"),
         chosen=whole(raw, "num_experts_per_tok"),
         width=whole(raw, "moe_intermediate_size"),
-        normalise=bool(raw.get("norm_topk_prob", False)),
+        normalise=flag(raw, "norm_topk_prob"),
         dense_layers=tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % every),
     )
 
@@ -55,7 +54,7 @@ def _qwen3_moe(path: Path, raw: dict[str, Any]) -> ExpertOptions:
 def _gpt_oss(path: Path, raw: dict[str, Any]) -> ExpertOptions:
     return ExpertOptions(
         count=whole(raw, "num_local_experts"),
-        chosen=int(raw.get("num_experts_per_tok") or raw["experts_per_token"]),
+        chosen=whole(raw, "num_experts_per_tok" if raw.get("num_experts_per_tok") else "experts_per_token"),
         width=whole(raw, "intermediate_size"),
         over_chosen=True,
         biases=True,

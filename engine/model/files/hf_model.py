@@ -10,7 +10,7 @@ from engine.model.codes import Codes
 from engine.model.config import PICKLES, Activation, ModelConfig, ModelError, layer_count
 from engine.model.families import Family, Source
 from engine.model.files import experts
-from engine.model.files.checkpoint import check_unread, find_family, most_of, read_json, whole
+from engine.model.files.checkpoint import check_unread, find_family, flag, most_of, read_json, whole
 from engine.model.files.hf_options import DEFAULTS, family_options, head_size
 from engine.model.files.hf_quantization import Quantization
 from engine.model.files.hf_rope import context_tokens
@@ -221,10 +221,10 @@ def _activation(path: Path, family: Family, raw: dict[str, Any]) -> Activation:
 def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> ModelConfig:
     """Return the sizes and options of a config.json whose content is `raw`. Raises ModelError."""
     raw = DEFAULTS.get(family.name, {}) | text_side(raw)
-    bias = bool(raw.get("attention_bias", False))
-    if raw.get("is_causal") is False:
-        raise ModelError(path, "is_causal is false: only causal attention is supported")
     try:
+        bias = flag(raw, "attention_bias")
+        if raw.get("is_causal") is not None and not flag(raw, "is_causal"):
+            raise ModelError(path, "is_causal is false: only causal attention is supported")
         heads = whole(raw, "num_attention_heads")
         return ModelConfig(
             family=family.name,
@@ -238,10 +238,10 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             vocab=whole(raw, "vocab_size"),
             context_tokens=context_tokens(raw),
             norm_eps=float(raw["rms_norm_eps"]),
-            tied=bool(raw.get("tie_word_embeddings", family.tied)),
+            tied=flag(raw, "tie_word_embeddings", family.tied),
             qkv_bias=family.qkv_bias or bias,
             output_bias=bias and not family.qkv_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)),
+            mlp_bias=flag(raw, "mlp_bias"),
             qk_norm=family.qk_norm,
             norm_offset=family.norm_offset,
             activation=_activation(path, family, raw),

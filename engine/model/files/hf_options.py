@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import LayerOptions, ModelError, RopeTable
-from engine.model.files.checkpoint import whole
+from engine.model.files.checkpoint import flag, interval, whole
 from engine.model.files.hf_rope import FULL, LAYER_TYPES, SLIDING, Parameters, rope_parameters, rope_table
 
 Raw = dict[str, Any]
@@ -78,7 +78,7 @@ def _no_window(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     kinds = set(_layer_types(path, raw))
     if not kinds <= {FULL}:
         raise ModelError(path, f"layer_types {sorted(kinds)} are not supported here, only {FULL}")
-    if _window(path, raw) and raw.get("use_sliding_window", True):
+    if _window(path, raw) and flag(raw, "use_sliding_window", True):
         raise ModelError(path, f"sliding_window {raw['sliding_window']} is not known of this family")
     return _one_table(path, raw, table, [0] * layers)
 
@@ -104,7 +104,7 @@ def _ministral3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 
 def _qwen(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """The window counts only if `use_sliding_window`, from layer `max_window_layers` on."""
-    if not raw.get("use_sliding_window"):
+    if not flag(raw, "use_sliding_window"):
         return _no_window(path, raw | {"sliding_window": None}, layers, table)
     first = whole(raw, "max_window_layers")
     kinds = [SLIDING if at >= first else FULL for at in range(layers)]
@@ -113,7 +113,7 @@ def _qwen(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 
 def _qwen_moe(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """The window counts only if `use_sliding_window`, then for all layers."""
-    if not raw.get("use_sliding_window"):
+    if not flag(raw, "use_sliding_window"):
         return _no_window(path, raw | {"sliding_window": None}, layers, table)
     return _window_on_all(path, raw, layers, table)
 
@@ -129,14 +129,14 @@ def _granite(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 
 def _smollm3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """`no_rope_layers` holds a 1 for layers that do rotate."""
-    every = int(raw.get("no_rope_layer_interval", 4))
+    every = interval(raw, "no_rope_layer_interval", 4)
     rotates = raw.get("no_rope_layers") or [(at + 1) % every for at in range(layers)]
     if not isinstance(rotates, list) or not all(isinstance(turns, int) for turns in rotates):
         raise ModelError(path, f"no_rope_layers is {rotates!r}, not a list of 0 and 1")
     if len(rotates) < layers:
         raise ModelError(path, f"no_rope_layers has {len(rotates)} of {layers} layers")
     windows = [0] * layers
-    if raw.get("use_sliding_window") and raw.get("sliding_window"):
+    if flag(raw, "use_sliding_window") and raw.get("sliding_window"):
         windows = _windows(path, raw, layers, [FULL if rotates[at] else SLIDING for at in range(layers)])
     (parameters,) = rope_parameters(path, raw).values()
     options = tuple(
@@ -158,7 +158,7 @@ def _gpt_oss(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 
 def _gemma3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """Scalings count for global layers only; local ones have a theta of their own."""
-    every = int(raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6)
+    every = interval(raw, "sliding_window_pattern", interval(raw, "_sliding_window_pattern", 6))
     kinds = [SLIDING if (at + 1) % every else FULL for at in range(layers)]
     windows = _windows(path, raw, layers, kinds)
     found = rope_parameters(path, raw, 1_000_000.0, raw.get("rope_local_base_freq") or 10000.0)
@@ -166,7 +166,7 @@ def _gemma3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 
 
 def _gemma(path: Path, raw: Raw) -> Options:
-    if raw.get("use_bidirectional_attention"):
+    if flag(raw, "use_bidirectional_attention"):
         raise ModelError(path, "use_bidirectional_attention: only causal attention is supported")
     if (scalar := float(raw.get("query_pre_attn_scalar", 256))) <= 0:
         raise ModelError(path, f"query_pre_attn_scalar is {scalar}, not a positive number")

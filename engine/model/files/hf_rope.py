@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import LinearRope, Llama3Rope, LongRope, ModelError, RopeScaling, RopeTable, YarnRope
-from engine.model.files.checkpoint import whole
+from engine.model.files.checkpoint import flag, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
@@ -93,7 +93,7 @@ def _scaling(path: Path, kind: object, said: Parameters, context_tokens: int) ->
             original_context_tokens=original,
             beta_fast=float(said.get("beta_fast") or 32.0),
             beta_slow=float(said.get("beta_slow") or 1.0),
-            truncate=bool(said.get("truncate", True)),
+            truncate=flag(said, "truncate", True),
         )
         return yarn, _yarn_scale(factor, said)
     if kind == "longrope":

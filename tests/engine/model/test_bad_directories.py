@@ -114,6 +114,11 @@ def targets(of_group: Any) -> Change:
 
 
 TWICE = b'"' + DOWN.encode() + b'":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+MIXTURE = {
+    "model_type": "qwen3_moe", "sliding_window": None, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+CLAMPED = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
 UNSOUND = rf"{WEIGHTS}: not a sound safetensors file"
 CASES: dict[str, tuple[Change, str]] = {
     "zero bytes": (content(WEIGHTS, b""), UNSOUND),
@@ -176,6 +181,36 @@ CASES: dict[str, tuple[Change, str]] = {
     "a complex scale": (
         said(model_type="gemma2", query_pre_attn_scalar=-1),
         "config.json: query_pre_attn_scalar is -1.0, not a positive number",
+    ),
+    "windows of a word": (
+        said(model_type="qwen2", use_sliding_window="no", max_window_layers=0),
+        "config.json: a field is not of the kind that it should be: use_sliding_window is 'no', not true or false",
+    ),
+    "tied by a word": (said(tie_word_embeddings="false"), "config.json: .*tie_word_embeddings is 'false', not true or"),
+    "biases of a word": (said(attention_bias="no"), "config.json: .*attention_bias is 'no', not true or false"),
+    "both ways in a word": (said(is_causal="no"), "config.json: .*is_causal is 'no', not true or false"),
+    "experts in each layer of none": (said(**MIXTURE, decoder_sparse_step=0), "decoder_sparse_step is 0, must be at l"),
+    "experts backwards": (said(**MIXTURE, decoder_sparse_step=-1), "config.json: .*decoder_sparse_step is -1, must be"),
+    "experts by a half": (said(**MIXTURE, decoder_sparse_step=1.5), "decoder_sparse_step is 1.5, not a whole number"),
+    "normalised by a word": (said(**MIXTURE, norm_topk_prob="no"), "norm_topk_prob is 'no', not true or false"),
+    "a gate clamped below 0": (said(**CLAMPED, swiglu_limit=-7.0), "config.json: .*swiglu_limit -7.0: must be above 0"),
+    "a gate clamped at 0": (said(**CLAMPED, swiglu_limit=0), "config.json: .*swiglu_limit 0.0: must be above 0"),
+    "a gate of alpha below 0": (said(**CLAMPED, swiglu_alpha=-1.7), "swiglu_alpha is -1.7, swiglu_limit 7"),
+    "global layers backwards": (
+        said(model_type="gemma3_text", sliding_window_pattern=-6),
+        "config.json: .*sliding_window_pattern is -6, must be at least 1",
+    ),
+    "a template that is no jinja": (
+        content("chat_template.jinja", b"{% for m in %}"),
+        "chat_template.jinja: this model's chat template cannot be parsed",
+    ),
+    "a template that is no jinja, in the tokenizer's file": (
+        content("tokenizer_config.json", b'{"chat_template": "{% if x %}"}'),
+        "tokenizer_config.json: this model's chat template cannot be parsed",
+    ),
+    "a template of a number": (
+        content("tokenizer_config.json", b'{"chat_template": 5}'),
+        "tokenizer_config.json: chat_template is 5, not a text",
     ),
     "no tokenizer": (removed("tokenizer.json"), "tokenizer.json: cannot be read"),
     "no tokenizer in it": (content("tokenizer.json", b"{}"), "tokenizer.json: not a tokenizer"),

@@ -90,6 +90,12 @@ def test_equals_transformers_from_gguf(case: str, tmp_path: Path) -> None:
     compare(save_gguf(model, tmp_path / "model.gguf"), model, tmp_path / "cache")
 
 
+def test_gemma2_equals_transformers_from_gguf(tmp_path: Path) -> None:
+    """Guards its norms, caps and windows in a GGUF file, where scores are scaled by the size of a head alone."""
+    model = build("gemma2", query_pre_attn_scalar=32)
+    compare(save_gguf(model, tmp_path / "model.gguf"), model, tmp_path / "cache")
+
+
 TRITON_AT_ONCE = ("llama", "qwen3", "phi4-mini", "gemma2", "gemma3", "olmo3", "gpt-oss", "ministral3")
 """Between them every option; the other cases run with the slow suite."""
 
