@@ -73,14 +73,14 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """One model's template. `problem` is why it cannot be used: whoever prepares a model with such a template is
-    refused, and so is a chat. `words` are the names, attributes and strings in its code: what it knows of."""
+    """One model's template. A template that cannot be parsed is reported when it is used, not when it is loaded: plain
+    prompts need none. `words` are the names, attributes and strings in its code: what it knows of."""
 
     def __init__(self, source: str, named_tokens: dict[str, str]) -> None:
         self.source = source
         self.words: frozenset[str] = frozenset()
         self._named_tokens = named_tokens
-        self.problem = "" if source else "this model has no chat template"
+        self._problem = "" if source else "this model has no chat template"
         self._thinks = _THINKS.search(source) is not None
         # Some templates ask whether the content of a turn that only called tools is none, most would print it.
         self._without_content = None if _NONE_AWARE.search(source) else ""
@@ -96,16 +96,16 @@ class ChatTemplate:
         try:
             self.words = _words(environment.parse(source))
             self._template = environment.from_string(source)
-        except (TemplateSyntaxError, RecursionError) as error:
-            self.problem = f"this model's chat template cannot be parsed: {error}"
+        except TemplateSyntaxError as error:
+            self._problem = f"this model's chat template cannot be parsed: {error}"
 
     def render(self, chat: ChatPrompt, hide: Hide = str) -> str:
         """Return the text of a chat. `hide` is what is done to every string of a user's first.
 
         Raises FieldError("messages", ...) in the template's own words, and one that names the field for what this
         template has no words for, since it would be left out in silence."""
-        if self.problem:
-            raise FieldError("messages", self.problem)
+        if self._problem:
+            raise FieldError("messages", self._problem)
         self._check(chat)
         variables = _hidden(json.loads(chat.template_kwargs or "{}"), hide)
         names = {call.id: call.name for message in chat.messages for call in message.tool_calls if call.id}

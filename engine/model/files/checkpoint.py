@@ -15,7 +15,6 @@ from engine.model.codes import FloatArray
 from engine.model.config import ModelConfig, ModelError
 from engine.model.families import FAMILIES, REFUSED, Family, Source
 from engine.model.files.stored import StoredRows
-from engine.text.chat import ChatTemplate
 from engine.text.files import TextFiles
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -114,11 +113,9 @@ def check_is_file(path: Path) -> None:
 
 
 def check_template(path: Path, template: object) -> str:
-    """Return the chat template that the file `path` holds. Raises ModelError: it is no text, or no template."""
+    """Return the chat template that the file `path` holds. Raises ModelError: it is no text."""
     if not isinstance(template, str):
         raise ModelError(path, f"chat_template is {template!r}, not a text")
-    if template and (problem := ChatTemplate(template, {}).problem):
-        raise ModelError(path, problem)
     return template
 
 

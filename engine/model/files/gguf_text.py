@@ -24,7 +24,6 @@ from tokenizers import (
 from tokenizers.models import BPE
 
 from engine.model.config import ModelError
-from engine.model.files.checkpoint import check_template
 from engine.text.files import TextFiles, TextSettings, turn_ends
 
 MOST_CHARACTERS = 4096
@@ -147,7 +146,7 @@ def text_files(vocabulary: Vocabulary) -> TextFiles:
         named_tokens={key: token for key, token in named.items() if token is not None},
         tokens=_used(vocabulary),
     )
-    return TextFiles(tokenizer.to_str(), check_template(vocabulary.path, vocabulary.template), settings)
+    return TextFiles(tokenizer.to_str(), vocabulary.template, settings)
 
 
 def _check(vocabulary: Vocabulary) -> None:

@@ -200,14 +200,6 @@ CASES: dict[str, tuple[Change, str]] = {
         said(model_type="gemma3_text", sliding_window_pattern=-6),
         "config.json: .*sliding_window_pattern is -6, must be at least 1",
     ),
-    "a template that is no jinja": (
-        content("chat_template.jinja", b"{% for m in %}"),
-        "chat_template.jinja: this model's chat template cannot be parsed",
-    ),
-    "a template that is no jinja, in the tokenizer's file": (
-        content("tokenizer_config.json", b'{"chat_template": "{% if x %}"}'),
-        "tokenizer_config.json: this model's chat template cannot be parsed",
-    ),
     "a template of a number": (
         content("tokenizer_config.json", b'{"chat_template": 5}'),
         "tokenizer_config.json: chat_template is 5, not a text",

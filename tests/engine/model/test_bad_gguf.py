@@ -212,10 +212,6 @@ CASES: dict[str, tuple[Change, str]] = {
         field("tokenizer.chat_template", U32, 1),
         "Expected `str`, got `int` - at .*chat_template",
     ),
-    "a template that is no jinja": (
-        field("tokenizer.chat_template", STR, "{% for m in %}"),
-        "gguf: this model's chat template cannot be parsed",
-    ),
     "no scores": (both(sentence_piece(), without("tokenizer.ggml.scores")), "tokenizer.ggml.scores does not fit"),
     "fewer scores than tokens": (sentence_piece(scores=(FLOATS, [0.0])), "tokenizer.ggml.scores has 1 of 64 tokens"),
     "scores of NaN": (
