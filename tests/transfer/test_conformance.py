@@ -234,6 +234,21 @@ def test_a_block_that_changes_while_it_is_read_is_refused(rig: Any, monkeypatch:
     assert "StaleBlockError" in rig.ended[changed].error and looks == [0, 0]
 
 
+@pytest.mark.parametrize("number", [-1, 2**31, 2**70])
+@pytest.mark.parametrize("place", [0, 1])
+def test_numbers_that_no_pool_has_cost_the_receive_alone(rig: Any, number: int, place: int) -> None:
+    """Guards the transfer thread: what a peer says may fail a receive, and ends no worker."""
+    if not rig.transport.reads_remotely:
+        pytest.skip("the sender pushes its own blocks: the receiver reads none by its number")
+    peer = rig.peer()
+    peer.fill({0: 1})
+    for remote in ((number, 0), (0, number)):
+        blocks = [(0, 0), (0, 0)]
+        blocks[place] = remote
+        failed = rig.recv(peer, "r", 0, blocks, [1, 2])
+        assert rig.outcome(failed) is Outcome.FAILED
+
+
 def test_a_foreign_endpoint_is_refused(rig: Any) -> None:
     """Guards against peers whose blocks have another size, and against endpoints of another transport."""
     from engine.messages import Endpoint

@@ -30,6 +30,8 @@ from transfer.transport import BlockSlice, Outcome, Ticket, TransferError
 
 BLOCKS_PER_COPY = 64
 COPIES = 4
+_MOST_BLOCKS, _MOST_GENERATIONS = 1 << 31, 1 << 64
+"""What fits the numbers that a device is told, and those of a pool's file; a peer may say anything."""
 """Enqueued at once, so that the device does not wait for this thread."""
 
 
@@ -109,6 +111,10 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
     def _begin(self, pull: _Pull) -> None:
         first = pull.begun
         remote = pull.move.remote[first : first + BLOCKS_PER_COPY]
+        fits = (0 <= block < _MOST_BLOCKS and 0 <= at < _MOST_GENERATIONS for block, at in pull.move.remote[first:])
+        if not all(fits):
+            pull.error = "TransferError: a block, or its generation, that no pool has"
+            return
         numbers = np.array(remote, dtype=np.uint64)
         check = functools.partial(_expect, pull.source, remote, numbers[:, 0].astype(np.int64), numbers[:, 1])
         try:
