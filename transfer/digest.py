@@ -45,11 +45,6 @@ class Binding:
         return _GENERATION.pack(generation) + self._name + identity
 
 
-def binding(identity: bytes, generation: int, handoff: Handoff) -> bytes:
-    """Return what the digest of one block is bound to."""
-    return Binding(handoff).of(identity, generation)
-
-
 def is_sampled(binding: bytes, share: float) -> bool:
     """Return True if this block of this handoff is among the `share` of blocks that have a digest. Sender and receiver
     agree, and a new attempt at the same blocks draws anew."""

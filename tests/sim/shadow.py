@@ -162,7 +162,7 @@ def block_digest(
 ) -> int:
     """Digest as a worker does, by `transfer.digest`: over all heads of the valid rows, bound to what the block is and
     to the attempt."""
-    bound = digest.binding(identity, generation, name)
+    bound = digest.Binding(name).of(identity, generation)
     return digest.block_digest(memoryview(_flat(rows)), layout, tokens, bound)
 
 

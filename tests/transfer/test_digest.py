@@ -11,12 +11,12 @@ from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import Incarnation, RequestId
 from kernels.reference_blocks import wp64 as reference_wp64
-from transfer.digest import binding, block_digest, combine, is_sampled
+from transfer.digest import Binding, block_digest, combine, is_sampled
 from transfer.handoff.negotiation import ALGORITHMS, WP64, digest_shape
 
 LAYOUT = KVLayout(kv_heads=2, layers=3, block_size=4, head_dim=8)
 H = Handoff(RequestId("r"), 1, 1, Incarnation(2**64 - 1), Incarnation(3))
-BOUND = binding(b"i" * 16, 7, H)
+BOUND = Binding(H).of(b"i" * 16, 7)
 
 
 def random_block() -> bytearray:
@@ -77,13 +77,13 @@ def test_it_is_bound_to_what_the_block_is() -> None:
     """Guards against a right block in the wrong place, of an older life, or of another attempt."""
     view = memoryview(random_block())
     other = [
-        binding(b"j" * 16, 7, H),
-        binding(b"i" * 16, 8, H),
-        binding(b"i" * 16, 7, Handoff(H.request, 2, 1, H.decode, H.prefill)),
-        binding(b"i" * 16, 7, Handoff(H.request, 1, 2, H.decode, H.prefill)),
-        binding(b"i" * 16, 7, Handoff(RequestId("q"), 1, 1, H.decode, H.prefill)),
-        binding(b"i" * 16, 7, Handoff(H.request, 1, 1, Incarnation(5), H.prefill)),
-        binding(b"i" * 16, 7, Handoff(H.request, 1, 1, H.decode, Incarnation(5))),
+        Binding(H).of(b"j" * 16, 7),
+        Binding(H).of(b"i" * 16, 8),
+        Binding(Handoff(H.request, 2, 1, H.decode, H.prefill)).of(b"i" * 16, 7),
+        Binding(Handoff(H.request, 1, 2, H.decode, H.prefill)).of(b"i" * 16, 7),
+        Binding(Handoff(RequestId("q"), 1, 1, H.decode, H.prefill)).of(b"i" * 16, 7),
+        Binding(Handoff(H.request, 1, 1, Incarnation(5), H.prefill)).of(b"i" * 16, 7),
+        Binding(Handoff(H.request, 1, 1, H.decode, Incarnation(5))).of(b"i" * 16, 7),
     ]
     digests = {block_digest(view, LAYOUT, 4, bound) for bound in [BOUND, *other]}
     assert len(digests) == len(other) + 1
@@ -101,7 +101,7 @@ def test_equal_heads_cannot_change_places() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1 / 16, 0.5, 1.0])
 def test_the_sample_is_the_share_that_was_agreed_on(share: float) -> None:
-    draws = [is_sampled(binding(bytes([i % 256, i // 256]) * 8, 7, H), share) for i in range(4000)]
+    draws = [is_sampled(Binding(H).of(bytes([i % 256, i // 256]) * 8, 7), share) for i in range(4000)]
     assert abs(sum(draws) / len(draws) - share) < 0.03
 
 
@@ -110,7 +110,7 @@ def test_every_attempt_draws_anew() -> None:
     missed = []
     for at in range(200):
         names = [Handoff(H.request, 1, attempt, H.decode, H.prefill) for attempt in range(60)]
-        draws = [is_sampled(binding(bytes([at]) * 16, 7, name), 1 / 8) for name in names]
+        draws = [is_sampled(Binding(name).of(bytes([at]) * 16, 7), 1 / 8) for name in names]
         missed.append(not any(draws))
     assert sum(missed) <= 3, "(7/8)**60 is 0.03 %"
 

@@ -9,7 +9,7 @@ forgotten here.
 
 import functools
 import time
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,8 +30,6 @@ from transfer.transport import BlockSlice, Outcome, Ticket, TransferError
 
 BLOCKS_PER_COPY = 64
 COPIES = 4
-_MOST_BLOCKS, _MOST_GENERATIONS = 1 << 31, 1 << 64
-"""What fits the numbers that a device is told, and those of a pool's file; a peer may say anything."""
 """Enqueued at once, so that the device does not wait for this thread."""
 
 
@@ -52,6 +50,14 @@ class _Mapping(PeerFile):
         self.words: Tensor = words_of(pool, span)
 
 
+class _Named(NamedTuple):
+    """The blocks of a receive, as the peer counts them: on the device, int32 `[n]`, and here, uint64 `[n, 2]`, each
+    with its generation."""
+
+    numbers: Tensor
+    remote: npt.NDArray[np.uint64]
+
+
 _Pull = Pull[_Mapping, DeviceLanding]
 
 
@@ -69,7 +75,7 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
         self._memory = memory
         self._handle = device.export(memory)
         self._scatter = Scatter(device)
-        self._numbers: dict[Ticket, Tensor] = {}
+        self._named: dict[Ticket, _Named] = {}
         self._pulse = Pulse()
         reactor = Reactor()
         reactor.watch(self._pulse, self._pulse.hush)
@@ -109,24 +115,28 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
         return self._pulse.set(bool(self._scatter), time.monotonic(), afresh=bool(ended))
 
     def _begin(self, pull: _Pull) -> None:
-        first = pull.begun
-        remote = pull.move.remote[first : first + BLOCKS_PER_COPY]
-        fits = (0 <= block < _MOST_BLOCKS and 0 <= at < _MOST_GENERATIONS for block, at in pull.move.remote[first:])
-        if not all(fits):
-            pull.error = "TransferError: a block, or its generation, that no pool has"
-            return
-        numbers = np.array(remote, dtype=np.uint64)
-        check = functools.partial(_expect, pull.source, remote, numbers[:, 0].astype(np.int64), numbers[:, 1])
+        some = slice(pull.begun, pull.begun + BLOCKS_PER_COPY)
         try:
+            if not pull.begun:
+                self._named[pull.ticket] = self._name(pull)
+            numbers, remote = self._named[pull.ticket]
+            check = functools.partial(_expect, pull.source, remote[some])
             check()
         except TransferError as error:
             pull.error = f"{type(error).__name__}: {error}"
             return
-        pull.begun += len(remote)
-        if not first:
-            self._numbers[pull.ticket] = self._scatter.numbers([block for block, _ in pull.move.remote])
-        blocks = self._numbers[pull.ticket][first : pull.begun]
-        self._scatter.begin(Copy(pull, pull.landing, first, pull.source.words, blocks, check=check))
+        copy = Copy(pull, pull.landing, pull.begun, pull.source.words, numbers[some], check=check)
+        pull.begun += len(remote[some])
+        self._scatter.begin(copy)
+
+    def _name(self, pull: _Pull) -> _Named:
+        """Raises TransferError for numbers that the peer's blocks do not have."""
+        try:
+            remote = np.array(pull.move.remote, dtype=np.uint64)
+        except OverflowError as error:
+            raise TransferError(f"not blocks and their generations: {error}") from error
+        pull.source.check_blocks(remote[:, 0])
+        return _Named(self._scatter.numbers(remote[:, 0].tolist()), remote)
 
     def _finish_ended(self) -> None:
         """A receive has ended when nothing of it is under way and nothing more will be."""
@@ -136,16 +146,11 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
 
     def _finish(self, pull: _Pull, outcome: Outcome, error: str = "") -> None:
         self._scatter.drop(pull)
-        self._numbers.pop(pull.ticket, None)
+        self._named.pop(pull.ticket, None)
         super()._finish(pull, outcome, error)
 
 
-def _expect(
-    source: _Mapping,
-    remote: Sequence[tuple[BlockId, int]],
-    blocks: npt.NDArray[np.int64],
-    generations: npt.NDArray[np.uint64],
-) -> None:
+def _expect(source: _Mapping, remote: npt.NDArray[np.uint64]) -> None:
     """As `expect`, of all blocks at once."""
-    if not source.are_at(blocks, generations):
-        expect(source, remote)
+    if not source.are_at(remote[:, 0], remote[:, 1]):
+        expect(source, [(BlockId(block), generation) for block, generation in remote.tolist()])

@@ -53,10 +53,13 @@ class PeerFile:
         self.map = _map(file, size)
         self._generations = np.frombuffer(self.map, dtype=np.uint64, count=file.blocks)
 
-    def are_at(self, blocks: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> bool:
-        """Say whether these blocks, int64 `[n]`, are there, and at these generations, uint64 `[n]`."""
-        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < len(self._generations):
-            return False
+    def check_blocks(self, blocks: npt.NDArray[np.uint64]) -> None:
+        """Raise TransferError unless there are all of these blocks, `[n]`."""
+        if len(blocks) and blocks.max() >= len(self._generations):
+            raise TransferError(f"the peer has no block {blocks.max()}")
+
+    def are_at(self, blocks: npt.NDArray[np.uint64], generations: npt.NDArray[np.uint64]) -> bool:
+        """Return True if these blocks, `[n]`, of which there are all, are at these generations, `[n]`."""
         return bool((self._generations[blocks] == generations).all())
 
     def generation(self, block: BlockId) -> int:

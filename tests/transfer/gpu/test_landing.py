@@ -14,7 +14,7 @@ from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer.fake_device import CALL, FakeDevice, FakeEvent, FakeStream, fake
-from transfer.digest import Tally, Verifier, binding, block_digest
+from transfer.digest import Binding, Tally, Verifier, block_digest
 from transfer.gpu.device import words_of
 from transfer.gpu.landing import DeviceInPlace, DeviceRepacked
 from transfer.gpu.pulse import Pulse
@@ -107,7 +107,7 @@ def arrival(block_size: int, spoiled: int | None = None) -> Arrival:
     blocks = []
     for at in range(BLOCKS):
         view = memoryview(source[BLOCKS - 1 - at].numpy())
-        digest = block_digest(view, unit, block_size, binding(b"i", 0, H), WP64) ^ (at == spoiled)
+        digest = block_digest(view, unit, block_size, Binding(H).of(b"i", 0), WP64) ^ (at == spoiled)
         per_target = LAYOUT.block_size // block_size
         rows = Rows(0, BlockId(3 + at // per_target), at % per_target * block_size, block_size)
         blocks.append(IncomingBlock((rows,), 0, block_size, b"i", digest))
