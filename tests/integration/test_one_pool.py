@@ -6,10 +6,12 @@ import random
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cluster.config import ClusterConfig
@@ -18,6 +20,8 @@ from engine.types import SamplingParams
 from router.config import RouterConfig
 from router.front.api import ChatMessage, Delta, Finished, GenerateCall
 from router.grpc.client import Client
+from router.status.overview import Overview
+from tests.telemetry.test_metrics import samples
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -49,6 +53,18 @@ class Served:
         tokens = [token for event in events if isinstance(event, Delta) for token in event.token_ids]
         (finished,) = [event for event in events if isinstance(event, Finished)]
         return tokens, finished
+
+    def counted(self, worker: str, family: str, **labels: str) -> float:
+        """Return what a worker's metrics say, series with these labels together."""
+        overview = msgspec.json.decode(self.cluster.ask("router", "overview"), type=Overview)
+        (address,) = [view.metrics_address for view in overview.workers if view.name == worker]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+            seen = samples(answer.read())
+        return sum(
+            value
+            for (name, own), value in seen.items()
+            if name == f"headrace_{family}" and labels.items() <= dict(own).items()
+        )
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -24,11 +23,9 @@ from engine.storage.paged import header_bytes
 from engine.types import SamplingParams
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
-from router.status.overview import Overview
 from tests.chaos import faults
 from tests.engine.model.checkpoints import build, save_hf
 from tests.integration.test_one_pool import GREEDY, Served
-from tests.telemetry.test_metrics import samples
 from transfer.config import TransferConfig
 from worker.config import DecodeConfig, PrefillConfig
 from worker.rank import PROGRAM as RANK_PROGRAM
@@ -99,17 +96,6 @@ class Pools(Served):
             elif isinstance(event, Finished):
                 migrated = max(migrated, event.stats.migrated_blocks)
         return tokens, migrated
-
-    def counted(self, worker: str, family: str, **labels: str) -> float:
-        overview = msgspec.json.decode(self.cluster.ask("router", "overview"), type=Overview)
-        (address,) = [view.metrics_address for view in overview.workers if view.name == worker]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
-            seen = samples(answer.read())
-        return sum(
-            value
-            for (name, own), value in seen.items()
-            if name == f"headrace_{family}" and labels.items() <= dict(own).items()
-        )
 
 
 def calls() -> list[GenerateCall]:

@@ -3,7 +3,6 @@ from host memory, with products in integers. The answers are those of one proces
 room for all, and guesses nothing; also where a rank is killed amid swaps."""
 
 import random
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from engine.config import EngineConfig, TierConfig
 from engine.model.config import ModelConfig
 from engine.model.prepared.cache import prepare
 from router.config import RouterConfig
-from router.status.overview import Overview
 from tests.chaos import faults
 from tests.engine.model.checkpoints import build
 from tests.engine.model.test_quantized_families import GROUPS, save_both
 from tests.integration.test_one_pool import Served
-from tests.telemetry.test_metrics import samples
 from worker.config import DecodeConfig
 
 SIZE, BLOCKS, REQUESTS, PROMPT, ANSWER = 4, 40, 6, 20, 60
@@ -51,16 +48,6 @@ class OnePool(Served):
         assert {end.stats.prefill_worker for _, end in ends} == {"decode-0"}
         return [tokens for tokens, _ in ends]
 
-    def counted(self, family: str, **labels: str) -> float:
-        overview = msgspec.json.decode(self.cluster.ask("router", "overview"), type=Overview)
-        (worker,) = overview.workers
-        with urllib.request.urlopen(f"http://{worker.metrics_address}/metrics", timeout=30) as answer:
-            seen = samples(answer.read())
-        return sum(
-            value
-            for (name, own), value in seen.items()
-            if name == f"headrace_{family}" and labels.items() <= dict(own).items()
-        )
 
 
 def coded(tmp_path: Path) -> tuple[Path, list[list[int]]]:
@@ -79,19 +66,19 @@ def test_ranks_in_one_pool_swap_and_guess_and_answer_as_one_process_does(tmp_pat
     alone = OnePool(folder, EngineConfig(sum_slices=2, speculation="off"), 400, preemption="off")
     try:
         wanted = [alone.ask(prompt, ANSWER)[0] for prompt in prompts]
-        assert alone.counted("rank_weights_bytes", rank="1") == 0
+        assert alone.counted("decode-0", "rank_weights_bytes", rank="1") == 0
     finally:
         alone.close()
     engine = EngineConfig(tensor_parallel=2, speculation="ngram")
     tiers = TierConfig(host_bytes=16 << 20)
     ranks = OnePool(folder, engine, BLOCKS, preemption="swap", growth_tokens=SIZE, tiers=tiers)
     try:
-        assert ranks.counted("rank_weights_bytes", rank="1") > 0
+        assert ranks.counted("decode-0", "rank_weights_bytes", rank="1") > 0
         assert ranks.told(prompts) == wanted
         assert ranks.told(prompts[::-1]) == wanted[::-1]
         for way in ("out", "in"):
-            assert ranks.counted("swap_bytes_total", way=way) > 0, "nothing was swapped"
-        assert ranks.counted("draft_tokens_total") > 0, "nothing was guessed"
+            assert ranks.counted("decode-0", "swap_bytes_total", way=way) > 0, "nothing was swapped"
+        assert ranks.counted("decode-0", "draft_tokens_total") > 0, "nothing was guessed"
     finally:
         ranks.close()
 
@@ -120,7 +107,7 @@ def test_a_rank_killed_amid_preemptions_changes_no_answer(
         life = ranks.cluster.workers["decode-0"]
         with ThreadPoolExecutor(1) as asking:
             told = asking.submit(ranks.told, prompts * CROWD)
-            while ranks.counted(family, **labels) == 0:
+            while ranks.counted("decode-0", family, **labels) == 0:
                 assert not told.done(), "all was answered before anybody was preempted"
             faults.kill(life.ranks[1].pid)
             assert not told.done(), "all was answered before the fault"

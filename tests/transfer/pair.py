@@ -190,6 +190,23 @@ class Pair:
         self.receiver.expect(handoff, self.expected)
         self.sender.open(handoff, self.prefill.transport.reads_remotely)
 
+    def begin(
+        self, handoff: Handoff, prompt_tokens: int, size: int, sources: list[BlockId], targets: list[BlockId]
+    ) -> list[OutgoingBlock]:
+        """Expect a prompt's blocks of `size` tokens, which are in `sources`, at `targets`; return what is to be
+        offered. Nothing is told of before."""
+        offered, expected = list[OutgoingBlock](), dict[int, ExpectedBlock]()
+        for at in range(-(-prompt_tokens // size)):
+            tokens, identity = min(size, prompt_tokens - size * at), bytes([at]) * 16
+            generation = self.prefill.pool.generation(sources[at])
+            offered.append(OutgoingBlock(sources[at], generation, at, tokens, identity))
+            expected[at] = ExpectedBlock((Rows(0, targets[at], 0, tokens),), identity, tokens)
+        self.told.clear()
+        self.events.clear()
+        self.receiver.expect(handoff, expected)
+        self.sender.open(handoff, self.prefill.way.reads_remotely)
+        return offered
+
     def offer(self, *indices: int, handoff: Handoff = H) -> None:
         self.at_prefill(self.sender.offer(handoff, [self.outgoing[i] for i in indices]))
 

@@ -112,13 +112,6 @@ def check_is_file(path: Path) -> None:
         raise ModelError(path, "cannot be read: it is not a file")
 
 
-def check_template(path: Path, template: object) -> str:
-    """Return the chat template that the file `path` holds. Raises ModelError: it is no text."""
-    if not isinstance(template, str):
-        raise ModelError(path, f"chat_template is {template!r}, not a text")
-    return template
-
-
 _read_object = guarded(msgspec.json.Decoder(dict[str, Any]).decode)
 
 

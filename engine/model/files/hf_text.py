@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine.model.config import ModelError
-from engine.model.files.checkpoint import check_is_file, check_template, read_json
+from engine.model.files.checkpoint import check_is_file, read_json
 from engine.text.files import TextFiles, TextSettings, turn_ends
 from engine.text.recommended import from_generation_config
 
@@ -52,14 +52,16 @@ def _template(path: Path, settings: dict[str, Any]) -> str:
     if beside.exists():
         check_is_file(beside)
         try:
-            return check_template(beside, beside.read_text(encoding="utf-8"))
+            return beside.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(beside, f"cannot be read: {error}") from error
     template = settings.get("chat_template") or ""
     if isinstance(template, list):
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default") or ""
-    return check_template(path / "tokenizer_config.json", template)
+    if not isinstance(template, str):
+        raise ModelError(path / "tokenizer_config.json", f"chat_template is {template!r}, not a text")
+    return template
 
 
 def _optional(path: Path) -> dict[str, Any]:

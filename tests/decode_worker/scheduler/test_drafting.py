@@ -273,9 +273,8 @@ def test_it_comes_back_when_it_is_right_again() -> None:
     assert sum(counts[2000:3000]) < 150 and sum(counts[-1000:]) > 2000
 
 
-def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
-    """Guards the time of all others: an answer of five tokens brings in no reading of thousands."""
-    drafter = Small(1.0, 0.1, right=0.9)
+def _brought_in(drafter: "Small") -> Drafting:
+    """Return what has seen eighty steps of one request, all of whose guesses were right; no trial is due."""
     made, known = Drafting(drafter, 3), _request()
     for _ in range(80):
         mine = made.propose([(known, 3)], 1, 3).get(known, [])
@@ -284,6 +283,13 @@ def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
         made.lasted(1, len(mine), CPU[1 + len(mine)] / 1e3 + made._proposing_s, is_mixed=False)
     made.forget(known)
     made._trials_s = made._all_s  # no trial is due
+    return made
+
+
+def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
+    """Guards the time of all others: an answer of five tokens brings in no reading of thousands."""
+    drafter = Small(1.0, 0.1, right=0.9)
+    made = _brought_in(drafter)
     for most, is_read in ((6, False), (4000, True)):
         new, before = _request(), drafter.read_tokens
         drafter.behind[new.record.request] = 3000
@@ -356,14 +362,7 @@ def test_a_drafter_whose_time_is_not_known_is_on_trial() -> None:
 def test_reading_is_worth_what_the_tokens_that_are_left_save(left: int) -> None:
     """Guards the time of all others against a prompt that takes half a token longer to read than its answer saves."""
     drafter = Small(1.0, 0.1, right=1.0)
-    made, known = Drafting(drafter, 3), _request()
-    for _ in range(80):
-        mine = made.propose([(known, 3)], 1, 3).get(known, [])
-        made.stepped(known, len(mine), len(mine))
-        drafter.behind[known.record.request] = 0
-        made.lasted(1, len(mine), CPU[1 + len(mine)] / 1e3 + made._proposing_s, is_mixed=False)
-    made.forget(known)
-    made._trials_s = made._all_s  # no trial is due
+    made = _brought_in(drafter)
     for tokens, is_read in ((left - 0.5, True), (left + 0.5, False)):
         new = _request()
         new.record = msgspec.structs.replace(new.record, max_tokens=left + new.output_tokens)

@@ -31,12 +31,9 @@ from tests.transfer.pair import DECODE, PREFILL, Opened, Pair
 from transfer.config import TransferConfig
 from transfer.handoff.commands import (
     Arrived,
-    ExpectedBlock,
     Fenced,
     MoverEvent,
-    OutgoingBlock,
     Received,
-    Rows,
     Settled,
 )
 from transfer.registry import LOOPBACK, open_transports
@@ -229,19 +226,9 @@ class Story:
         self.pair = pair
         self._decode = decode_blocks
         self.handoff = Handoff(RequestId(f"r{next(self._numbers)}"), 1, 1, DECODE, PREFILL)
-        prefill = pair.prefill.pool
         for block in range(POOL):
             decode_blocks.write(BlockId(block), POISON * decode_blocks.nbytes)
-        self._blocks, expected = [], {}
-        for at in range(FULL):
-            tokens, identity = min(SIZE, len(PROMPT) - SIZE * at), bytes([at]) * 16
-            generation = prefill.generation(SOURCES[at])
-            self._blocks.append(OutgoingBlock(SOURCES[at], generation, at, tokens, identity))
-            expected[at] = ExpectedBlock((Rows(0, TARGETS[at], 0, tokens),), identity, tokens)
-        pair.told.clear()
-        pair.events.clear()
-        pair.receiver.expect(self.handoff, expected)
-        pair.sender.open(self.handoff, pair.prefill.way.reads_remotely)
+        self._blocks = pair.begin(self.handoff, len(PROMPT), SIZE, SOURCES, TARGETS)
 
     def run(self, at: Callable[[str], None] = lambda step: None) -> None:
         """Carry it out; `at` each step before it is taken."""

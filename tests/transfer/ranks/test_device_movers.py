@@ -24,7 +24,7 @@ from tests.transfer.fake_device import library_path
 from tests.transfer.handoff.test_degrees import POISON, Blocks
 from tests.transfer.pair import DECODE, PREFILL, Opened, Pair
 from transfer.config import TransferConfig
-from transfer.handoff.commands import Arrived, ExpectedBlock, MoverEvent, OutgoingBlock, Received, Rows, Settled
+from transfer.handoff.commands import Arrived, MoverEvent, Received, Settled
 from transfer.registry import LOOPBACK
 from worker.opening import open_movers
 
@@ -124,16 +124,7 @@ class Story:
         self.handoff = Handoff(RequestId(f"r{next(self._numbers)}"), 1, 1, DECODE, PREFILL)
         for block in TARGETS:
             here.write(block, POISON * here.nbytes)
-        self._blocks, expected = [], {}
-        for at in range(FULL):
-            tokens, identity = min(SIZE, len(PROMPT) - SIZE * at), bytes([at]) * 16
-            generation = pair.prefill.pool.generation(SOURCES[at])
-            self._blocks.append(OutgoingBlock(SOURCES[at], generation, at, tokens, identity))
-            expected[at] = ExpectedBlock((Rows(0, TARGETS[at], 0, tokens),), identity, tokens)
-        pair.told.clear()
-        pair.events.clear()
-        pair.receiver.expect(self.handoff, expected)
-        pair.sender.open(self.handoff, pair.prefill.way.reads_remotely)
+        self._blocks = pair.begin(self.handoff, len(PROMPT), SIZE, SOURCES, TARGETS)
 
     def offer(self) -> None:
         self.pair.at_prefill(self.pair.sender.offer(self.handoff, self._blocks))
