@@ -124,11 +124,15 @@ def device_share(config: ClusterConfig, pool: Pool) -> float:
 
 def shares_cores(config: ClusterConfig) -> bool:
     """Return True where workers of both pools compute on one host's processor, and lend each other their cores while
-    they wait."""
-    pools = engines(config).values()
+    they wait: those of native kernels do."""
     is_one_host = config.launcher != "ray" or config.ray.address == "local"
-    lend = all(engine.device == "cpu" and engine.lend_cores for engine in pools)
-    return is_one_host and lend and config.prefill_workers > 0 and config.decode_workers > 0
+    have_workers = config.prefill_workers > 0 and config.decode_workers > 0
+    return is_one_host and have_workers and all(map(_lends, engines(config).values()))
+
+
+def _lends(engine: EngineConfig) -> bool:
+    is_native = engine.attention != "torch" and engine.dtype in ("auto", CPU_DTYPE)
+    return engine.device == "cpu" and engine.lend_cores and is_native
 
 
 def _cards(engine: EngineConfig) -> range:

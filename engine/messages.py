@@ -191,9 +191,10 @@ class TenantsTold(Record):
 class ReadTold(Record):
     """From a router to its siblings, by way of the decode worker that it offers a request to, which passes it on as it
     is: `reader` is about to read a prompt, of which so many tokens are taken to be uncached there. `blocks` are those
-    of them, packed as in `HeldRun`, and `parent` the one before."""
+    of them, packed as in `HeldRun`, and `parent` the one before. `is_new`: the request has not been offered before."""
 
     reader: str
+    is_new: bool
     uncached_tokens: int
     parent: bytes
     blocks: bytes

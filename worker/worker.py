@@ -6,6 +6,7 @@ what it hands them. What differs between the two is `decode_worker/role.py` and 
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -204,8 +205,8 @@ class Worker(Generic[E]):
         interval_s = REPORT_S if is_busy else HEARTBEAT_S
         if ran is not None:
             self._ran_at = now
-        # One that has become idle says so: until the next report its work would seem to be still there.
-        has_ended = not is_busy and self._reported_at < self._ran_at
+        # One that has become idle, and holds no step, says so: until the next report its work would seem to be there.
+        has_ended = not is_busy and self._role.due == math.inf and self._reported_at < self._ran_at
         if self._report_now or has_ended or now - self._reported_at >= interval_s:
             self._report(now)
         if self._holdings:

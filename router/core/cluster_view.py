@@ -72,7 +72,8 @@ class ClusterView:
         chain, held = call.chain(key), call.believed_prefill_tokens // key[1]
         parent = chain[held - 1][:SHORT_BYTES] if held else b""
         blocks = b"".join(one[:SHORT_BYTES] for one in chain[held:])
-        return ReadTold(reader, len(call.record.tokens) - call.believed_prefill_tokens, parent, blocks)
+        uncached = len(call.record.tokens) - call.believed_prefill_tokens
+        return ReadTold(reader, call.placement == 1, uncached, parent, blocks)
 
     def told(self, record: ReadTold) -> None:
         """Note what another router has sent to a worker: it will hold it, and has to read it first."""

@@ -119,9 +119,12 @@ class Router:
         return len(self._calls)
 
     def reading(self, request: RequestId) -> ReadTold | None:
-        """Return what other routers should know of a request that is offered now; None where it is not."""
+        """Return what other routers should know of a request that is offered now; None where it is not, or where its KV
+        is there that was yielded elsewhere: nobody reads its prompt."""
         call = self._calls.get(request)
-        return None if call is None or call.state is not State.OFFERED else self._view.reading(call)
+        if call is None or call.state is not State.OFFERED or call.source is not None:
+            return None
+        return self._view.reading(call)
 
     def is_settled(self, now: float) -> bool:
         """Return True once no more requests of an earlier router can appear."""
@@ -231,7 +234,8 @@ class Router:
                 self.index.learn(worker, run.parent, run.blocks)
             return
         if isinstance(record, ReadTold):
-            self._placer.told(record, now)
+            if record.is_new:
+                self._placer.told(record, now)
             self._view.told(record)
             return
         if isinstance(record, OrphansTold):

@@ -113,6 +113,8 @@ def test_one_pool_is_two_settings_and_what_follows() -> None:
         (["--workers", "2"], "off"),
         (["--set", "decode.engine.lend_cores=false"], "off"),
         (["--set", "prefill.engine.lend_cores=false"], "off"),
+        (["--set", "decode.engine.attention=torch"], "off"),
+        (["--set", "engine.dtype=bfloat16"], "off"),
         (["--launcher", "ray", "--set", "ray.address=auto"], "off"),
         (["--launcher", "ray"], "auto"),
     ],

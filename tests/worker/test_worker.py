@@ -14,6 +14,7 @@ import pytest
 import worker.opening
 import worker.worker
 from decode_worker.role import open_decode_worker
+from decode_worker.scheduler.holding import NEVER
 from engine.config import TierConfig
 from engine.device import EngineDevice
 from engine.handshake import Party
@@ -206,7 +207,7 @@ def test_what_a_router_is_about_to_have_read_reaches_the_other_one(rpc: RpcLoop)
         address = one.start().address
         here, there = attach(rpc, address, "decode"), attach(other, address, "decode")
         until(lambda: all(len(listener.heard) > 1 for listener in (here, there)))
-        told = ReadTold("p0", 40, b"", b"12345678" * 2)
+        told = ReadTold("p0", True, 40, b"", b"12345678" * 2)
         here.send(encode([told]))
         until(lambda: [told] in there.heard)
         assert not any(isinstance(record, ReadTold) for frame in here.heard for record in frame)
@@ -367,6 +368,29 @@ def test_a_worker_that_has_become_idle_says_so_once(monkeypatch: pytest.MonkeyPa
             made.step()
             told.append(len(reports))
         assert told == [0, 1, 1]
+    finally:
+        made.stop()
+
+
+def test_a_worker_that_holds_its_next_step_has_not_become_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards routers against a report for every step that waits for rows that are about to land."""
+    made, reports = OPEN["decode"](), list[float]()
+    try:
+        steps = iter([Ran(StepPlan((), (), 1), 0.01, None), None, None])
+        monkeypatch.setattr(made._engine, "step", lambda: next(steps))
+        monkeypatch.setattr(made._role, "turned", lambda *_: None)
+        monkeypatch.setattr(worker.worker, "REPORT_S", 1e9)
+        monkeypatch.setattr(worker.worker, "HEARTBEAT_S", 1e9)
+        monkeypatch.setattr(made, "_report", reports.append)
+        made._reported_at = time.monotonic()
+        made.step()
+        hold = made.scheduler.batch.hold  # type: ignore[attr-defined]
+        hold.due = made._reported_at + 60.0
+        made.step()
+        assert not reports
+        hold.due = NEVER
+        made.step()
+        assert len(reports) == 1
     finally:
         made.stop()
 

@@ -105,6 +105,30 @@ def test_refused_goes_to_another_worker_at_once() -> None:
     assert is_told(second, Place) and second.worker != first.worker
 
 
+def test_an_offer_made_again_is_no_new_work_for_other_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what a copy is taken to delay: under load, where workers refuse, every offer would count as a request."""
+    bench, other, counted = Bench(decodes=2), Bench(decodes=2), list[str]()
+    (place,) = bench.submit(A)
+    assert is_told(place, Place)
+    first = bench.router.reading(A)
+    bench.hear(Refused(A, 1, 4), place.worker)
+    again = bench.router.reading(A)
+    assert first is not None and again is not None and (first.is_new, again.is_new) == (True, False)
+    monkeypatch.setattr(other.router._placer, "told", lambda record, now: counted.append(record.reader))
+    other.hear(first)
+    other.hear(again)
+    assert counted == ["p0"] and other.router.index.held_blocks("p0") == 2
+
+
+def test_nobody_is_told_of_a_prompt_that_nobody_reads() -> None:
+    """Guards other routers' queues: a request that moves finds its KV where it was yielded."""
+    bench = Bench()
+    bench.submit(A)
+    assert bench.router.reading(A) is not None and bench.router.reading(B) is None
+    bench.router._calls[A].source = bench.router._calls[A].decode_life
+    assert bench.router.reading(A) is None
+
+
 def test_own_dispatches_count_until_a_report_does() -> None:
     """Guards against a burst that is sent to one worker beyond its pool."""
     bench = Bench(blocks=8)

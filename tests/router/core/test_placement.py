@@ -425,8 +425,8 @@ def test_the_work_that_other_routers_bring_delays_too() -> None:
     parts.report("p0", s_per_token=0.01)
     arrivals = parts.placer._reuse.arrivals
     for number in range(3):
-        parts.placer.told(ReadTold("p0", 25, b"", b""), float(number))
-    parts.placer.told(ReadTold("nobody", 1000, b"", b""), 3.0)
+        parts.placer.told(ReadTold("p0", True, 25, b"", b""), float(number))
+    parts.placer.told(ReadTold("nobody", True, 1000, b"", b""), 3.0)
     assert (arrivals._gap_s, arrivals._work_s) == (pytest.approx(1.0), pytest.approx(25 * 0.01))
 
 
