@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from transfer.config import TransferConfig
 from transfer.handoff.commands import CancelRecv, Connect, IncomingBlock, MoverEvent, PostRecv, Rows
 from transfer.handoff.negotiation import Agreement
 from transfer.host.loopback import FaultKind, LoopbackHub, LoopbackTransport, ScriptedFault
+from transfer.mover import Mover
 from transfer.ranks import follower
 from transfer.ranks.links import Alive, FromMover, MoveLink, MoverOpened, OpenMover
 from transfer.registry import LOOPBACK, open_transports
@@ -36,15 +38,25 @@ LOOK_S, STUCK_S = 0.2, 0.5
 class Rank:
     """A rank's end in threads of this process, over loopback from a peer whose first chunk never comes."""
 
-    def __init__(self, open_ways: Callable[[KVMemory], dict[str, Transport]]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, open_ways: Callable[[KVMemory], dict[str, Transport]]
+    ) -> None:
+        movers = self._movers = list[Mover]()
+
+        class Kept(Mover):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                movers.append(self)
+
+        monkeypatch.setattr(follower, "Mover", Kept)
         self.memory = PagedKV(LAYOUT, 4)
-        here, there = socket.socketpair()
+        here, self._there = socket.socketpair()
         self.why: list[str] = []
 
         def opened(memory: KVMemory, *rest: object) -> dict[str, Transport]:
             return open_ways(memory)
 
-        args = (there, self.memory, LAYOUT, self.why.append, opened)
+        args = (self._there, self.memory, LAYOUT, self.why.append, opened)
         self._thread = threading.Thread(target=follower.serve, args=args, daemon=True)
         self._thread.start()
         self._here = here
@@ -56,7 +68,10 @@ class Rank:
         self._here.shutdown(socket.SHUT_RDWR)
         self._thread.join(5.0)
         assert not self._thread.is_alive()
+        for mover in self._movers:  # which ends with its process outside of tests
+            mover.stop()
         self._here.close()
+        self._there.close()
         self.memory.close()
 
 
@@ -68,7 +83,7 @@ def test_a_rank_says_that_it_lives_also_amid_commands(monkeypatch: pytest.Monkey
     there = PagedKV(LAYOUT, 4)
     LoopbackTransport(there, PEER, hub)
     hub.faults.append(ScriptedFault(FaultKind.STALL))
-    rank = Rank(lambda memory: {"loopback": LoopbackTransport(memory, ME, hub)})
+    rank = Rank(monkeypatch, lambda memory: {"loopback": LoopbackTransport(memory, ME, hub)})
     try:
         handoff = Handoff(RequestId("r"), 1, 1, ME, PEER)
         rank.link.say(Connect(PEER, Endpoint(transport="loopback"), Agreement(LAYOUT)))
@@ -95,7 +110,7 @@ def test_a_rank_says_that_it_lives_also_amid_commands(monkeypatch: pytest.Monkey
         there.close()
 
 
-def test_a_rank_whose_transfer_thread_is_stuck_says_why_it_ends() -> None:
+def test_a_rank_whose_transfer_thread_is_stuck_says_why_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a thread that is stuck in one call, which nobody else sees: the rank itself answers as ever."""
     called, go_on = threading.Event(), threading.Event()
 
@@ -104,7 +119,7 @@ def test_a_rank_whose_transfer_thread_is_stuck_says_why_it_ends() -> None:
             called.set()
             go_on.wait(60.0)
 
-    rank = Rank(lambda memory: {"loopback": Stuck(memory, ME, LoopbackHub())})
+    rank = Rank(monkeypatch, lambda memory: {"loopback": Stuck(memory, ME, LoopbackHub())})
     try:
         rank.link.say(Connect(PEER, Endpoint(transport="loopback"), Agreement(LAYOUT)))
         assert called.wait(5.0)
