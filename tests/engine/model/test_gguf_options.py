@@ -153,6 +153,13 @@ def test_a_factor_that_is_not_above_0_is_refused(
         options(tmp_path, architecture, MISTRAL_7B, said)
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3moe", "mistral3", "granite", "smollm3"])
+def test_a_window_that_the_family_has_not_in_gguf_is_refused(architecture: str, tmp_path: Path) -> None:
+    """Guards a window passed over in silence: of these families' files it is not known which layers would have it."""
+    with pytest.raises(ModelError, match=rf"metadata {architecture}.attention.sliding_window 8 is not known of"):
+        options(tmp_path, architecture, MISTRAL_7B, {"attention.sliding_window": 8})
+
+
 def test_a_cap_of_0_is_none(tmp_path: Path) -> None:
     """Guards files whose writer says that way that nothing is capped."""
     said: dict[str, Number] = {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
