@@ -131,14 +131,14 @@ def test_a_tensor_without_values_is_refused(tmp_path: Path) -> None:
     ("architecture", "key", "value"),
     [
         ("granite", "embedding_scale", 0.0),
-        ("granite", "residual_scale", -0.2),
+        ("granite", "residual_scale", -0.25),
         ("granite", "attention.scale", -1.0),
         ("granite", "logit_scale", 0.0),
         ("granite", "logit_scale", -8.0),
         ("gemma2", "attn_logit_softcapping", -50.0),
         ("gemma2", "final_logit_softcapping", -30.0),
         ("gemma3", "final_logit_softcapping", -30.0),
-        ("mistral3", "attention.temperature_scale", -0.1),
+        ("mistral3", "attention.temperature_scale", -0.5),
     ],
 )
 @pytest.mark.parametrize("is_nan", [False, True])
