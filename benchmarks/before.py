@@ -13,7 +13,6 @@ layer costs besides its products is all that there is.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -41,10 +40,11 @@ class _Side:
     """A process that decodes when it is told to."""
 
     def __init__(self, checkout: Path, model: str, cache: Path, sizes: list[int]) -> None:
-        command = [sys.executable, "-P", str(SIDE), model, str(cache), *map(str, sizes)]
-        environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        command = ["env", f"PYTHONPATH={checkout}", "OMP_NUM_THREADS=1", sys.executable, "-P", str(SIDE)]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=checkout, env=environment, text=True)
+        self._process = subprocess.Popen(
+            [*command, model, str(cache), *map(str, sizes)], stdin=pipe, stdout=pipe, cwd=checkout, text=True
+        )
         self.said = self._answer()
         assert Path(self.said["from"]).is_relative_to(checkout), f"{self.said['from']} is not of {checkout}"
 
