@@ -516,7 +516,7 @@ def test_what_would_copy_from_a_block_that_it_needs_leaves_others_what_it_is_tol
 
 
 def test_what_is_written_on_is_not_indexed_in_part_when_its_step_ends() -> None:
-    """Guards a partly filled block in the cache whose next rows are being written: only what ends with a tail has one."""
+    """Guards a partly filled block in the cache whose next rows are being written: a tail is of what has ended."""
     kv, tokens = KVCacheManager(8, 4, "m"), list(range(11))
     lease = kv.acquire(b"", tokens, match_limit=0, room_tokens=11)
     assert lease is not None
