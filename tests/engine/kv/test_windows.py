@@ -503,3 +503,21 @@ def test_a_lease_that_is_promised_nothing_yet_costs_nothing(to_share: int | None
     kv.check()
     assert kv.promise(b"", 0, spare=BLOCKS, to_share=to_share) is not None
     assert kv.promise(b"", 0, spare=BLOCKS + 1, to_share=to_share) is None
+
+
+def test_a_block_takes_the_place_of_the_one_numbered_before_it() -> None:
+    """Guards two blocks of one content, of which nobody would find the newer: they are told apart by all of their
+    numbers, neighbours too."""
+    kv = KVCacheManager(8, SIZE, "m", groups=(LayerGroup((0,)), LayerGroup((1,), 5)), ahead_tokens=SIZE)
+    tokens = list(range(SIZE))
+    one, other = (_lease(kv, tokens, cached=False) for _ in range(2))
+    for lease in (one, other):
+        kv.reach(lease, 0, SIZE)
+    assert other.windows[0][0] == one.windows[0][0] + 1
+    kv.commit(one, tokens)
+    kv.release(one)
+    kv.commit(other, tokens)
+    assert other.path[0].windows == [other.windows[0][0]]
+    kv.check()
+    kv.release(other)
+    assert kv.pool.counts()["cached"] == 2 and kv.pool.free == 6

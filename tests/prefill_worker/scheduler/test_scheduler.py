@@ -621,3 +621,13 @@ def test_what_a_step_says_of_a_prompts_tokens_is_that_prompts() -> None:
     said = TokenLogprobs(7, -0.5)
     scheduler.scored(first, [[said]])
     assert [jobs[RequestId(name)].scores for name in "ab"] == [[said], []]
+
+
+def test_what_nobody_had_to_wait_for_was_no_quarantine() -> None:
+    """Guards the histogram of quarantines, and the worker that fills it: most handoffs have had none."""
+    bench = Bench(chunk_tokens=256)
+    stopped = bench.start("stopped", _tokens(100, 1))
+    bench.tell(FromReader(PEER, Stop(stopped)))
+    bench.start("whole", _tokens(100, 2))
+    bench.run()
+    assert bench.scheduler.is_idle and bench.scheduler.source.take_quarantined() == []
