@@ -44,6 +44,8 @@ class Plan:
     block_size: dict[str, int] = field(default_factory=lambda: {"prefill": 4, "decode": 4})
     windows: tuple[int, ...] = ()
     """The windows of the layer groups but the first, in tokens; empty: all layers are in one group."""
+    masked: bool = False
+    """Whether windows are masks over one group that keeps everything: what layer groups are to be equal to."""
     context_tokens: int = 256
     transport: str = "shm"
     ranks: dict[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
