@@ -93,7 +93,7 @@ class RankGroup:
         self.weights_bytes: list[int] = []
         """By rank, once they are ready."""
         self.pools: list[Callable[[], Tensor]] = []
-        """By which those of the ranks from 1 on are mapped, where each has its own: uint8 `[blocks, bytes]`. Each raises
+        """Calls that map those of the ranks from 1 on, where each has its own: uint8 `[blocks, bytes]`. Each raises
         ValueError."""
         self._on_death: Callable[[RankError], None] = lambda error: None
         self._interrupt: Callable[[], None] = lambda: None
