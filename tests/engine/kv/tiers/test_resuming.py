@@ -247,3 +247,20 @@ def test_a_stash_has_the_tails_that_going_on_from_its_end_takes(tokens: int) -> 
     rig.kv.release(lease)
     rig.kv.check()
     assert rig.kv.available == BLOCKS
+
+
+def test_tails_that_come_back_to_blocks_on_the_device_are_found_there() -> None:
+    """Guards a load that was for nothing: the blocks of the first group never left, and get their windows back."""
+    rig, prompt = Rig(), PROMPT[:16]
+    rig.serve(prompt[:13])
+    rig.push_down()
+    rig.serve(prompt)
+    while rig.kv.cache.match(b"", prompt, 12, whole=True).nodes:
+        rig.push_down(1)
+    fetch = rig.fetches.wanted(b"", prompt, 15, FAST)
+    assert fetch is not None
+    load = rig.load()
+    rig.fetches.handle(Loaded(load.number, len(load.targets), 0.1, 0.0))
+    rig.kv.check()
+    assert fetch.is_over and rig.kv.matched_tokens(b"", prompt, 15) >= 12
+    assert rig.fetches.wanted(b"", prompt, 15, FAST) is None
