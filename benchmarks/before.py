@@ -41,6 +41,7 @@ class _Side:
 
     def __init__(self, checkout: Path, model: str, cache: Path, sizes: list[int]) -> None:
         command = ["env", f"PYTHONPATH={checkout}", "OMP_NUM_THREADS=1", sys.executable, "-P", str(SIDE)]
+        subprocess.run([*command, model, str(cache)], cwd=checkout, check=True)
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             [*command, model, str(cache), *map(str, sizes)], stdin=pipe, stdout=pipe, cwd=checkout, text=True
