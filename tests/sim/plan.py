@@ -49,8 +49,7 @@ class Plan:
     context_tokens: int = 256
     transport: str = "shm"
     ranks: dict[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
-    """The ranks of a worker, each with a mover: 1 or 2, the number of heads. Lower tiers are the worker's, which has
-    none of them outside of the simulator where there are several ranks."""
+    """The ranks of a worker, each with a mover: 1 or 2, the number of heads. Lower tiers are the worker's."""
     slow_copies: float = 0.0
     tier_blocks: int = 0
     """Blocks of host memory below each prefill worker's pool, with a small disk tier; 0: neither."""

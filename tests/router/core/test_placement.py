@@ -416,6 +416,28 @@ def test_the_work_that_comes_is_that_of_what_is_not_cached() -> None:
     assert parts.placer._reuse.arrivals._work_s == pytest.approx((40 + 8) / 2 * 0.01)
 
 
+def test_what_the_next_best_worker_would_have_taken_is_counted() -> None:
+    """Guards the price of a second copy where all are equally near: nobody loses by it then. Where a prompt's beginning
+    is held by one, the others would take as much longer."""
+    parts = Parts()
+    worker = parts.join("d0")
+    parts.join("p0")
+    parts.report("p0", s_per_token=0.01)
+    arrivals = parts.placer._reuse.arrivals
+    parts.placer.choose(waiting(name="alone"), 0.0)
+    assert arrivals.lost(32) == 32, "there is no other"
+    parts.join("p1")
+    parts.report("p1", s_per_token=0.01)
+    parts.placer.choose(waiting(name="r1"), 1.0)
+    assert arrivals.lost(32) == 0.0
+    call = waiting(name="r2")
+    parts.index.insert("p0", call.chain(worker.key))
+    choice = parts.placer.choose(call, 2.0)
+    # The other one would have computed two blocks more, and delayed others by none.
+    assert choice is not None and choice.prefill.name == "p0"
+    assert arrivals.lost(32) == pytest.approx(32 * 16 / (32 + 16))
+
+
 def test_the_work_that_other_routers_bring_delays_too() -> None:
     """Guards the price of a second copy where there are several routers: each knew a part of who is delayed by it, made
     copies that none of them would have made alone, and four found 0.97 of one router's hits."""
@@ -462,3 +484,47 @@ def test_a_sample_shares_the_whole_blocks_before_its_prompts_last_token(tokens: 
     host, call = parts.run("a", tokens=tokens), waiting(name="b", tokens=tokens)
     choice = parts.placer.beside(call, host, 0.0)
     assert choice is not None and choice.decode.cached_blocks == shared
+
+
+def test_a_request_that_moves_is_no_work_that_comes() -> None:
+    """Guards the price of a second copy: the KV of a yielded request is where it was, and nobody is delayed by it."""
+    parts = Parts()
+    source = parts.join("d0")
+    parts.join("d1")
+    parts.join("p0")
+    parts.report("d0", leaving=True)
+    parts.report("p0", s_per_token=0.01)
+    for number in range(3):
+        call = waiting(name=f"r{number}")
+        call.source = source.life
+        assert pair(parts.placer.choose(call, float(number))) == ("d0", "d1")
+    assert parts.placer._reuse.arrivals._work_s == 0.0 and not len(parts.placer._reuse.missed)
+    call.source = None
+    for number in (3, 4):
+        call.is_counted = False
+        assert parts.placer.choose(call, float(number)) is not None
+    assert parts.placer._reuse.arrivals._work_s > 0.0, "as that of any other does"
+
+
+def test_the_soonest_steps_are_those_of_the_quickest() -> None:
+    """Guards a deadline that the quicker of two workers would meet."""
+    parts = Parts()
+    for name, s_per_token in (("d0", 0.5), ("d1", 0.25), ("d2", 1.0)):
+        parts.join(name)
+        parts.report(name, s_per_token=s_per_token)
+    soonest = parts.placer.soonest(waiting(), 0.0)
+    assert soonest is not None
+    least = [parts.placer._least_step_s(worker) for worker in parts.registry.role("decode")]
+    assert soonest.s_per_token == min(least) < max(least)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(32, 1), (33, 1), (40, 8)])
+def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_read(tokens: int, expected: int) -> None:
+    """Guards a deadline against a first token that takes no time at all."""
+    parts = Parts()
+    parts.join("d0")
+    worker, call = parts.join("p0"), waiting(tokens=tokens)
+    parts.report("p0", s_per_token=0.5)
+    parts.index.insert("p0", call.chain(worker.key))
+    soonest = parts.placer.soonest(call, 0.0)
+    assert soonest is not None and soonest.first_token_s == expected * 0.5

@@ -15,6 +15,7 @@ from router.core.reuse import (
     MissedWaits,
     Reuse,
     half_life,
+    spare_tokens,
 )
 
 SIZE, LATER_S = 16, 1000.0
@@ -81,6 +82,55 @@ def test_those_that_are_still_to_come_are_delayed_too() -> None:
     prices = Reuse()
     assert prices.arrivals.delayed(5.0, 5.0) == 0.0, "nothing is known"
     assert busy_half(prices).arrivals.delayed(0.6, 0.4) == pytest.approx(0.8 / 0.4 / 0.5)
+
+
+def test_nobody_loses_more_than_it_would_elsewhere() -> None:
+    """Guards a prefix that everybody shares against staying with its first holder: those that a copy delays may go to
+    any idle worker. A conversation, which has nowhere else to go, still loses all of it."""
+    hot, held, queues = chain("hot", 10), {"a": 10, "b": 0}, {"a": 0, "b": 60}
+    whole = delaying(busy_half(Reuse()), hot, held, queues)["b"]
+    assert whole == pytest.approx((0.6 + 0.8) * 5 * 160)
+    for spare, share in ((0.0, 0.0), (160.0, 0.5), (1e9, 1.0)):
+        prices = busy_half(Reuse())
+        for n in range(20):
+            prices.arrivals.came(50.0 + n * 0.1, 0.2, 4, spare)
+        assert delaying(prices, hot, held, queues)["b"] == pytest.approx(share * whole, rel=1e-3)
+
+
+def test_what_is_lost_is_a_mean_of_late() -> None:
+    """Guards each of the three: the mean of the first ones, that it fades, and that what another router brings, of
+    which nothing is known, changes none of it."""
+    arrivals = Arrivals()
+    assert arrivals.lost(160) == 160, "nothing is known"
+    arrivals.came(0.0, 0.1, 4)
+    assert arrivals.lost(160) == 160
+    for n, spare in enumerate((100.0, 300.0, 200.0), 1):
+        arrivals.came(n * 1.0, 0.1, 4, spare)
+    assert arrivals.lost(200) == pytest.approx(100.0)
+    arrivals.came(4.0, 0.1, 4)
+    assert arrivals.lost(200) == pytest.approx(100.0)
+    for n in range(8 * SHORTEST):
+        arrivals.came(5.0 + n, 0.1, 4, 600.0)
+    before = arrivals.lost(200)
+    for n in range(SHORTEST):
+        arrivals.came(9000.0 + n, 0.1, 4, 200.0)
+    assert before == pytest.approx(150.0, rel=0.01) and arrivals.lost(200) == pytest.approx(200 * 400 / 600, rel=0.01)
+
+
+def test_how_much_worse_the_next_worker_is() -> None:
+    """Guards its four terms: queues, what is cached, what others lose, and speeds; in tokens of the chosen one."""
+    home = PrefillView("home", 150, 40, 0.01, 0)
+    free = PrefillView("free", 0, 0, 0.01, 0)
+    assert spare_tokens(160, [home, free], home) == pytest.approx(160 - (40 + 10))
+    dear = PrefillView("dear", 0, 0, 0.01, 0, delaying_tokens=30.0)
+    assert spare_tokens(160, [home, dear], home) == pytest.approx(190 - 50)
+    assert spare_tokens(160, [home, free, dear], home) == pytest.approx(110), "the best of the others"
+    slow = PrefillView("slow", 0, 0, 0.02, 0, delay=1.5)
+    assert spare_tokens(160, [home, slow], home) == pytest.approx(3 * 160 - 50)
+    assert spare_tokens(160, [home, free], free) == 0.0, "who goes elsewhere than to the soonest has nothing to spare"
+    whole = PrefillView("whole", 160, 0, 0.01, 0)
+    assert spare_tokens(160, [whole, home], whole) == pytest.approx(50 - 1), "one token is always computed"
+    assert spare_tokens(160, [home], home) is None
 
 
 def test_no_worker_is_taken_to_be_always_busy() -> None:
@@ -256,3 +306,31 @@ def test_what_was_missed_is_counted_to_the_token() -> None:
     views = [view("a", 400, 0.01), view("b", 0, 0.02)]
     missed.placed(hot, 11 * SIZE, SIZE, views, {"a": 10}, views[0], LATER_S)
     assert missed.of(hot[-1]) == pytest.approx(416 - 2 * 16)
+
+
+def test_a_prompt_that_is_held_to_its_end_still_has_one_token_to_read() -> None:
+    """Guards the account of the very last block: without it, whoever reads in no time has nothing to be compared by."""
+    hot = chain("hot", 10)
+    missed = known(MissedWaits(), hot[-1])
+    views = [view("a", 400, 0.01), view("b", 0, 0.02)]
+    missed.placed(hot, 10 * SIZE, SIZE, views, {"a": 10}, views[0], LATER_S)
+    assert missed.of(hot[-1]) == pytest.approx(401 - 2 * 1)
+
+
+def test_who_comes_when_a_copy_could_just_be_there_has_missed_it() -> None:
+    """Guards the border: 160 tokens at 10 ms are there after 1.6 s, and not a moment before."""
+    hot = chain("hot", 10)
+    for now, has_missed in ((1.599, False), (1.6, True)):
+        missed = known(MissedWaits(), hot[-1])
+        placed(missed, hot, {"a": 10}, {"a": 100, "b": 0}, "a", now)
+        assert (missed.of(hot[-1]) > 0.0) == has_missed
+
+
+def test_nothing_is_forgotten_while_there_is_room() -> None:
+    missed = MissedWaits()
+    missed._tokens = {f"{n}".encode(): (0.0, 0.0) for n in range(missed._room)}
+    missed._fade(1)
+    assert len(missed) == missed._room, "as many as there may be"
+    missed._tokens[b"more"] = (0.0, 0.0)
+    missed._fade(1)
+    assert not len(missed), "of none of them anything was missed"
