@@ -7,6 +7,7 @@ their requests and their load, as a worker's engine does. Token i reads as " %04
 worker sends as i the time of the step in 0.1 ms, so a client reads from the text itself how old a token is; clients
 check that no text is missing. CPU is what the kernel has counted for the router's process between two moments, so that
 it does not matter who else uses the cores. `tokens a message` says how many tokens the router joined for a client.
+`bare-grpc` and `bare-sse` are servers that only write (`benchmarks/front_bare.py`): the bound of both fronts.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import figures, output
+from benchmarks.front_bare import serve_bare
 from benchmarks.front_disturbed import serve_disturber
 from benchmarks.front_peers import SmgFront, serve_text_workers
 from benchmarks.vllm_front import VllmFront
@@ -349,6 +351,8 @@ READERS: dict[str, Callable[[str, ClientCounts], Any]] = {
     "sse": read_sse,
     "smg": read_sse,
     "vllm": read_sse,
+    "bare-grpc": read_grpc,
+    "bare-sse": read_sse,
 }
 
 
@@ -419,6 +423,10 @@ def _opened(front: str, workers: int, has_http: bool, python: Path) -> tuple[Any
         fleet, to_fleet = _start(serve_text_workers, workers, TICK_S, VOCABULARY)
         peer = SmgFront(python, to_fleet.recv())
         return peer, to_fleet, peer.address, peer.address, [fleet]
+    if front.startswith("bare-"):
+        bare, to_bare = _start(serve_bare, front, workers, TICK_S, VOCABULARY)
+        address = to_bare.recv()
+        return bare, to_bare, address, address, []
     fleet, to_fleet = _start(serve_workers, workers)
     router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or has_http)
     grpc_address, http = to_router.recv()
@@ -519,7 +527,7 @@ def _ms(ages: list[int], share: float) -> float:
 
 def main() -> None:
     parser = output.parser(__doc__)
-    parser.add_argument("--fronts", default="grpc,sse", help="grpc, sse, smg, vllm, or several of them")
+    parser.add_argument("--fronts", default="grpc,sse", help="grpc, sse, bare-grpc, bare-sse, smg, vllm, or several of them")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="where smg, or vLLM, is installed")
     parser.add_argument("--streams", default="128", help="open streams, one after the other: 128,1024")
     parser.add_argument("--rates", default="25,100,400", help="tokens a second of each stream")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from engine.messages import (
+    PROTOCOL,
+    READS_TOLD,
     CachedTold,
     ClaimTold,
     DecodeRecord,
@@ -182,6 +184,9 @@ class Hub:
         if self.roster.joined(info):
             self._observer.joined(info.name, info.role)
         self._handle(events.Connected(peer, info))
+        if info.role == "decode" and info.protocol < READS_TOLD:
+            why = "is of an older release (protocol %d, here %d): other routers do not hear by it what is about to be read"
+            log.warning("worker %s " + why, info.name, info.protocol, PROTOCOL)
         for other in self.core.registry.computing_otherwise(info)[:1]:
             log.warning(
                 "worker %s computes with %s, %s with %s: where two tokens are nearly as likely, an answer that goes "

@@ -12,6 +12,7 @@ import msgspec
 
 from engine.handshake import NONCE_BYTES, Listener, Party, PartyRole
 from engine.messages import (
+    PROTOCOL,
     Accepted,
     Cancel,
     Ended,
@@ -121,6 +122,7 @@ def worker_info(
         context_tokens=512,
         pid=1,
         host="h",
+        protocol=PROTOCOL,
     )
 
 
