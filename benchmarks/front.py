@@ -3,8 +3,8 @@
 A real router (`RouterServer`, its fronts, core and links) in a process of its own stands between scripted workers and
 real clients, in processes of their own too. The workers have no model: they serve the real streams (`worker.rpc`, the
 handshake, `engine.messages`), accept every request, and at each step send one frame with the next token of each of
-their requests and their load, as a worker's engine does. Token i reads as " %04x" in a byte-level vocabulary, and a
-worker sends as i the time of the step in 0.1 ms, so a client reads from the text itself how old a token is; clients
+their requests, and with their load as often as a worker does. Token i reads as " %04x" in a byte-level vocabulary, and
+a worker sends as i the time of the step in 0.1 ms, so a client reads from the text itself how old a token is; clients
 check that no text is missing. CPU is what the kernel has counted for the router's process between two moments, so that
 it does not matter who else uses the cores. `tokens a message` says how many tokens the router joined for a client.
 `bare-grpc` and `bare-sse` are servers that only write (`benchmarks/front_bare.py`): the bound of both fronts.
@@ -63,6 +63,8 @@ TICK_S = 1e-4
 BLOCKS = 1 << 22
 CONTEXT_TOKENS = 1 << 22
 SETTLE_S = 1.5
+REPORT_S = 0.05
+"""As in `worker/worker.py`, whose imports a router's process has no use for."""
 WINDOWS = 5
 """Seconds with, and as many without, whoever disturbs."""
 CHARACTERS = 5
@@ -154,7 +156,7 @@ def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_ht
 
 class ScriptedWorker:
     """One worker. Its rpc loop's thread puts what routers say into `_said`; the one thread that calls `step` does all
-    else. Mutable state: the next index and the placement of every request, and the router's stream."""
+    else. Mutable state: the next index and the placement of every request, the router's stream, and when it reports."""
 
     def __init__(self, name: str, role: Any, number: int) -> None:
         self._me = Party(role, name, Incarnation(number))
@@ -163,6 +165,7 @@ class ScriptedWorker:
         self._send: Send | None = None
         self._next: dict[Any, tuple[int, int]] = {}
         self._steps = 0
+        self._report_s = 0.0
         served = ServedStream(frozenset({"router"}), self._accept)
         self.address = PeerAddress(name, f"127.0.0.1:{self._rpc.start('127.0.0.1', 0, {ATTACH[role]: served})}")
 
@@ -206,18 +209,20 @@ class ScriptedWorker:
             records.append(Tokens(request, placement, index, [token]))
             self._next[request] = (placement, index + 1)
         self._steps += 1
-        records.append(
-            Load(
-                step=self._steps,
-                free_blocks=BLOCKS,
-                cached_blocks=0,
-                active_blocks=0,
-                reserved_blocks=0,
-                quarantined_blocks=0,
-                running_requests=len(self._next),
-                s_per_token=1e-4,
+        if time.monotonic() >= self._report_s:
+            self._report_s = time.monotonic() + REPORT_S
+            records.append(
+                Load(
+                    step=self._steps,
+                    free_blocks=BLOCKS,
+                    cached_blocks=0,
+                    active_blocks=0,
+                    reserved_blocks=0,
+                    quarantined_blocks=0,
+                    running_requests=len(self._next),
+                    s_per_token=1e-4,
+                )
             )
-        )
         if self._send is not None:
             for data in frames(records):
                 self._send(data)
@@ -278,13 +283,13 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-async def read_grpc(address: str, tally: ClientCounts) -> None:
-    """One call on a connection of its own. The few frames of HTTP/2 that it takes are written out here: gRPC's own
+async def read_grpc(address: str, tally: ClientCounts, calls: int = 1) -> None:
+    """So many calls on one connection. The few frames of HTTP/2 that they take are written out here: gRPC's own
     client costs more CPU a message than its server, and with it this would measure the clients."""
     from protos import headrace_pb2 as pb
 
     host, _, port = address.rpartition(":")
-    asked_s, is_first = time.monotonic(), True
+    asked_s = time.monotonic()
     reader, writer = await asyncio.open_connection(host, int(port))
     named = {
         ":method": "POST", ":scheme": "http", ":path": "/headrace.v1.Headrace/Generate", ":authority": address,
@@ -293,34 +298,37 @@ async def read_grpc(address: str, tally: ClientCounts) -> None:
     head = b"".join(b"\0%c%b%c%b" % (len(k), k.encode(), len(v), v.encode()) for k, v in named.items())
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3])).SerializeToString()
     window = (1 << 30).to_bytes(4, "big")
-    writer.write(
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"\0\4" + window) + _frame(8, 0, 0, window)
-        + _frame(1, 4, 1, head) + _frame(0, 1, 1, b"\0" + len(message).to_bytes(4, "big") + message)
-    )  # fmt: skip
-    data, body = b"", b""
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"\0\4" + window) + _frame(8, 0, 0, window))
+    for call in range(1, 2 * calls, 2):
+        asked = b"\0" + len(message).to_bytes(4, "big") + message
+        writer.write(_frame(1, 4, call, head) + _frame(0, 1, call, asked))
+    data, bodies, opened = b"", dict.fromkeys(range(1, 2 * calls, 2), b""), set[int]()
     while came := await reader.read(65536):
         data += came
         at = 0
         while len(data) - at >= 9 and len(data) - at >= (end := 9 + int.from_bytes(data[at : at + 3], "big")):
             kind, flags, payload = data[at + 3], data[at + 4], data[at + 9 : at + end]
+            call = int.from_bytes(data[at + 5 : at + 9], "big")
             at += end
             if kind == 0:
-                body += payload
+                body = bodies[call] + payload
+                while len(body) >= 5 and len(body) >= (end := 5 + int.from_bytes(body[1:5], "big")):
+                    text, body = pb.GenerateResponse.FromString(body[5:end]).delta.text, body[end:]
+                    if text:
+                        if call not in opened:
+                            tally.opened(asked_s)
+                            opened.add(call)
+                        tally.took(text)
+                bodies[call] = body
             elif kind in (3, 7) or (kind == 1 and flags & 1):
                 raise RuntimeError(f"the call has ended, frame {kind}: {payload!r}")
             elif kind in (4, 6) and not flags & 1:
                 writer.write(_frame(kind, 1, 0, payload if kind == 6 else b""))
         data = data[at:]
-        while len(body) >= 5 and len(body) >= (end := 5 + int.from_bytes(body[1:5], "big")):
-            text, body = pb.GenerateResponse.FromString(body[5:end]).delta.text, body[end:]
-            if text:
-                if is_first:
-                    tally.opened(asked_s)
-                    is_first = False
-                tally.took(text)
 
 
-async def read_sse(address: str, tally: ClientCounts) -> None:
+async def read_sse(address: str, tally: ClientCounts, calls: int = 1) -> None:
+    assert calls == 1, "HTTP/1.1 has one answer at a time"
     host, _, port = address.rpartition(":")
     asked_s, is_first = time.monotonic(), True
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -356,14 +364,17 @@ READERS: dict[str, Callable[[str, ClientCounts], Any]] = {
 }
 
 
-def serve_client(pipe: Connection, shared: Any, front: str, address: str, streams: int, pause_s: float) -> None:
-    """Open `streams` streams, `pause_s` apart; answer the closing pipe's one word with ages and first tokens."""
+def serve_client(
+    pipe: Connection, shared: Any, front: str, address: str, streams: int, pause_s: float, calls: int
+) -> None:
+    """Open `streams` streams, `calls` on each connection, `pause_s` apart; answer the closing pipe's one word with ages
+    and first tokens."""
 
     async def main() -> None:
         tally = ClientCounts(shared)
         tasks = []
-        for _ in range(streams):
-            tasks.append(asyncio.create_task(READERS[front](address, tally)))
+        for at in range(0, streams, calls):
+            tasks.append(asyncio.create_task(READERS[front](address, tally, min(calls, streams - at))))
             await asyncio.sleep(pause_s)
         while not pipe.poll():
             await asyncio.sleep(0.02)
@@ -444,9 +455,11 @@ def measure(
     together: bool,
     disturb: str = "",
     python: Path = Path(sys.executable),
+    calls: int = 1,
 ) -> dict[str, Any]:
     """Return the line of one router with `streams` open streams, each of `rate` tokens a second; `disturb` says by whom
-    they are disturbed while half of the ages are read. `python` has the fronts of others."""
+    they are disturbed while half of the ages are read. `python` has the fronts of others. Over gRPC, so many `calls`
+    share a connection."""
     router, to_fleet, address, http, others = _opened(front, workers, bool(disturb), python)
     to_fleet.send(min(20.0, 2000.0 / streams))
     time.sleep(0.5)
@@ -454,7 +467,7 @@ def measure(
     shares = [streams // clients + (i < streams % clients) for i in range(clients)]
     shared = [SPAWN.Array("Q", 4, lock=False) for _ in shares]
     readers = [
-        _start(serve_client, words, front, address, share, 0.0 if together else 2e-3)
+        _start(serve_client, words, front, address, share, 0.0 if together else 2e-3, calls)
         for words, share in zip(shared, shares, strict=True)
     ]
 
@@ -527,12 +540,13 @@ def _ms(ages: list[int], share: float) -> float:
 
 def main() -> None:
     parser = output.parser(__doc__)
-    parser.add_argument("--fronts", default="grpc,sse", help="grpc, sse, bare-grpc, bare-sse, smg, vllm, or several of them")
+    parser.add_argument("--fronts", default="grpc,sse", help="several of grpc, sse, bare-grpc, bare-sse, smg, vllm")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="where smg, or vLLM, is installed")
     parser.add_argument("--streams", default="128", help="open streams, one after the other: 128,1024")
     parser.add_argument("--rates", default="25,100,400", help="tokens a second of each stream")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--clients", type=int, default=2, help="client processes")
+    parser.add_argument("--calls", type=int, default=1, help="over gRPC: streams that share a connection")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--together", action="store_true", help="all streams arrive at once")
     parser.add_argument("--disturb", default="", choices=["slow", "prompt"], help="by clients over HTTP")
@@ -548,6 +562,7 @@ def main() -> None:
             options.together,
             options.disturb,
             options.python,
+            options.calls if "grpc" in front else 1,
         )
         for front in options.fronts.split(",")
         for streams in figures.numbers(options.streams)
