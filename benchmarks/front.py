@@ -33,6 +33,7 @@ from benchmarks.front_peers import SmgFront, serve_text_workers
 from benchmarks.vllm_front import VllmFront
 from engine.handshake import Keyring, Party
 from engine.messages import (
+    PROTOCOL,
     Accepted,
     Cancel,
     Ended,
@@ -184,7 +185,7 @@ class ScriptedWorker:
         info = WorkerInfo(
             name=self._me.name, role=self._me.role, incarnation=self._me.incarnation, address=self.address.address,
             model="hex", fingerprint="f", block_size=16, blocks=BLOCKS, context_tokens=CONTEXT_TOKENS,
-            pid=os.getpid(), host="here", growth_tokens=16,
+            pid=os.getpid(), host="here", growth_tokens=16, protocol=PROTOCOL,
         )  # fmt: skip
         for data in frames([info]):
             send(data)
