@@ -194,6 +194,8 @@ class TenantAdmission:
         self._paid_tokens = paid_tokens
 
     def spend(self, tokens: int) -> None:
+        if self._usage is None:
+            return
         paid = min(tokens, self._paid_tokens)
         self._paid_tokens -= paid
         self._charge(tokens - paid)

@@ -185,8 +185,11 @@ class Hub:
             self._observer.joined(info.name, info.role)
         self._handle(events.Connected(peer, info))
         if info.role == "decode" and info.protocol < READS_TOLD:
-            why = "is of an older release (protocol %d, here %d): other routers do not hear by it what is about to be read"
-            log.warning("worker %s " + why, info.name, info.protocol, PROTOCOL)
+            log.warning(
+                "worker %s is of an older release (protocol %d, here %d): other routers do not hear by it what is about to "
+                "be read",
+                *(info.name, info.protocol, PROTOCOL),
+            )
         for other in self.core.registry.computing_otherwise(info)[:1]:
             log.warning(
                 "worker %s computes with %s, %s with %s: where two tokens are nearly as likely, an answer that goes "
@@ -203,12 +206,15 @@ class Hub:
 
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
         """Take in one frame of a worker."""
+        next_tokens, sinks, clock = self.core.next_tokens, self._sinks, self._clock
         for record in records:
             try:
-                if isinstance(record, TenantsTold):
-                    self._hear_sibling(record, self._clock())
-                elif isinstance(record, Tokens) and (ids := self.core.next_tokens(worker, record)):
-                    self._deliver(record.request, ids, self._clock(), record.logprobs)
+                if isinstance(record, Tokens) and (ids := next_tokens(worker, record)):
+                    sink = sinks.get(record.request)
+                    if sink is not None and (kept := sink.tokens(ids, clock(), record.logprobs)) is not None:
+                        self._handle(events.StopFound(record.request, kept))
+                elif isinstance(record, TenantsTold):
+                    self._hear_sibling(record, clock())
                 else:
                     self._handle(events.WorkerSaid(worker, record))
             except Exception:

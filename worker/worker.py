@@ -289,8 +289,10 @@ class Worker(Generic[E]):
         """Note what a router understands."""
         router.protocol = hello.protocol
         if hello.protocol < READS_TOLD:
-            why = "is of an older release (protocol %d, here %d): it is not told what other routers are about to have read"
-            log.warning("router %s " + why, hello.name, hello.protocol, PROTOCOL)
+            log.warning(
+                "router %s is of an older release (protocol %d, here %d): it is not told what others are about to have read",
+                *(hello.name, hello.protocol, PROTOCOL),
+            )
 
     def _pass_on(self, link: int, told: TenantsTold | ReadTold) -> None:
         """Tell the other routers what one says to them: of tenants, in the name that it has proven."""

@@ -119,6 +119,8 @@ class _ByteLevelDetokenizer:
     def push(self, ids: Sequence[int]) -> str:
         if not self._is_inside:
             table = self._table
+            if len(ids) == 1 and (whole := table[ids[0]]) is not None:
+                return whole  # as nearly every step's token is
             texts = [text for i in ids if (text := table[i]) is not None]
             if len(texts) == len(ids):
                 return "".join(texts)

@@ -149,6 +149,8 @@ class SamplesReader:
         take = self._outlet.take if self._outlet is not None else None
         if take is None or not self._is_awaited or not self._has_started or self._samples.reader is not self:
             return False
+        if len(self._readers) == 1:
+            return bool(self._ended) or self._readers[0].deliver(take)
         is_done = True
         for at, reader in enumerate(self._readers):
             if at not in self._ended:
