@@ -114,9 +114,7 @@ class TenantLimits:
             return TenantAdmission(None, 1)
         return self._begin(name, self._of(name, tenant, now), 1, now, paid_tokens)
 
-    def _begin(
-        self, name: str, usage: _Usage, samples: int, now: float, paid_tokens: int = 0
-    ) -> "TenantAdmission":
+    def _begin(self, name: str, usage: _Usage, samples: int, now: float, paid_tokens: int = 0) -> "TenantAdmission":
         usage.running += samples
         self._used_s[name] = now
         return TenantAdmission(usage, samples, partial(self._note_spent, name), paid_tokens)

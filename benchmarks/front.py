@@ -355,7 +355,7 @@ async def read_sse(address: str, tally: ClientCounts, calls: int = 1) -> None:
                 tally.took(found[1].decode())
 
 
-READERS: dict[str, Callable[[str, ClientCounts], Any]] = {
+READERS: dict[str, Callable[[str, ClientCounts, int], Any]] = {
     "grpc": read_grpc,
     "sse": read_sse,
     "smg": read_sse,

@@ -100,7 +100,7 @@ class _BareSse:
 
 async def _serve(pipe: Connection, kind: str, count: int, tick_s: float, period: int) -> None:
     groups = [_Group() for _ in range(count)]
-    server = {"bare-grpc": _BareGrpc, "bare-sse": _BareSse}[kind](groups)
+    server = _BareGrpc(groups) if kind == "bare-grpc" else _BareSse(groups)
     pipe.send(f"127.0.0.1:{await server.start()}")
     rate, begin_s = 20.0, time.monotonic()
     due = [begin_s + at / count / rate for at in range(count)]

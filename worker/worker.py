@@ -290,7 +290,8 @@ class Worker(Generic[E]):
         router.protocol = hello.protocol
         if hello.protocol < READS_TOLD:
             log.warning(
-                "router %s is of an older release (protocol %d, here %d): it is not told what others are about to have read",
+                "router %s is of an older release (protocol %d, here %d): it is not told what others are about to have "
+                "read",
                 *(hello.name, hello.protocol, PROTOCOL),
             )
 

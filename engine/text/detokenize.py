@@ -57,7 +57,6 @@ class DetokenizerFactory:
             table = self._tables[kept] = _ByteLevelTable(self._tokenizer, self._skipped - kept)
         return _ByteLevelDetokenizer(table)
 
-
     def _token_bytes(self, token: int) -> tuple[bytes, bool]:
         """Return the bytes of a token by itself, and whether answers show them."""
         name = "" if token in self._unknown else self._tokenizer.id_to_token(token) or ""

@@ -60,9 +60,7 @@ class Samples:
         """Forget a sample that another router goes on with; whoever reads it now keeps what it has."""
         self._streams[index] = None
 
-    def read(
-        self, positions: Sequence[Position] | None = None, outlet: Outlet | None = None
-    ) -> "SamplesReader":
+    def read(self, positions: Sequence[Position] | None = None, outlet: Outlet | None = None) -> "SamplesReader":
         """Read from the start, or behind `positions` (empty: from the start, as a resumption). Raises ApiError for
         positions that it cannot have reached, and where a sample was lost together with an earlier router."""
         wanted = self.started.samples

@@ -169,9 +169,7 @@ def test_one_that_proves_nothing_hears_nothing_and_is_turned_away(
     assert len(server.sessions) == 1
 
 
-def test_one_that_does_not_read_our_answer_is_turned_away_too(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_does_not_read_our_answer_is_turned_away_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against streams without number, held by one connection that lets nothing through: what waits there is our
     own answer."""
     monkeypatch.setattr(worker.rpc, "HANDSHAKE_S", 0.3)
@@ -239,9 +237,7 @@ def test_a_stream_is_not_read_while_its_engine_has_enough_to_hear(loop: RpcLoop,
     assert loop.call(_until(lambda: len(heard) == 64))
 
 
-def test_a_stream_that_takes_nothing_is_ended(
-    loop: RpcLoop, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_takes_nothing_is_ended(loop: RpcLoop, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.rpc, "MAX_UNSENT_BYTES", 32 << 20)
     client = dial(loop, server.address)
     client.send(b"first")
@@ -261,9 +257,7 @@ def test_a_frame_beyond_all_bounds_costs_its_stream_alone(loop: RpcLoop, server:
     assert other.echoed.wait(SOON_S)
 
 
-def test_a_stream_that_the_other_end_broke_leaves_no_task(
-    loop: RpcLoop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_that_the_other_end_broke_leaves_no_task(loop: RpcLoop, caplog: pytest.LogCaptureFixture) -> None:
     """Guards the log of a worker whose peer was killed against "Task was destroyed but it is pending": gRPC ends a
     task that it feeds a stream with only where this side has cancelled the stream."""
     environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
