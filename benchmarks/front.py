@@ -131,7 +131,7 @@ def _ticks() -> int:
 # ---- the router
 
 
-def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_http: bool) -> None:
+def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_http: bool, wakes_per_s: float) -> None:
     """Serve until the pipe closes; its first word is the two addresses. Without the HTTP front, gRPC's has all
     descriptors of the process."""
     limits = FrontLimits(connections=16_384, connections_per_address=16_384, calls_per_address=16_384)
@@ -141,6 +141,7 @@ def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_ht
         limits=limits,
         max_waiting=16_384,
         default_max_tokens=CONTEXT_TOKENS // 2,
+        wakes_per_s=wakes_per_s,
     )
     server = RouterServer(config, "", SECRETS, text=HexText())
     addresses = server.start()
@@ -425,7 +426,9 @@ def _start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connectio
     return process, ours
 
 
-def _opened(front: str, workers: int, has_http: bool, python: Path) -> tuple[Any, Any, str, str, list[Any]]:
+def _opened(
+    front: str, workers: int, has_http: bool, python: Path, wakes_per_s: float
+) -> tuple[Any, Any, str, str, list[Any]]:
     """Start a front and its workers. Return its process, who is told the rate, the address that is measured, that of
     HTTP, and what else is to be ended."""
     if front == "vllm":
@@ -440,7 +443,7 @@ def _opened(front: str, workers: int, has_http: bool, python: Path) -> tuple[Any
         address = to_bare.recv()
         return bare, to_bare, address, address, []
     fleet, to_fleet = _start(serve_workers, workers)
-    router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or has_http)
+    router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or has_http, wakes_per_s)
     grpc_address, http = to_router.recv()
     router.pipe = to_router  # the router ends with it
     return router, to_fleet, http if front == "sse" else grpc_address, http, [fleet]
@@ -457,11 +460,12 @@ def measure(
     disturb: str = "",
     python: Path = Path(sys.executable),
     calls: int = 1,
+    wakes_per_s: float = 12_000.0,
 ) -> dict[str, Any]:
     """Return the line of one router with `streams` open streams, each of `rate` tokens a second; `disturb` says by whom
     they are disturbed while half of the ages are read. `python` has the fronts of others. Over gRPC, so many `calls`
-    share a connection."""
-    router, to_fleet, address, http, others = _opened(front, workers, bool(disturb), python)
+    share a connection; `wakes_per_s` is the router's setting of that name."""
+    router, to_fleet, address, http, others = _opened(front, workers, bool(disturb), python, wakes_per_s)
     to_fleet.send(min(20.0, 2000.0 / streams))
     time.sleep(0.5)
     empty_bytes, began_cpu_s = rss_bytes(router.pid), cpu_s(router.pid)
@@ -548,6 +552,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--calls", type=int, default=1, help="over gRPC: streams that share a connection")
+    parser.add_argument(
+        "--wakes-per-s", type=float, default=12_000.0, help="router.wakes_per_s: above it tokens are joined"
+    )
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--together", action="store_true", help="all streams arrive at once")
     parser.add_argument("--disturb", default="", choices=["slow", "prompt"], help="by clients over HTTP")
@@ -564,6 +571,7 @@ def main() -> None:
             options.disturb,
             options.python,
             options.calls if "grpc" in front else 1,
+            options.wakes_per_s,
         )
         for front in options.fronts.split(",")
         for streams in figures.numbers(options.streams)

@@ -186,7 +186,7 @@ class Hub:
         self._handle(events.Connected(peer, info))
         if info.role == "decode" and info.protocol < READS_TOLD:
             log.warning(
-                "worker %s is of an older release (protocol %d, here %d): other routers do not hear by it what is about "
+                "worker %s is of an older release (protocol %d, here %d): by it, others do not hear what is about "
                 "to be read",
                 *(info.name, info.protocol, PROTOCOL),
             )
