@@ -176,6 +176,8 @@ class TenantLimits:
 class TenantAdmission:
     """One request that was let in: a part of what its tenant uses, until all of its samples have ended."""
 
+    __slots__ = ("_left", "_not_refused", "_note", "_paid_tokens", "_usage")
+
     def __init__(
         self,
         usage: _Usage | None,
@@ -191,9 +193,12 @@ class TenantAdmission:
         self._not_refused = samples
         self._paid_tokens = paid_tokens
 
+    @property
+    def is_limited(self) -> bool:
+        """True where anything is counted that it spends."""
+        return self._usage is not None
+
     def spend(self, tokens: int) -> None:
-        if self._usage is None:
-            return
         paid = min(tokens, self._paid_tokens)
         self._paid_tokens -= paid
         self._charge(tokens - paid)

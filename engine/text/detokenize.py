@@ -110,6 +110,8 @@ class _ByteLevelTable(dict[int, str | None]):
 class _ByteLevelDetokenizer:
     # Mutable state: the decoder, and whether it holds the beginning of a character.
 
+    __slots__ = ("_decoder", "_is_inside", "_table")
+
     def __init__(self, table: _ByteLevelTable) -> None:
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -114,6 +114,11 @@ class OutputHistory:
 class Output:
     """The text side of one request. After a stop string it takes no more tokens."""
 
+    __slots__ = (
+        "_beginnings", "_detokenizer", "_held", "_is_plain", "_longest", "_reasoning", "_stop", "_tokens",
+        "reasoning_tokens", "stopped",
+    )  # fmt: skip
+
     def __init__(
         self, detokenizer: IncrementalDecoder, stop: Sequence[str], reasoning: AnswerParser | None = None
     ) -> None:

@@ -98,6 +98,10 @@ class SamplesReader:
     # Mutable state: whether it has begun, whether it is known, whether somebody waits for the next event, whose turn it
     # is, and which samples have ended.
 
+    __slots__ = (
+        "_ended", "_has_started", "_is_awaited", "_outlet", "_readers", "_samples", "_turn", "is_known", "streams",
+    )  # fmt: skip
+
     def __init__(
         self,
         samples: Samples,

@@ -40,8 +40,14 @@ class Signal(Protocol):
 
 
 class SampleStream:
-    # Mutable state: the deltas that no reader has taken yet, what was taken, how the request ended, and the present
-    # reader.
+    # Slots, here and along a token's way: where many streams take turns, none is in the processor's caches, and a token
+    # costs as much as it touches of them. Mutable state: the deltas that no reader has taken yet, what was taken, how
+    # the request ended, and the present reader.
+
+    __slots__ = (
+        "_admission", "_counted", "_deadline_s", "_deltas", "_finished", "_history", "_is_adopted", "_is_charged",
+        "_journal", "_observer", "_timeline", "begun", "changed", "end", "output", "reader", "started",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class SampleStream:
         self._deadline_s = deadline_s
         self._counted = False
         self._admission = admission
+        self._is_charged = admission is not None and admission.is_limited
 
     @property
     def ids(self) -> list[int]:
@@ -115,7 +122,7 @@ class SampleStream:
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> int | None:
-        if self._admission is not None:
+        if self._is_charged and self._admission is not None:
             self._admission.spend(len(ids))
         text, kept = self.output.push(ids)
         if kept:
@@ -283,6 +290,8 @@ class Reader:
 
     # Mutable state: the position that is still to be reached, what is given again, how many deltas of the stream that
     # covers, and how many of those behind them may be given.
+
+    __slots__ = ("_backlog", "_covered", "_is_first", "_position", "_stream", "_until")
 
     def __init__(self, stream: SampleStream, position: Position | None = None) -> None:
         self._stream = stream

@@ -79,6 +79,11 @@ class StreamWriter:
     that are over, and for each sample how many characters its tokens have begun, and what lies around the text, and the
     ids, of all its chunks but the first."""
 
+    __slots__ = (
+        "_around", "_at", "_characters", "_echoed", "_ends", "_form", "_has_ids", "_readers", "_started",
+        "_token_bytes", "_wants_ids",
+    )  # fmt: skip
+
     def __init__(
         self, started: Started, form: HttpForm, token_bytes: TokenBytes, at: Sequence[EventPosition] = ()
     ) -> None:
@@ -92,6 +97,7 @@ class StreamWriter:
         self._echoed: set[int] = set()
         self._readers: dict[int, PartsReader] = {}
         self._around: dict[int, tuple[bytes, bytes, bytes]] = {}
+        self._has_ids, self._wants_ids = bool(started.resume_token), form.return_token_ids
 
     def delta(self, item: Delta) -> bytes:
         """One event of new output, or nothing where the client asked for text and there is none yet.
@@ -100,7 +106,7 @@ class StreamWriter:
         """
         sample, text, ids = item.sample, item.text, item.token_ids
         around = self._around.get(sample)
-        if around is not None and not self._started.resume_token:
+        if around is not None and not self._has_ids:
             return self._more(item, around)  # nobody comes back, so where it is matters no more
         at = self._at[sample]
         if at.closing:
@@ -124,11 +130,11 @@ class StreamWriter:
 
     def _more(self, item: Delta, around: tuple[bytes, bytes, bytes]) -> bytes:
         """Return one event without its id, of text that is not a sample's first."""
-        wants_ids = self._form.return_token_ids
-        if not item.text and not (wants_ids and item.token_ids):
+        text, ids, wants_ids = item.text, item.token_ids, self._wants_ids
+        if not text and not (wants_ids and ids):
             return b""
         before, between, after = around
-        return b"".join((before, _encode(item.text), between, _encode(item.token_ids) if wants_ids else b"", after))
+        return b"".join((before, _encode(text), between, _encode(ids) if wants_ids else b"", after))
 
     def _echo(self, sample: int) -> bytes:
         """One event with the prompt's text, before all output of a sample."""
