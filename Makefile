@@ -3,7 +3,7 @@
 #   PYTHON=python3   the interpreter it is made from, 3.11 or later
 #   TORCH_INDEX=URL  PyTorch's CPU index, to avoid the CUDA build (several GB) on a machine without a GPU
 #   ARGS="..."       passed on to the program
-#   JOBS=2           processes of `make test` and `make slow` as a whole; with ARGS there is one
+#   JOBS=2           processes of `make test`, `make slow` and `make parity` as a whole; with ARGS there is one
 #   TRITON=3.6.0     another version for `make contract`, beside the one of the environment
 #   MINUTES=10       how long `make soak` goes on; SEED=7 repeats its choices
 #   SECONDS, SCHEDULES, SEED   of `make sim`: for how long, how many that count, which disjoint range; of `make fuzz` too
@@ -52,7 +52,7 @@ slow: $(DEV)
 	$(BIN)/python -m pytest -m "slow and $(APART)" $(or $(ARGS),--numprocesses $(JOBS))
 
 parity: $(DEV)
-	$(BIN)/python -m pytest -m parity $(ARGS)
+	$(BIN)/python -m pytest -m parity $(or $(ARGS),--numprocesses $(JOBS))
 
 # Real files of other families than the demo's, for `make parity` alone: 333 MB, Gemma under its own terms of use.
 models: $(DEV)

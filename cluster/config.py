@@ -234,14 +234,3 @@ def draft_problem(engine: EngineConfig) -> str | None:
     if engine.speculation == "model" and (engine.device != "cpu" or engine.attention == "triton"):
         return f"is 'model', and a draft model computes on the CPU, not on {engine.device} with Triton's kernels"
     return None
-
-
-def ranks_problem(config: ClusterConfig) -> str | None:
-    """Return why workers whose ranks have a pool each cannot be as they are set, or None. Each rank has a part of every
-    block, and nobody moves those of all ranks to a lower tier yet."""
-    workers = {"prefill": config.prefill_workers, "decode": config.decode_workers}
-    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        if workers[role] and pool.engine.has_rank_pools and (pool.tiers.host_bytes or pool.tiers.disk_bytes):
-            why = f"{role}.engine.tensor_parallel is {pool.engine.tensor_parallel} on {pool.engine.device}, with a pool"
-            return f"{why} for each rank: blocks do not go to lower tiers yet: {role}.tiers.*_bytes must be 0"
-    return None

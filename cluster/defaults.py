@@ -15,7 +15,7 @@ Whatever is set, in a file, a variable or a flag, wins. The numbers follow from 
 - A host tier of 4 GiB has room for 32,768 tokens, where 128 MiB would have it for 1,024.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -52,15 +52,8 @@ CPU_DTYPE = "float32"
 (docs/cpu.md)."""
 
 
-WITH_RANK_POOLS: dict[str, int | float | str] = {"tiers.host_bytes": 0}
-"""Defaults of a pool whose workers have a pool for each of several ranks: these blocks go to no lower tier yet."""
-
-
-def defaults_on(
-    devices: Mapping[Pool, str], with_rank_pools: Collection[Pool] = ()
-) -> dict[str, int | float | str]:
-    """Return, by setting, the defaults that are not the structs' own, for pools on these devices, of which some have a
-    pool for each rank."""
+def defaults_on(devices: Mapping[Pool, str]) -> dict[str, int | float | str]:
+    """Return, by setting, the defaults that are not the structs' own, for pools on these devices."""
     found: dict[str, int | float | str] = {}
     own: tuple[tuple[Pool, dict[str, int | float | str]], ...] = (
         ("prefill", PREFILL_ON_GPU), ("decode", DECODE_ON_GPU)
@@ -68,8 +61,7 @@ def defaults_on(
     for pool, more in own:
         if devices[pool] != "cpu":
             found |= {f"{pool}.{key}": value for key, value in (ON_GPU | more).items()}
-    found |= WITH_GPU if found else {}
-    return found | {f"{pool}.{key}": value for pool in with_rank_pools for key, value in WITH_RANK_POOLS.items()}
+    return found | (WITH_GPU if found else {})
 
 
 def gpu_dtype(stored: str) -> str:

@@ -29,12 +29,10 @@ from cluster.config import (
     draft_problem,
     fields,
     problem,
-    ranks_problem,
 )
 from cluster.defaults import (
     CPU_DTYPE,
     POOLS,
-    WITH_RANK_POOLS,
     Pool,
     defaults_on,
     device_share,
@@ -148,11 +146,9 @@ def resolve(
                 values[ours], origins[ours] = values[theirs], "computed: no prefill workers, as decode"
     devices = {_pool(key): device or str(values[key]) for key in DEVICE_KEYS}
     values |= {f"{pool}.engine.device": device for pool, device in devices.items()}
-    split = [pool for pool in POOLS if _has_rank_pools(values, pool)]
-    for key, default in defaults_on(devices, split).items():
+    for key, default in defaults_on(devices).items():
         if origins[key] == "default":
-            is_for_split = key.endswith(tuple(WITH_RANK_POOLS)) and _pool(key) in split
-            values[key], origins[key] = default, "default for pools of ranks" if is_for_split else "default for cuda"
+            values[key], origins[key] = default, "default for cuda"
     for key, value in values.items():
         reason = problem(key, value)
         if reason is not None:
@@ -227,8 +223,6 @@ def _agreed(values: dict[str, object], origins: dict[str, str]) -> Resolved:
             )
     if (reason := draft_problem(decode)) is not None:
         raise ConfigError(f"decode.engine.speculation ({origins['decode.engine.speculation']}) {reason}")
-    if (reason := ranks_problem(config)) is not None:
-        raise ConfigError(reason)
     if config.prefill_workers:
         _agreed_on_groups(prefill, decode, origins)
     for pool in POOLS:
@@ -259,11 +253,6 @@ def _agreed_on_groups(prefill: EngineConfig, decode: EngineConfig, origins: dict
 
 def _kept(engine: EngineConfig) -> str:
     return engine.kv_dtype_of(engine.dtype)
-
-
-def _has_rank_pools(values: Mapping[str, object], pool: Pool) -> bool:
-    own = {name: values[f"{pool}.engine.{name}"] for name in ("device", "tensor_parallel", "rank_pools")}
-    return EngineConfig(**own).has_rank_pools  # type: ignore[arg-type]
 
 
 def _pool(key: str) -> Pool:

@@ -81,8 +81,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     widths must divide by it."""
     rank_pools: Literal["auto", "shared", "own"] = "auto"
     """Where the blocks of such ranks lie. `shared`: in one pool, that of rank 0, which all of them map. `own`: each has
-    a pool of its KV heads, and moves them itself, as ranks with a device each must; without lower tiers so far. `auto`:
-    shared on the CPU, own on GPUs."""
+    a pool of its KV heads, and moves them itself, as ranks with a device each must. `auto`: shared on the CPU, own on
+    GPUs."""
     rank_wait_s: float = 30.0
     """A rank of them that has not answered for so long has ended, and the worker with it."""
     sum_slices: int = 1

@@ -245,8 +245,6 @@ def _open_ranks(
     """Open a model whose parts several processes compute, of which this one is rank 0."""
     if config.kernels == "triton":
         raise ValueError("engine.tensor_parallel: ranks on the CPU have its own kernels, not triton")
-    if config.has_rank_pools and host_tier_bytes:
-        raise ValueError("engine.rank_pools: blocks of ranks' own pools go to no lower tier; set tiers.host_bytes = 0")
     if config.sum_slices > 1:
         raise ValueError("engine.sum_slices: is for one process, and engine.tensor_parallel asks for more")
     shape = ModelConfig.load(model_dir)
@@ -300,7 +298,7 @@ def _open_device_ranks(
             RankReady(f"{part.fingerprint}/{layout.dtype}", arithmetic, part.weights_bytes, False)
         )
         opened = part.opener.sized(of_each(config), part.memory, part.weights_bytes, transport_bytes)
-        group.move_blocks(opened.kv)
+        group.move_blocks(opened.kv, devices)
         group.timed()
         device = _device(config, shape, layout, opened, weights_bytes, False, arithmetic, None, group)
         closing.pop_all()

@@ -34,7 +34,7 @@ from transfer.registry import open_transports
 from transfer.transport import Transport
 from worker.config import DecodeConfig, PrefillConfig
 from worker.rank import PROGRAM as RANK_PROGRAM
-from worker.rank_devices import CudaDevices, check_ranks
+from worker.rank_devices import CudaDevices
 from worker.rpc import RpcLoop, dialable
 from worker.streams import Readers, RouterStream, methods
 
@@ -82,9 +82,6 @@ def open_parts(
     inbox = Inbox()
 
     engine, limits, host_bytes = config.engine, config.step_limits, config.tiers.host_bytes
-    if engine.has_rank_pools and config.tiers.disk_bytes:
-        raise ValueError("engine.rank_pools: blocks of ranks' own pools go to no lower tier; set tiers.disk_bytes = 0")
-    check_ranks(engine, config.tiers)
     device = open_device(engine, limits, host_bytes, progress, transfer.device_bytes, CudaDevices(), RANK_PROGRAM)
     closing.callback(device.kv.close)
     if device.draft_kv is not None:

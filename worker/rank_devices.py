@@ -1,5 +1,6 @@
 """What tensor-parallel ranks on GPUs reach each other by: a GPU of this host each, and NCCL between them."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -8,27 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig, TierConfig
+from engine.config import EngineConfig
 from engine.ranks.sums import RankError
 from transfer.nccl.exchange import NcclExchange
 from transfer.nccl.library import NcclError, NcclLibrary
+from transfer.transport import TransferError
 
 if TYPE_CHECKING:
     from engine.backends.gpu.graphs import CudaRecorder
     from engine.backends.gpu.memory import CudaMemory
     from engine.ranks.devices import RankLink
+    from engine.storage.paged import KVTensors
+
+log = logging.getLogger(__name__)
 
 _JOIN_S = 600.0
 """How long ranks wait for each other to connect: one may have to compile what another has found compiled."""
-
-
-def check_ranks(config: EngineConfig, tiers: TierConfig) -> None:
-    """Raise ValueError, by name, for what a worker of ranks with a device each cannot do yet: rank 0 alone has lower
-    tiers, and a part of each block."""
-    if config.tensor_parallel == 1 or config.device == "cpu":
-        return
-    if tiers.host_bytes or tiers.disk_bytes:
-        raise ValueError("tiers: blocks of ranks on GPUs do not go to lower tiers: set tiers.host_bytes to 0")
 
 
 def gpu_of(config: EngineConfig, rank: int, count: int) -> int:
@@ -101,6 +97,23 @@ class CudaDevices:
         from engine.backends.gpu.memory import CudaMemory
 
         return CudaMemory(self._device)
+
+    def export(self, kv: "KVTensors") -> bytes:
+        from transfer.gpu.cuda import CudaDevice
+
+        try:
+            return CudaDevice(str(self._device)).export(kv)
+        except TransferError as error:
+            log.warning("rank 0 will not map this rank's pool: %s", error)
+            return b""
+
+    def map(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
+        from transfer.gpu.cuda import CudaDevice
+
+        try:
+            return CudaDevice(str(self._device)).open(name, blocks, block_bytes)
+        except TransferError as error:
+            raise ValueError(f"the pool of a rank on another GPU cannot be mapped: {error}") from error
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)

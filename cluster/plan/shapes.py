@@ -22,6 +22,7 @@ from engine.model.families import (
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    REFUSED,
     SMOLLM3,
     Family,
 )
@@ -225,6 +226,8 @@ def _hugging_face(file: Path, raw: dict[str, object]) -> tuple[ModelConfig, str]
     if raw.get("kv_lora_rank"):
         raise ModelError(file, "kv_lora_rank: latent attention is not planned for; give the sizes by flags")
     kind, name = raw.get("model_type"), file.resolve().parent.name
+    if isinstance(kind, str) and kind in REFUSED:
+        find_family(file, "hugging_face", "model_type", kind)  # raises: its layers keep what no plan counts
     try:
         return model_config(file, find_family(file, "hugging_face", "model_type", kind), raw, name), ""
     except ModelError as error:

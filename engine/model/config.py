@@ -297,8 +297,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_numbers(path, experts)
         if experts.width < 1 or not 1 <= experts.chosen <= experts.count <= MOST_EXPERTS:
             raise ModelError(path, f"{experts.chosen} of {experts.count} experts of width {experts.width}")
-        if experts.over_chosen and min(experts.alpha, experts.limit) <= 0:
-            raise ModelError(path, f"swiglu_alpha is {experts.alpha}, swiglu_limit {experts.limit}: must be above 0")
         if self.activation != "silu":
             raise ModelError(path, f"experts with activation {self.activation} are not supported")
 

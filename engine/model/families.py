@@ -401,11 +401,15 @@ _SHARED = "layers share keys and values, or differ in the size of their heads"
 REFUSED: dict[str, str] = {
     name: why
     for why, names in {
-        _LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 deepseek2 kimi_k2 minicpm3 mistral4",
+        _LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 deepseek2 deepseek2-ocr kimi_k2 minicpm3 mistral4 "
+        "mistral_large4 mistral_large4_text glm4_moe_lite glm_moe_dsa glm-dsa longcat_flash youtu plm axk1 axk2 hy_v4 "
+        "dots3_note dots3_note_text",
         _CHUNKED: "llama4 llama4_text",
-        _HYBRID: "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen35 qwen35moe qwen3_next qwen3next lfm2 jamba "
-        "bamba granitemoehybrid granitehybrid falcon_h1 falcon-h1 nemotron_h nemotron-h",
-        _STATE: "mamba mamba2 falcon_mamba rwkv rwkv6 rwkv7",
+        _HYBRID: "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen35 qwen35moe qwen3_next qwen3next qwen4_exp "
+        "qwen4_exp_text lfm2 lfm2_moe lfm2moe lfm3 jamba bamba granitemoehybrid granitehybrid falcon_h1 falcon-h1 "
+        "nemotron_h nemotron-h nemotron_h_moe kimi_linear kimi-linear zamba zamba2 minimax minimax_text_01 minimax_m1 "
+        "olmo_hybrid plamo2 bailing_hybrid glm5_next glm5_next_text recurrent_gemma hrm_text",
+        _STATE: "mamba mamba2 falcon_mamba rwkv rwkv6 rwkv6qwen2 rwkv7 arwkv7",
         _SHARED: "gemma3n gemma3n_text gemma4 gemma4_text",
         "Gemma 1 is not supported, Gemma 2 and 3 are": "gemma",
     }.items()

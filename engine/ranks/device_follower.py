@@ -34,7 +34,7 @@ class DeviceFollower:
         self, setup: RankSetup, orders: socket.socket, devices: Devices, serve: Serve | None = None
     ) -> None:
         self._rank, self._orders, self._kept_bytes = setup.rank, orders, setup.kept_bytes
-        self._setup, self._serve = setup, serve
+        self._setup, self._serve, self._devices = setup, serve, devices
         self._memory = mmap.mmap(setup.memory_fd, ORDER_BYTES + places_bytes(setup.ranks))
         config = msgspec.msgpack.decode(setup.config, type=EngineConfig)
         self._config = of_each(config)
@@ -74,7 +74,7 @@ class DeviceFollower:
         if self._opened is None:
             raise RankError(self._rank, "is to move blocks before it has a pool")
         kv = self._opened.kv
-        say_opened(self._orders, kv)
+        say_opened(self._orders, kv, self._devices.export(kv))
         if self._serve is not None:
             moves_blocks(self._serve, self._setup, self._orders, kv, self._part.layout)
 

@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from engine.backends.gpu.graphs import Recorder
 from engine.backends.gpu.memory import GpuMemory
 from engine.config import EngineConfig
 from engine.ranks.device_sums import Exchange
+from engine.storage.paged import KVTensors
 
 
 class RankLink(Exchange, Protocol):
@@ -42,3 +44,9 @@ class Devices(Protocol):
         """Return what makes recorders of steps with their exchanges."""
 
     def memory(self) -> GpuMemory: ...
+
+    def export(self, kv: KVTensors) -> bytes:
+        """Return a name by which rank 0 can map this rank's pool; empty where there is none."""
+
+    def map(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
+        """Return another rank's pool, uint8 `[blocks, block_bytes]`. Raises ValueError where it cannot be had."""

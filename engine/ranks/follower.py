@@ -40,7 +40,7 @@ from engine.ranks.orders import (
     digest_of,
 )
 from engine.ranks.sums import RankError, RankSums, bytes_of, places_bytes
-from engine.storage.paged import KVTensors, PagedKV, PoolFile, header_bytes
+from engine.storage.paged import KVTensors, PagedKV, PoolFile, header_bytes, map_blocks
 
 _PR_SET_PDEATHSIG = 1
 
@@ -121,9 +121,9 @@ class Follower:
             raise RankError(self._rank, f"has blocks of {layout.block_bytes} bytes, not of {block_bytes}")
         if (found := os.fstat(fds[0]).st_size) != size:
             raise RankError(self._rank, f"has a pool of {found} bytes, not of {size} for {blocks} blocks")
-        memory = mmap.mmap(fds[0], size)
+        memory = map_blocks(fds[0], blocks, block_bytes)
         os.close(fds[0])
-        return bytes_of(memory, header_bytes(blocks)).view(blocks, block_bytes)
+        return memory
 
     def _open_pool(self, layout: KVLayout) -> KVTensors:
         """Open a pool of this rank's heads; rank 0 keeps its generations."""
@@ -179,10 +179,11 @@ def say(orders: socket.socket, said: Said) -> None:
         orders.send(msgspec.msgpack.encode(said))
 
 
-def say_opened(orders: socket.socket, kv: KVTensors) -> None:
-    """Send rank 0 the file of a pool of this rank's own, whose generations it advances."""
+def say_opened(orders: socket.socket, kv: KVTensors, name: bytes = b"") -> None:
+    """Send rank 0 the file of a pool of this rank's own, whose generations it advances; and, where the blocks are not
+    in that file, the name by which it may map them."""
     with suppress(OSError):
-        socket.send_fds(orders, [msgspec.msgpack.encode(PoolMapped(kv.blocks))], [kv.fd])
+        socket.send_fds(orders, [msgspec.msgpack.encode(PoolMapped(kv.blocks, name))], [kv.fd])
 
 
 def moves_blocks(serve: Serve, setup: RankSetup, orders: socket.socket, kv: KVTensors, layout: KVLayout) -> None:

@@ -21,8 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -51,7 +52,10 @@ from engine.ranks.orders import (
     digest_of,
 )
 from engine.ranks.sums import RankError, RankSums, bytes_of, memory_file, places_bytes, set_wait
-from engine.storage.paged import KVTensors
+from engine.storage.paged import KVTensors, map_blocks
+
+if TYPE_CHECKING:
+    from engine.ranks.devices import Devices
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +92,9 @@ class RankGroup:
         self.wait_s = config.rank_wait_s
         self.weights_bytes: list[int] = []
         """By rank, once they are ready."""
+        self.pools: list[Callable[[], Tensor]] = []
+        """Calls that map those of the ranks from 1 on, where each has its own: uint8 `[blocks, bytes]`. Each raises
+        ValueError."""
         self._on_death: Callable[[RankError], None] = lambda error: None
         self._interrupt: Callable[[], None] = lambda: None
         self._is_timed = self._is_late = False
@@ -217,19 +224,25 @@ class RankGroup:
         kv.copied = lambda pairs: self.order(RankOrder("copy", copies=pairs))
         self._limit_waits()
 
-    def move_blocks(self, kv: KVTensors) -> None:
+    def move_blocks(self, kv: KVTensors, devices: "Devices") -> None:
         """Let each of the others, which have a device and have opened their last pool on it, move its blocks, whose
         generations rank 0's pool, `kv`, counts from then on. Copies are told with steps."""
         self.order(DeviceOrder("move"))
-        self._lead(kv)
+        self._lead(kv, devices)
 
-    def _lead(self, kv: KVTensors) -> None:
+    def _lead(self, kv: KVTensors, devices: "Devices | None" = None) -> None:
         for rank in self._others:
             files: list[int] = []
             mapped = self._hear(rank, PoolMapped, files)
             if mapped.blocks != kv.blocks or len(files) != 1:
                 raise RankError(rank, f"has a pool of {mapped.blocks} blocks, not of {kv.blocks}")
             kv.file.lead(files[0])
+            size = kv.blocks, kv.layout.head_bytes * len(self.heads[rank])
+            if devices is not None:
+                self.pools.append(partial(devices.map, mapped.name, *size))
+            else:
+                memory = map_blocks(files[0], *size)
+                self.pools.append(lambda memory=memory: memory)  # type: ignore[misc]
             os.close(files[0])
 
     def _limit_waits(self) -> None:

@@ -134,9 +134,11 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 class PoolMapped(msgspec.Struct, frozen=True, tag=True):
     """The rank has mapped the pool that it was sent, or opened one of its own, of so many blocks. Of the latter it
-    sends the file, whose generations rank 0 advances: at once, or, if it is a device's, when it is to move blocks."""
+    sends the file, whose generations rank 0 advances: at once, or, if it is a device's, when it is to move blocks, with
+    a `name` by which rank 0 can map them."""
 
     blocks: int
+    name: bytes = b""
 
 
 class RankRoom(msgspec.Struct, frozen=True, tag=True):

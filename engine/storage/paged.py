@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -70,6 +71,21 @@ class PoolFile:
         """Close the descriptor. The mapping itself goes when the last view of it does."""
         self._close()
         self.fd = -1
+
+
+class PoolPart(NamedTuple):
+    """A pool with a part of every block of a worker: uint8 `[blocks, nbytes]`, those from `start` on."""
+
+    start: int
+    memory: Tensor
+
+
+def map_blocks(fd: int, blocks: int, block_bytes: int) -> Tensor:
+    """Map the blocks of a pool whose file another rank of this worker has, uint8 `[blocks, block_bytes]`. Raises
+    ValueError where it is smaller."""
+    start = header_bytes(blocks)
+    mapped = mmap.mmap(fd, start + blocks * block_bytes)
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=start).view(blocks, block_bytes)
 
 
 def pool_views(memory: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor | None]:

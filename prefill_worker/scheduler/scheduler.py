@@ -213,10 +213,10 @@ class PrefillScheduler:
         self.line.order.ran(plan.computed_tokens, now - max(step.planned_at, self._ended_at))
         self._ended_at = now
         for row, job in zip(plan.rows, step.jobs, strict=True):
-            if job.lease is not None and job.lease.released:
-                # Given up meanwhile: its blocks go into the cache with what they have got.
-                self.kv.copied(job.lease)
-                self.kv.commit(job.lease, job.record.tokens[: row.end])
+            assert job.lease is not None
+            # First of all: one that was given up meanwhile lets go of its blocks when the step has ended.
+            self.kv.copied(job.lease)
+            self.kv.commit(job.lease, job.record.tokens[: row.end], tail=row.draw)
         self.kv.ended(step.leases)
         tokens = iter(drawn)
         for row, job in zip(plan.rows, step.jobs, strict=True):
@@ -224,8 +224,6 @@ class PrefillScheduler:
             token = next(tokens) if row.draw else None
             if job.state is not JobState.RUNNING:
                 continue
-            self.kv.copied(job.lease)
-            self.kv.commit(job.lease, job.record.tokens[: row.end], tail=row.draw)
             commands += self._offer(job, row.end)
             self.kv.slide(job.lease, row.end)
             if isinstance(token, DeadEnd):

@@ -11,7 +11,7 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.spec import FACTORIES, LaunchError
 from cluster.processes.supervisor import RestartConfig
-from engine.config import EngineConfig, TierConfig
+from engine.config import EngineConfig
 from engine.messages import Load
 from engine.types import Incarnation, SamplingParams
 from router.config import RouterConfig
@@ -140,7 +140,6 @@ class Ground:
             rank_wait_s=rank_wait_s,
             rank_pools=rank_pools,
         )
-        tiers = TierConfig(host_bytes=0) if engine.has_rank_pools else TierConfig()
         config = ClusterConfig(
             launcher="ray" if launcher == "ray" else "process",
             prefill_workers=prefill,
@@ -160,8 +159,8 @@ class Ground:
                 escalate_s=escalate_s,
                 worker_hung_s=hung_s,
             ),
-            prefill=PrefillConfig(transfer=transfer, engine=engine, chunk_tokens=16, tiers=tiers),
-            decode=DecodeConfig(transfer=transfer, engine=engine, tiers=tiers),
+            prefill=PrefillConfig(transfer=transfer, engine=engine, chunk_tokens=16),
+            decode=DecodeConfig(transfer=transfer, engine=engine),
         )
         if isinstance(launcher, str):
             launcher = ProxiedLauncher(make_launcher(launcher))

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from cluster.cli import __main__ as cli
 from cluster.config import ConfigError, default_threads, fields
@@ -298,17 +299,10 @@ def test_wrong_settings_exit_with_2_and_one_line(capsys: pytest.CaptureFixture[s
 GPU_RANKS = ("--set", "decode.engine.device=cuda", "--set", "decode.engine.tensor_parallel=2")
 
 
-def test_blocks_of_ranks_with_own_pools_go_to_no_lower_tier() -> None:
-    """Guards tiers that would keep rank 0's part of a block for the whole of it."""
-    for workers in (("0", "1"), ("1", "1"), ("0", "2")):
-        found = resolved("--prefill", workers[0], "--decode", workers[1], *GPU_RANKS)
-        assert found.config.decode.tiers.host_bytes == 0
-    with pytest.raises(ConfigError, match="do not go to lower tiers yet"):
-        resolved("--prefill", "0", "--decode", "1", *GPU_RANKS, "--set", "decode.tiers.disk_bytes=1000")
+def test_workers_of_several_ranks_have_the_tiers_of_others() -> None:
+    """Guards defaults that depend on where the blocks of ranks lie."""
     on_cpu = ("--set", "engine.tensor_parallel=3", "--set", "engine.rank_pools=own")
-    found = resolved(*on_cpu)
-    assert found.config.prefill.tiers.host_bytes == found.config.decode.tiers.host_bytes == 0
-    assert found.config.prefill.chunk_tokens == resolved().config.prefill.chunk_tokens, "not a GPU's"
-    with pytest.raises(ConfigError, match="do not go to lower tiers yet"):
-        resolved(*on_cpu, "--set", "prefill.tiers.host_bytes=1000")
-    assert resolved("--set", "engine.tensor_parallel=3").config.prefill.engine.tensor_parallel == 3, "on the CPU"
+    assert resolved(*on_cpu).config.prefill.tiers == resolved().config.prefill.tiers
+    on_gpu = resolved("--prefill", "0", "--decode", "1", *GPU_RANKS, "--set", "decode.tiers.disk_bytes=1000")
+    one = resolved("--prefill", "0", "--decode", "1", *GPU_RANKS[:2])
+    assert on_gpu.config.decode.tiers == replace(one.config.decode.tiers, disk_bytes=1000)

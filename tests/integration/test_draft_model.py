@@ -2,8 +2,10 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from msgspec.structs import replace
 
 from engine.config import EngineConfig
 from engine.model.prepared.cache import prepare
@@ -31,9 +33,9 @@ class Sampled(OnePool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "pools"), [(1, "auto"), (2, "shared"), (2, "own")])
 def test_answers_with_a_draft_model_are_those_without(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: int, pools: Literal["auto", "shared", "own"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft model is the model itself, so that many of its guesses are drawn; blocks are short, so that requests
     give way. Guards a worker that has the draft model's tokens, threads or memory mixed up with its own."""
@@ -48,7 +50,8 @@ def test_answers_with_a_draft_model_are_those_without(
         assert alone.counted("memory_planned_bytes", purpose="draft_kv_bytes") == 0
     finally:
         alone.close()
-    engine = EngineConfig(tensor_parallel=ranks, speculation="model", draft_model=source, draft_pool_bytes=1 << 22)
+    ours = EngineConfig(tensor_parallel=ranks, rank_pools=pools)
+    engine = replace(ours, speculation="model", draft_model=source, draft_pool_bytes=1 << 22)
     drafting = Sampled(folder, engine, 60, growth_tokens=4)
     try:
         for _ in range(2):

@@ -17,7 +17,7 @@ from engine.plan import banned_tokens, end_tokens
 from engine.types import BeamParams, FinishReason, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import LINK, Colocated
 from fakes.model import fake_candidates, fake_next
-from tests.integration.crowd import tiering
+from tests.integration.crowd import free_loads, tiering
 from tests.integration.fake_device import STOP_ID, VOCAB, fake_device
 from transfer.host.loopback import FaultKind, ScriptedFault
 from worker.config import DecodeConfig, PrefillConfig
@@ -331,6 +331,7 @@ def test_what_was_pushed_down_comes_back_with_its_tails(ahead: bool) -> None:
     stems = [[rng.randrange(256) for _ in range(48)] for _ in range(6)]
     below = {"prefill": 160, "decode": 160}
     cluster = _cluster(ahead, blocks=40, prefill_blocks=40, host_blocks=below, local_chunk_tokens=8)
+    free_loads(cluster)
     for turn in range(3):
         for number, stem in enumerate(stems):
             record = _record(f"r{turn}.{number}", [*stem, *(turn,) * (turn + 1)], max_tokens=6)

@@ -1,10 +1,11 @@
-"""One pool of one worker in two ranks, whose requests guess tokens, lose their blocks to others, and have them back
-from host memory, with products in integers. The answers are those of one process that computes in the same slices, has
-room for all, and guesses nothing; also where a rank is killed amid swaps."""
+"""A single worker in two ranks, with one pool or one for each, whose requests guess tokens, lose their blocks to
+others, and have them back from host memory, with products in integers. The answers are those of one process that
+computes in the same slices, has room for all, and guesses nothing; also where a rank is killed amid swaps."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from tests.integration.test_one_pool import Served
 from worker.config import DecodeConfig
 
 SIZE, BLOCKS, REQUESTS, PROMPT, ANSWER = 4, 40, 6, 20, 60
+Pools = Literal["shared", "own"]
 CROWD = 8
 """How many ask each prompt at once where a fault must strike while blocks are swapped."""
 
@@ -59,9 +61,11 @@ def coded(tmp_path: Path) -> tuple[Path, list[list[int]]]:
     return folder, prompts
 
 
-def test_ranks_in_one_pool_swap_and_guess_and_answer_as_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pools", ["shared", "own"])
+def test_ranks_swap_and_guess_and_answer_as_one_process_does(tmp_path: Path, pools: Pools) -> None:
     """Guards paths that see blocks of a worker, and steps, in which other ranks have a part: blocks that are copied to
-    host memory before a rank has written them, rows behind drafts that a rank does not get, a chunk beside answers."""
+    host memory before a rank has written them, or without its heads, rows behind drafts that a rank does not get, a
+    chunk beside answers."""
     folder, prompts = coded(tmp_path)
     alone = OnePool(folder, EngineConfig(sum_slices=2, speculation="off"), 400, preemption="off")
     try:
@@ -69,7 +73,7 @@ def test_ranks_in_one_pool_swap_and_guess_and_answer_as_one_process_does(tmp_pat
         assert alone.counted("decode-0", "rank_weights_bytes", rank="1") == 0
     finally:
         alone.close()
-    engine = EngineConfig(tensor_parallel=2, speculation="ngram")
+    engine = EngineConfig(tensor_parallel=2, speculation="ngram", rank_pools=pools)
     tiers = TierConfig(host_bytes=16 << 20)
     ranks = OnePool(folder, engine, BLOCKS, preemption="swap", growth_tokens=SIZE, tiers=tiers)
     try:
@@ -84,14 +88,15 @@ def test_ranks_in_one_pool_swap_and_guess_and_answer_as_one_process_does(tmp_pat
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("pools", ["shared", "own"])
 @pytest.mark.parametrize(
     ("preemption", "sign"), [("swap", ("swap_bytes_total", "out")), ("recompute", ("preemptions_total", ""))]
 )
-def test_a_rank_killed_amid_preemptions_changes_no_answer(
-    tmp_path: Path, preemption: str, sign: tuple[str, str]
+def test_a_rank_killed_amid_preemptions_and_drafts_changes_no_answer(
+    tmp_path: Path, preemption: str, sign: tuple[str, str], pools: Pools
 ) -> None:
     """Guards against blocks of a dead worker's host memory that its replacement is said to have, and requests that wait
-    for blocks, from host memory or computed again, that nobody brings."""
+    for blocks, from host memory or computed again, that nobody brings; and guesses that are said as tokens."""
     family, way = sign
     labels = {"way": way} if way else {}
     folder, prompts = coded(tmp_path)
@@ -100,15 +105,16 @@ def test_a_rank_killed_amid_preemptions_changes_no_answer(
         wanted = [alone.ask(prompt, ANSWER)[0] for prompt in prompts]
     finally:
         alone.close()
-    engine = EngineConfig(tensor_parallel=2, speculation="off")
+    engine = EngineConfig(tensor_parallel=2, speculation="ngram", rank_pools=pools)
     tiers = TierConfig(host_bytes=16 << 20)
     ranks = OnePool(folder, engine, BLOCKS, preemption=preemption, growth_tokens=SIZE, tiers=tiers)
     try:
         life = ranks.cluster.workers["decode-0"]
         with ThreadPoolExecutor(1) as asking:
             told = asking.submit(ranks.told, prompts * CROWD)
-            while ranks.counted("decode-0", family, **labels) == 0:
-                assert not told.done(), "all was answered before anybody was preempted"
+            signs: list[tuple[str, dict[str, str]]] = [(family, labels), ("draft_tokens_total", {"outcome": "drawn"})]
+            while any(ranks.counted("decode-0", name, **by) == 0 for name, by in signs):
+                assert not told.done(), "all was answered before anybody was preempted, and guesses came true"
             faults.kill(life.ranks[1].pid)
             assert not told.done(), "all was answered before the fault"
             assert told.result(timeout=120) == wanted * CROWD

@@ -20,6 +20,7 @@ from tests.integration.crowd import (
     ASKED,
     CROWD,
     finish,
+    free_loads,
     prompt_of,
     record_of,
     samples_beside_another,
@@ -195,6 +196,7 @@ def test_samples_share_their_copies() -> None:
 def test_an_evicted_prefix_comes_back_from_the_decode_workers_tier() -> None:
     """Guards tiers without preemption: a prompt that was pushed out is loaded, not computed or moved again."""
     cluster = small_cluster(12, PLENTY, preemption="off")
+    free_loads(cluster)
     prompts = [prompt_of(i, 30) for i in range(3)]
     for turn in range(2):
         for i, prompt in enumerate(prompts):
@@ -212,6 +214,7 @@ def test_auto_takes_the_cheaper() -> None:
     """Guards the choice: prices as measured, on either side of each other."""
     for price, choice in ((1e-9, "swap"), (1e3, "recompute")):
         cluster = small_cluster(12, PLENTY, preemption="auto")
+        free_loads(cluster)
         swapping, tiers = cluster.decode.swapping, cluster.decode.kv.tiers
         assert tiers is not None
         swapping.costs.store_s = price

@@ -11,7 +11,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.tiers.commands import TierSlot
 from engine.kv.tiers.disk_index import header_bytes
 from fakes.colocated import Colocated
-from tests.integration.crowd import record_of, tiering, wanted
+from tests.integration.crowd import free_loads, record_of, tiering, wanted
 from tests.integration.fake_device import fake_device
 from worker.config import PrefillConfig
 
@@ -20,19 +20,24 @@ HOST_BLOCKS, ANSWER = 48, 3
 
 
 def _cluster(blocks: int, host_blocks: int, disk_dir: Path | None = None) -> Colocated:
+    """Loads are free, and no time passes: whether a load pays, and how long a prompt waits for it, is not a matter of
+    how busy the machine is."""
     device = fake_device(LAYOUT, blocks)
     config = TierConfig(
         host_bytes=host_blocks * LAYOUT.block_bytes,
         disk_bytes=2**20 if disk_dir else 0,
         disk_dir=str(disk_dir or ""),
     )
-    return Colocated(
+    cluster = Colocated(
         device,
         fake_device(LAYOUT, 200),
         prefill_config=PrefillConfig(chunk_tokens=16),
+        clock=lambda: 0.0,
         check=True,
         tiering=tiering(config, device, "prefill-0"),
     )
+    free_loads(cluster)
+    return cluster
 
 
 def _prompts(count: int, length: int, first: int = 0) -> list[list[int]]:

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
@@ -56,7 +57,7 @@ def _hits(worker: Probe, tier: str) -> float:
     return _counted(worker, "kv_tier_hit_blocks_total", f'tier="{tier}"')
 
 
-def _cluster(disk_dir: Path, role: str) -> ClusterConfig:
+def _cluster(disk_dir: Path, role: str, engine: EngineConfig = SMALL) -> ClusterConfig:
     """Start a cluster with lower tiers under the worker of one role."""
     tiers = {
         role: TierConfig(
@@ -68,10 +69,10 @@ def _cluster(disk_dir: Path, role: str) -> ClusterConfig:
         launcher="process",
         router=RouterConfig(grpc_port=0, http_port=-1),
         prefill=PrefillConfig(
-            engine=SMALL, transfer=transfer, tiers=tiers.get("prefill", TierConfig())
+            engine=engine, transfer=transfer, tiers=tiers.get("prefill", TierConfig())
         ),
         decode=DecodeConfig(
-            engine=SMALL, transfer=transfer, tiers=tiers.get("decode", TierConfig())
+            engine=engine, transfer=transfer, tiers=tiers.get("decode", TierConfig())
         ),
     )
 
@@ -81,12 +82,17 @@ def model_dir(demo_model: Path) -> Path:
     return demo_model
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [SMALL, pytest.param(replace(SMALL, tensor_parallel=3, rank_pools="own"), marks=pytest.mark.slow)],
+    ids=["one process", "three ranks with a pool each"],
+)
 def test_a_prefix_that_left_the_device_comes_back_in_this_life_and_in_the_next(
-    model_dir: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path, engine: EngineConfig
 ) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(1000, 40_000) for _ in range(161)] for _ in range(6)]
-    config = _cluster(tmp_path, "prefill")
+    config = _cluster(tmp_path, "prefill", engine)
     first: list[list[int]] = []
     for life in range(2):
         cluster = Cluster(config, make_launcher("process"), model_dir=str(model_dir))

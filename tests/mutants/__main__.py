@@ -5,7 +5,8 @@ Results are kept in `.mutants/results.jsonl`: a run goes on where the last one e
 when the tests have changed. Mutants that nobody can tell from the original are listed in
 `tests/mutants/equivalent.toml`, each with a reason, and not run.
 
-    make mutants ARGS="--sample 0"                          # all of them, not a sample
+    make mutants                                            # a sample of 200: within an hour of two cores
+    make mutants ARGS="--sample 0"                          # all of them: a day or more
     make mutants ARGS="--only router/core/policy.py"        # those of some files
     make mutants ARGS="--seconds 0"                         # without the simulator
     make mutants ARGS="--seconds 0 --quick 3"               # a first look: three seconds of tests each, the quickest
@@ -16,6 +17,7 @@ Exit status 1: fewer were found than the goal says, or one could not be judged.
 
 import argparse
 import difflib
+import os
 import resource
 import subprocess
 import sys
@@ -31,6 +33,8 @@ from tests.mutants.results import FOLDER, Outcome, Result, Results, digest, dige
 from tests.mutants.simulate import UNMADE, find
 
 SIMULATOR = ("tests/sim",)
+SAMPLE = 200
+"""Judged by all tests and by the simulator within an hour of two busy cores."""
 OVERTIME = 3.0
 """How much longer than asked for a run of the simulator may take before it counts as hanging, on a busy machine."""
 
@@ -39,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sample", type=int, default=600, help="how many, spread over all files (0: all)")
+    parser.add_argument("--sample", type=int, default=SAMPLE, help="how many, spread over all files (0: all)")
     parser.add_argument("--seed", type=int, default=1, help="which sample, and which schedules of the simulator")
     parser.add_argument("--only", action="append", default=[], metavar="PATH", help="a folder or file of the pure ones")
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="how many at once")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the simulator for each survivor (0: none)")
     parser.add_argument("--quick", type=float, default=0.0, help="seconds of tests for each mutant (0: all tests)")
     parser.add_argument("--results", type=Path, default=FOLDER / "results.jsonl")

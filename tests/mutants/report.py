@@ -6,6 +6,14 @@ from dataclasses import dataclass, field
 from tests.mutants.catalogue import PACKAGES, Equivalent, Mutant
 from tests.mutants.results import Outcome, Result, Results
 
+LEGEND = """\
+How many small wrong changes of each package were tried; how many its tests found, how many the simulator alone, and how
+many nobody; the share that was found. Then those that nobody could tell from the original (they are listed as such),
+that could not be tried, and that were not."""
+ADVICE = """\
+What survived, above, changes something that no test looks at: write a test of that behaviour, or, where nobody can tell
+it from the original, give it an entry with the reason in tests/mutants/equivalent.toml. `--show KEY` prints it."""
+
 
 @dataclass
 class Counts:
@@ -62,7 +70,8 @@ def tell(counts: dict[str, Counts], gone: list[Equivalent], goal: float) -> str:
     for package, of in counts.items():
         total.add(of)
         rows.append(_row(package, of))
-    lines = [f"{'':26}{'run':>6}{'tests':>7}{'sim':>6}{'survive':>9}{'found':>9}   equivalent, unmade, not run"]
+    lines = [LEGEND, ""]
+    lines += [f"{'':26}{'run':>6}{'tests':>7}{'sim':>6}{'survive':>9}{'found':>9}   equivalent, unmade, not run"]
     lines += [*rows, _row("all", total)]
     for result in total.survivors:
         lines += ["", f"{result.mutant.file}:{result.line} {result.mutant.function}: {result.mutant.operator}"]
@@ -71,7 +80,11 @@ def tell(counts: dict[str, Counts], gone: list[Equivalent], goal: float) -> str:
         lines += ["", "Listed as equivalent, but no such mutant is there (any more):"]
         lines += [f"    {entry.file} {entry.function}: {entry.operator}: {entry.change}" for entry in gone]
     share = 100 * total.found_share
-    lines += ["", f"{total.run} mutants that are not equivalent ran, {share:.1f} % were found (goal: {goal:g} %)"]
+    is_met = "met" if share >= goal else "missed"
+    if total.survivors:
+        lines += ["", ADVICE]
+    lines += ["", f"{total.run} mutants that are not equivalent ran, {share:.1f} % were found"]
+    lines[-1] += f" (the goal of {goal:g} % is {is_met})"
     return "\n".join(lines)
 
 

@@ -142,8 +142,10 @@ def test_the_report_counts_survivors_and_names_them(tmp_path: Path) -> None:
     assert (of.by_tests, of.by_sim, of.survived, of.equivalent, of.not_run) == (1, 1, 1, 1, 1)
     assert of.run == 3
     told = tell(counts, [], 95.0)
-    assert "3 mutants that are not equivalent ran, 66.7 % were found" in told
-    assert survivor.change in told and by_sim.change not in told
+    assert "3 mutants that are not equivalent ran, 66.7 % were found (the goal of 95 % is missed)" in told
+    assert survivor.change in told and by_sim.change not in told and "--show KEY" in told
+    assert "goal of 66 % is met" in tell(counts, [], 66.0)
+    assert "--show KEY" not in tell(count([found], [], results), [], 95.0), "nothing is left to be done"
 
 
 def test_the_list_of_equivalent_mutants_gives_reasons() -> None:

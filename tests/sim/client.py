@@ -39,10 +39,10 @@ class Client:
 
     def __post_init__(self) -> None:
         self.want = self._expected()
-        self.want_logprobs = expected_logprobs(self.record)
+        self.want_logprobs = expected_logprobs(self.record, self.world.plan.windows)
 
     def _expected(self) -> list[int]:
-        return expected_output(self.record)
+        return expected_output(self.record, self.world.plan.windows)
 
     @property
     def name(self) -> str:
@@ -177,7 +177,7 @@ class Searcher(Client):
 
     def completed(self, end: Complete, now: float) -> None:
         assert self.record.beams is not None
-        want = expected_answers(self.record)[: self.record.beams.answers]
+        want = expected_answers(self.record, self.world.plan.windows)[: self.record.beams.answers]
         self.answers = end.beams
         if list(end.beams) != want:
             raise Violation(f"{self.name}: found {end.beams}, the undisturbed search finds {want}")

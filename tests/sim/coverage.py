@@ -33,6 +33,7 @@ STATES = (
     "killed while copying",
     "layer groups: loaded",
     "layer groups: swapped",
+    "layer groups: windows slid",
     "killed while searching",
     "only a part is migrated",
     "parent gone before fork",

@@ -24,10 +24,14 @@ MAX_FAULTS = 2
 
 
 def explore(
-    layout: Layout, chunks: tuple[int, ...], remote: bool, max_faults: int = MAX_FAULTS
+    layout: Layout,
+    chunks: tuple[int, ...],
+    remote: bool,
+    max_faults: int = MAX_FAULTS,
+    ranks: tuple[int, int] = (1, 1),
 ) -> tuple[int, int]:
     """Visit every state once; (states, moves). Raises Violation with the moves that lead to it."""
-    first, visited = State(layout, chunks, remote), Visited()
+    first, visited = State(layout, chunks, remote, ranks), Visited()
     visited.add(first.key(), FIRST, "")
     stack = [(first, 0)]
     moves = 0

@@ -5,7 +5,7 @@ from functools import partial
 
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation
-from tests.sim.explore_state import Key, State
+from tests.sim.explore_state import Part, State
 from transfer.handoff import commands as c
 from transfer.handoff.migration import R
 from transfer.handoff.receiver import KVReceiver
@@ -61,20 +61,20 @@ def _abort(name: Handoff, new: State) -> None:
     new.carry_out(new.receivers[name.decode].stop(name))
 
 
-def _send(key: Key, error: str, new: State) -> None:
-    name, seq = key
-    sender = new.senders[name.prefill]
-    if not new.sends[key] and not error:
-        new.sends[key] = True
-        new.sender_says(name.prefill, sender.posted(name, seq, [0]))
+def _send(part: Part, error: str, new: State) -> None:
+    if not new.sends[part] and not error:
+        new.sends[part] = True
+        new.tell(part, c.Posted(part.name, part.seq, (0,)))
     else:
-        del new.sends[key]
-        new.sender_says(name.prefill, sender.sent(name, seq, error))
+        del new.sends[part]
+        new.tell(part, c.Sent(part.name, part.seq, error, 0.0))
 
 
-def _copied(key: Key, error: str, new: State) -> None:
-    new.copies -= {key}
-    new.carry_out(new.receivers[key[0].decode].received(*key, error))
+def _copied(part: Part, error: str, new: State) -> None:
+    new.copies -= {part}
+    if not error:
+        new.landed |= {part}
+    new.tell(part, c.Received(part.name, part.seq, error, 0.0, 0))
 
 
 def _deliver(lane: tuple[int, int, int], at: int, again: bool, new: State) -> None:
@@ -110,15 +110,17 @@ def _cut(pair: tuple[int, int], new: State) -> None:
 
 def _crash(at: int, new: State) -> None:
     new.alive[at] = False
+    new.movers[at] = new.group(at)
     is_sender = at >= 2
     mine = {h for h in new.offered if (h.prefill == at - 2 if is_sender else h.decode == at)}
     if is_sender:
         new.senders[at - 2] = KVSender()
-        new.sends = {key: posted for key, posted in new.sends.items() if key[0] not in mine}
+        new.sends = {part: posted for part, posted in new.sends.items() if part.at != at}
         new.pinned -= mine
     else:
         new.receivers[at] = KVReceiver()
-        new.copies = frozenset(key for key in new.copies if key[0] not in mine)
+        new.copies = frozenset(part for part in new.copies if part.at != at)
+        new.landed = frozenset(part for part in new.landed if part.at != at)
         new.reserved -= mine
     deaf = {("receiver", at)} if not is_sender else {("lost", at - 2), ("dead", at - 2)}
     new.notices = frozenset(

@@ -44,7 +44,9 @@ SHM_KINDS = ("overwrite",)
 """Faults that only a reader of the sender's own memory can meet."""
 DATA_KINDS = ("cut data", "silence data")
 """Faults over tcp only: the connection that carries blocks breaks, or swallows all, while the control stream lives."""
-KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS + DATA_KINDS + ROUTER_KINDS
+RANK_KINDS = ("stop rank",)
+"""Faults of one rank of a worker that has two: it is stopped alone, and its worker ends if that lasts."""
+KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS + DATA_KINDS + ROUTER_KINDS + RANK_KINDS
 ARMED_KINDS = frozenset(RECORD_KINDS + TRANSFER_KINDS + ROUTER_KINDS)
 """Faults that strike by the next record or transfer that they fit."""
 
@@ -144,6 +146,13 @@ class Faults:
             return
         if fault.kind in DATA_KINDS:
             self._strike_data(fault, decode, prefill)
+            return
+        if fault.kind in RANK_KINDS:
+            known = [p for p in (decode, prefill) if p is not None and p.alive and len(world.ranks.get(p.pid, ())) > 1]
+            if known:
+                process = rng.choice(known)
+                self.strikes(fault, world.has_handoffs(process))
+                world.stop_rank(process, fault.lasts_s)
             return
         streams = [s for s in world.wire.streams if s.open and s.is_handoff == (role == "handoff")]
         near = [s for s in streams if decode in (s.client, s.server) or prefill in (s.client, s.server)]

@@ -73,7 +73,7 @@ class SimMover:
         self._sending = Sending(world, memory, self.connections, self._remote, on_event)
         self._landings: dict[Incarnation, Landing] = {}
         """By peer: it writes the heads that both have."""
-        self._armed = self._looking = False
+        self._armed = self._looking = self._stopped = False
         self.speed = 1.0
         self.beat: int | None = None
         world.movers.setdefault(self._process.pid, self)
@@ -109,8 +109,18 @@ class SimMover:
             pause_s = PAUSE_S[0] + (PAUSE_S[1] - PAUSE_S[0]) * clock.random()
             clock.at(pause_s * slow * self.speed, self._turn, self._process)
 
+    def stop_rank(self) -> None:
+        """Stop this rank's process alone: it takes its commands, and moves nothing."""
+        self._stopped = True
+
+    def go_on(self) -> None:
+        self._stopped = False
+        self.wake()
+
     def _turn(self) -> None:
         self._armed = False
+        if self._stopped:
+            return
         if self._commands and not (
             self._remote and any(queue and queue[0].half for queue in self._recvs.values())
         ):
@@ -184,7 +194,7 @@ class SimMover:
     def _look(self) -> None:
         """Give up what is due over tcp and does not come, as long as anything is outstanding."""
         due = [peer for peer, queue in self._recvs.items() if queue]
-        for peer in self.connections.stalled(due):
+        for peer in () if self._stopped else self.connections.stalled(due):
             self._world.note("data connection stalled")
             self._lose(peer, f"nothing came for {self._world.plan.stall_s:g} s")
         self._looking = bool(due)

@@ -44,11 +44,12 @@ class Plan:
     block_size: dict[str, int] = field(default_factory=lambda: {"prefill": 4, "decode": 4})
     windows: tuple[int, ...] = ()
     """The windows of the layer groups but the first, in tokens; empty: all layers are in one group."""
+    masked: bool = False
+    """Whether windows are masks over one group that keeps everything: what layer groups are to be equal to."""
     context_tokens: int = 256
     transport: str = "shm"
     ranks: dict[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
-    """The ranks of a worker, each with a mover: 1 or 2, the number of heads. Lower tiers are the worker's, which has
-    none of them outside of the simulator where there are several ranks."""
+    """The ranks of a worker, each with a mover: 1 or 2, the number of heads. Lower tiers are the worker's."""
     slow_copies: float = 0.0
     tier_blocks: int = 0
     """Blocks of host memory below each prefill worker's pool, with a small disk tier; 0: neither."""

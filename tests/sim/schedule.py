@@ -52,7 +52,9 @@ WEIGHTS = {
     "early word": 2,
     "stale word": 3,
     "stale order": 3,
+    "stop rank": 0,
 }
+"""Ranks are stopped where there are several: `_stop_rank`."""
 ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy", "move")
 SEARCHES = 0.2
 """Share of the requests that are beam searches where they fit."""
@@ -122,6 +124,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         stall_s=rng.choice((0.3, 1.0)),
         announced=rng.random() < 0.6,
     )
+    _stop_rank(plan, Random(f"stopped rank {seed}"))
     _keep_groups(plan, longest)
     _search(plan, Random(f"searches {seed}"))
     _constrain(plan, Random(f"constraints {seed}"))
@@ -134,6 +137,13 @@ def _keep_groups(plan: Plan, longest: int) -> None:
         return
     for role, config in (("prefill", plan.prefill), ("decode", plan.decode)):
         plan.blocks[role] += _held(plan, config.step_limits.chunk_tokens, longest)
+
+
+def _stop_rank(plan: Plan, rng: Random) -> None:
+    """Stop, in some of the plans whose workers have two ranks, one of them, for a while or until it is noticed."""
+    if max(plan.ranks.values()) > 1 and rng.random() < 0.5:
+        on, lasts_s = rng.choice(("Offer", "copy", "copy", "Landed")), rng.choice((rng.uniform(0.002, 0.1), 1.0))
+        plan.faults.append(Fault("stop rank", on, rng.randint(1, 4), delay_s=rng.uniform(0, 0.002), lasts_s=lasts_s))
 
 
 def _held(plan: Plan, chunk_tokens: int, tokens: int) -> int:

@@ -2,14 +2,15 @@
 
 A row is a 61-bit number chained over namespace, adapter and all tokens up to its position, as a real KV row depends on
 its whole prefix, and another in each layer group. A reader recomputes the chain, so a wrong, stale, foreign or blank
-row is noticed as it is read, and the next token is a function of the last row. Of a group with a window the rows in it
-are read, and no others. Blocks that are handed out anew are wiped.
+row is noticed as it is read, and the next token is a function of the last row and of what windows show. Of a group with
+a window the rows in it are read, and no others; masked, they are read of the one group that keeps all. Blocks that are
+handed out anew are wiped.
 """
 
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,23 @@ def root(record: RequestRecord) -> int:
     return mix(past, int(record.adapter, 16)) if record.adapter else past
 
 
+def rows_of(record: RequestRecord, tokens: Sequence[int]) -> list[int]:
+    """Return the rows of these tokens of a request."""
+    past, rows = root(record), []
+    for token in tokens:
+        past = mix(past, token)
+        rows.append(past)
+    return rows
+
+
+def shown(rows: Sequence[int], windows: Sequence[int]) -> int:
+    """Return what the last of a sequence's rows draws by: itself, and all that each window shows."""
+    if not windows:
+        return rows[-1]
+    seen = [in_group(row, group) for group, window in enumerate(windows, 1) for row in rows[-window:]]
+    return (rows[-1] + sum(seen)) & _MASK
+
+
 def draw(row: int, key: tuple[int, int, int], banned: tuple[int, ...], choices: tuple[int, ...] = ()) -> int:
     """Return what a seeded sampler draws: as much a function of its key (seed, sample index and position) as of the
     last row. With `choices`: of these, unbanned ones if there are any."""
@@ -110,49 +128,45 @@ def expected_prompt_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
     return told
 
 
-def expected_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
+def expected_logprobs(record: RequestRecord, windows: Sequence[int] = ()) -> list[TokenLogprobs]:
     """Return what the uninterrupted run says of its tokens; nothing where it is not asked."""
     if record.logprobs is None:
         return []
-    past, told = root(record), []
-    for token in record.tokens[: record.prompt_tokens]:
-        past = mix(past, token)
-    output = expected_output(record)
+    rows, told = rows_of(record, record.tokens[: record.prompt_tokens]), []
+    output = expected_output(record, windows)
     for at, token in enumerate(output):
         is_forced = record.constraint is not None and len(grammar.allowed(record.constraint, output[:at])) == 1
-        told.append(TokenLogprobs(token, 0.0) if is_forced else log_probs(past, token, record.logprobs))
-        past = mix(past, token)
+        row = shown(rows, windows)
+        told.append(TokenLogprobs(token, 0.0) if is_forced else log_probs(row, token, record.logprobs))
+        rows.append(mix(rows[-1], token))
     return told
 
 
-def expected_output(record: RequestRecord) -> list[int]:
+def expected_output(record: RequestRecord, windows: Sequence[int] = ()) -> list[int]:
     """Return the whole answer of the uninterrupted run, from the tokens alone."""
-    past = root(record)
-    for token in record.tokens[: record.prompt_tokens]:
-        past = mix(past, token)
+    rows = rows_of(record, record.tokens[: record.prompt_tokens])
     output: list[int] = []
     while True:
         key = (record.seed, record.sample_index, record.prompt_tokens + len(output))
         choices = () if record.constraint is None else grammar.allowed(record.constraint, output)
-        token = draw(past, key, banned_tokens(record, len(output), STOP_IDS), choices)
+        token = draw(shown(rows, windows), key, banned_tokens(record, len(output), STOP_IDS), choices)
         output.append(token)
         if finish_reason(record, len(output), token, STOP_IDS) is not None:
             return output
-        past = mix(past, token)
+        rows.append(mix(rows[-1], token))
 
 
-def expected_answers(record: RequestRecord) -> list[Beam]:
+def expected_answers(record: RequestRecord, windows: Sequence[int] = ()) -> list[Beam]:
     """Return the answers of an undisturbed beam search, from the tokens alone, as many as it is wide."""
     assert record.beams is not None
     search = BeamSearch(record.beams, record.max_tokens, end_tokens(record, STOP_IDS))
-    prompt = root(record)
-    for token in record.tokens[: record.prompt_tokens]:
-        prompt = mix(prompt, token)
+    prompt = record.tokens[: record.prompt_tokens]
     while not search.is_over:
         drawn = []
         for live in search.live:
             banned = banned_tokens(record, len(live.ids), STOP_IDS)
-            drawn.append(candidates(reduce(mix, live.ids, prompt), search.candidates, banned))
+            row = shown(rows_of(record, [*prompt, *live.ids]), windows)
+            drawn.append(candidates(row, search.candidates, banned))
         search.advance(drawn)
     return search.answers
 
@@ -180,9 +194,14 @@ class ShadowKV:
     quarters = range(4)
     """The quarters of a row that this memory has: two for each head."""
 
-    def __init__(self, process: Process, blocks: int, block_size: int, windows: Sequence[int] = ()) -> None:
-        """`windows`: of the layer groups but the first, where there are several."""
+    def __init__(
+        self, process: Process, blocks: int, block_size: int, windows: Sequence[int] = (), masked: bool = False
+    ) -> None:
+        """`windows`: of the layer groups but the first, where there are several. `masked`: they are masks, and there is
+        one group."""
         self.process = process
+        self.windows = windows
+        windows = () if masked else windows
         self.blocks = blocks
         self.block_size = block_size
         groups = tuple(LayerGroup((at,), window) for at, window in enumerate((0, *windows))) if windows else ()
@@ -259,6 +278,8 @@ class ShadowRunner:
         self.drafted = self.drawn_drafts = 0
         self.copies = 0
         self.computed_tokens = 0
+        self.slid = 0
+        """Tables of groups that have let blocks go, by the step that reads them."""
         self._latest = LatestDraws()
         # Of the step that is computed: copies, and how many are of each source.
         self._pairs: tuple[tuple[BlockId, BlockId], ...] = ()
@@ -322,6 +343,9 @@ class ShadowRunner:
             self._window(row, number, table)
         if not row.draw:
             return []
+        if kv.windows:
+            pasts = [self._shown(row, row.end - row.drafts + at) for at in range(len(pasts))]
+            past = pasts[-1]
         if row.candidates:
             return [candidates(past, row.candidates, row.banned)]
         said: list[Drawn] = []
@@ -339,6 +363,7 @@ class ShadowRunner:
     def _window(self, row: Row, number: int, table: Sequence[BlockId]) -> None:
         """Read what a group's layers see of a row's tokens, and write what is computed of them."""
         kv, size, past = self.kv, self.kv.block_size, root(row.record)
+        self.slid += GONE in table
         first = max(0, row.start - kv.layout.groups[number].window + 1)
         for index in range(row.start // size, (row.end - 1) // size + 1):
             if table[index] == GONE:
@@ -359,6 +384,16 @@ class ShadowRunner:
                     f"{kv.process}: {row.request} reads a {'wrong' if held[at % size] else 'blank'} row"
                     f" at position {at} of group {number}, block {block}"
                 )
+
+    def _shown(self, row: Row, end: int) -> int:
+        """Return what the last of a row's first `end` tokens draws by, read back as `shown` has it."""
+        kv, size = self.kv, self.kv.block_size
+        tables = row.windows or [row.blocks] * len(kv.windows)
+        total = kv.rows[row.blocks[(end - 1) // size]][(end - 1) % size]
+        for number, (window, table) in enumerate(zip(kv.windows, tables, strict=True), 1):
+            held = [kv.rows[table[at // size]][at % size] for at in range(max(0, end - window), end)]
+            total += sum(held) if row.windows else sum([in_group(past, number) for past in held])
+        return total & _MASK
 
     def _draw(self, past: int, row: Row) -> DrawnToken | DrawnRun:
         if row.record.constraint is not None:
@@ -416,9 +451,10 @@ def device(
     ahead: bool,
     drafter: Drafter | None = None,
     windows: Sequence[int] = (),
+    masked: bool = False,
 ) -> SimpleNamespace:
     """What `engine.device.open_device` returns, over shadow memory."""
-    kv = ShadowKV(process, blocks, block_size, windows)
+    kv = ShadowKV(process, blocks, block_size, windows, masked)
     kv.runner.plans_ahead = ahead
 
     def manager(tiers: Tiers | None = None, step_tokens: int = 1) -> KVCacheManager:

@@ -213,7 +213,8 @@ def _open_device(config: object, limits: object, *rest: object) -> SimpleNamespa
     plan, process = _world.plan, _world.starting
     blocks, size = plan.blocks[process.role], plan.block_size[process.role]
     drafter = EachAlone(Scripted) if plan.drafts else None
-    opened = shadow.device(process, blocks, size, plan.context_tokens, plan.ahead, drafter, plan.windows)
+    windows = plan.windows, plan.masked
+    opened = shadow.device(process, blocks, size, plan.context_tokens, plan.ahead, drafter, *windows)
     _world.memories[process.pid] = opened.kv
     return opened
 

@@ -91,6 +91,7 @@ class Witness:
         for name, part in (("sender", "sender"), ("receiver", "receiver")):
             for why, count in getattr(getattr(scheduler, part, None), "dropped", {}).items():
                 notes[f"{name} dropped {why}"] += count
+        notes["layer groups: windows slid"] += self._world.memories[process.pid].runner.slid
         if scheduler.kv.groups and scheduler.kv.tiers is not None:
             notes["layer groups: loaded"] += sum(scheduler.kv.tiers.counts.loaded_blocks.values())
         if process.role == "decode":

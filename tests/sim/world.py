@@ -24,6 +24,8 @@ from tests.sim.witness import Witness
 
 PATIENCE_S = 25.0
 """How long after the last fault everything must have come to rest."""
+RANK_STUCK_S = 0.3
+"""How long a stopped rank may be silent. Takes the place of `transfer.stuck_s` and `engine.rank_wait_s`."""
 MAX_EVENTS = 400_000
 MAX_PLACEMENTS, RETRY_RESERVE = 3, 128
 """Below these a single fault may end a request."""
@@ -174,6 +176,24 @@ class World:
                 process.resume()
 
         self.clock.at(seconds, thaw)
+
+    def stop_rank(self, process: Process, seconds: float) -> None:
+        """Stop the second rank of a worker. Its worker, whose steps go on here though they would wait for it, ends if
+        nobody has heard of it for `RANK_STUCK_S`."""
+        mover = self.ranks[process.pid][1]
+        mover.stop_rank()
+
+        def over() -> None:
+            if not process.alive:
+                return
+            if seconds <= RANK_STUCK_S:
+                mover.go_on()
+                return
+            self.note("a rank was stopped for too long")
+            self.kill(process)
+            self.clock.at(0.05, lambda: self.boot(process.name, process.role))
+
+        self.clock.at(min(seconds, RANK_STUCK_S), over)
 
     def pick(self, role: str, rng: Random) -> Process | None:
         """Pick one living process of a role, those with open handoffs first."""

@@ -68,16 +68,18 @@ class RankMover:
         self._link.say(MoverOpened(tuple(self._transports)))
         poller = select.poll()
         poller.register(self._link.fileno(), select.POLLIN)
-        is_at_work = False
+        is_at_work, said_s = False, time.monotonic()
         while True:
             is_told = bool(poller.poll(LOOK_S * 1000 if is_at_work else None))
-            beat = self._mover.beat
-            if self._watchdog.is_stuck(beat, time.monotonic()):
+            beat, now = self._mover.beat, time.monotonic()
+            if self._watchdog.is_stuck(beat, now):
                 raise TransferError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
             is_at_work = is_told or beat is not None or self._mover.outstanding > 0
+            # Also amid commands: those of which nothing has ended yet are no reason to be silent.
+            if is_at_work and (not is_told or now - said_s >= LOOK_S):
+                self._link.say(Alive())
+                said_s = now
             if not is_told:
-                if is_at_work:
-                    self._link.say(Alive())
                 continue
             told = self._link.hear()
             if told is None:

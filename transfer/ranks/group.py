@@ -24,7 +24,8 @@ and of the ranks' reports
     Unreachable, MoverDied    are told at once
 
 A part that fails ends the others, which are of no use without it. A worker with one pool is a group of one, whose peers
-may have several. What goes from rank 0 to rank 0 alone is called what the workers call it: commands and reports pass.
+may have several; while none of them has, it is no group at all (`is_one`). What goes from rank 0 to rank 0 alone is
+called what the workers call it: commands and reports pass, and nothing is kept of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,7 +101,7 @@ Told = ToRank | MoverEvent
 """What a group asks for: commands to ranks, and events to the worker."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class _Known:
     sending: list[HeadsPart]  # this worker's ranks are the senders
     receiving: list[HeadsPart]
@@ -128,7 +129,7 @@ class _Moving:
 
 class MoverGroup:
     """The movers of one worker. `heads`: of each rank's pool. Mutable state: the parts with each peer, and the chunks
-    whose parts have not all ended."""
+    in parts that have not all ended."""
 
     def __init__(self, heads: Sequence[range]) -> None:
         self._heads = list(heads)
@@ -136,7 +137,22 @@ class MoverGroup:
         self._workers: dict[Incarnation, Incarnation] = {}  # by the life of a rank
         self._chunks: dict[tuple[Handoff, int], _Moving] = {}
         self._named: dict[tuple[Handoff, int], _Moving] = {}  # by the name of a part
-        self._alone: set[tuple[Handoff, int]] = set()  # chunks that are rank 0's alone, and not in the two above
+        self._in_parts: set[Incarnation] = set()  # peers with whom blocks are not rank 0's alone
+
+    @property
+    def is_one(self) -> bool:
+        """True while all that is moved is rank 0's alone: its mover is the worker's. Any thread may ask: this is false
+        before a rank hears of a part, and until the last one has ended."""
+        return not (len(self._heads) > 1 or self._in_parts or self._chunks)
+
+    def passes(self, command: MoverCommand) -> bool:
+        """True if rank 0's mover may be given this command as it is. Any thread may ask."""
+        match command:
+            case Connect() | Disconnect():
+                return False
+            case PostRecv(blocks=blocks) if any(block.more for block in blocks):
+                return False
+        return self.is_one
 
     def submit(self, command: MoverCommand) -> list[Told]:
         """Take one of the worker's commands."""
@@ -155,20 +171,18 @@ class MoverGroup:
             case CancelRecv(handoff, seq) | CancelSend(handoff, seq):
                 chunk = self._chunks.get((handoff, seq))
                 if chunk is None:
-                    return [ToRank(0, command)] if (handoff, seq) in self._alone else []
+                    return [ToRank(0, command)]  # its own, or one that has ended, of which it knows nothing
                 chunk.cancelled = True
                 return list(self._cancel(chunk))
 
     def heard(self, rank: int, event: MoverEvent) -> list[Told]:
         """Take what the mover of a rank reports."""
+        named = self._named
         match event:
-            case Posted(name, seq) if (name, seq) in self._alone:
-                return [event]
-            case Sent(name, seq) | Received(name, seq) if (name, seq) in self._alone:
-                self._alone.remove((name, seq))
+            case Posted(name, seq) | Sent(name, seq) | Received(name, seq) if rank == 0 and (name, seq) not in named:
                 return [event]
             case Posted(name, seq, digests):  # a rank's mover has one part
-                return self._posted(self._named[name, seq], name, digests)
+                return self._posted(named[name, seq], name, digests)
             case Sent(name, seq, error, seconds):
                 return self._ended(name, seq, rank, error, seconds, 0)
             case Received(name, seq, error, seconds, nbytes):
@@ -192,6 +206,8 @@ class MoverGroup:
         except ValueError as error:
             return [*found, Unreachable(peer, str(error))]
         known = self._peers[peer] = _Known(parts(self._heads, theirs), parts(theirs, self._heads))
+        if known != _Known(_WHOLE, _WHOLE):
+            self._in_parts.add(peer)
         for mine, other in known.links:
             life, endpoint, own = part_of(peer, other), command.endpoint, layout
             self._workers[life] = peer
@@ -207,6 +223,7 @@ class MoverGroup:
         known = self._peers.pop(peer, None)
         if known is None:
             return [ToRank(0, Disconnect(peer))]
+        self._in_parts.discard(peer)
         for _, other in known.links:
             self._workers.pop(part_of(peer, other), None)
         return [ToRank(mine, Disconnect(part_of(peer, other))) for mine, other in known.links]
@@ -229,7 +246,6 @@ class MoverGroup:
                 scraps = self.submit(PostScrap(peer, move))
                 return [*scraps, Received(move.handoff, move.seq, error, 0.0, 0)]
         if cut == _WHOLE:
-            self._alone.add((move.handoff, move.seq))
             return [ToRank(0, command)]
         chunk = self._chunks[move.handoff, move.seq] = _Moving(command, parts=len(cut))
         for at, part in enumerate(cut):

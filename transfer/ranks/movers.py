@@ -6,9 +6,10 @@
       transfer thread  its own mover's events -> group              thread "transfer" its mover
       thread "moves"   what rank r says -> group  <--- events ---
 
-The group is asked under a lock, and what it tells goes out under the same, so every rank hears its commands in the
-order in which the worker gave them. Whoever gives a command waits only for a rank that has stopped taking any, for as
-long as its socket may.
+A worker of one rank whose peers have one has no such detour: its mover is given what the worker says, and tells it what
+becomes of that. Else the group is asked under a lock, and what it tells goes out under the same, so every rank hears
+its commands in the order in which the worker gave them. Whoever gives a command waits only for a rank that has stopped
+taking any, for as long as its socket may.
 """
 
 import queue
@@ -90,6 +91,9 @@ class RankMovers:
                 return list(answer.details)
 
     def submit(self, command: MoverCommand) -> None:
+        if self._group.passes(command):
+            self._own.submit(command)
+            return
         with self._lock:
             self._give(self._group.submit(command))
 
@@ -154,6 +158,9 @@ class RankMovers:
                         self._on_event(MoverDied(f"at rank {one.rank}: {error}"))
 
     def _hear_own(self, event: MoverEvent) -> None:
+        if self._group.is_one:
+            self._on_event(event)
+            return
         with self._lock:
             self._give(self._group.heard(0, event))
 

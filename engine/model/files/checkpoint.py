@@ -1,5 +1,6 @@
 """The interface of a reader of somebody else's model files, and the arithmetic both readers share."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -104,6 +105,14 @@ def interval(raw: Mapping[str, Any], name: str, default: int) -> int:
     if (every := default if raw.get(name) is None else whole(raw, name)) < 1:
         raise TypeError(f"{name} is {every}, must be at least 1")
     return every
+
+
+def factor(raw: Mapping[str, Any], name: str, default: float) -> float:
+    """Return a field that is a number above 0. Raises TypeError."""
+    value = raw.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise TypeError(f"{name} is {value!r}, not a number above 0")
+    return float(value)
 
 
 def check_is_file(path: Path) -> None:

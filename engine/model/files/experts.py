@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.model.config import ExpertOptions, ModelError
-from engine.model.files.checkpoint import flag, interval, whole
+from engine.model.files.checkpoint import factor, flag, interval, whole
 
 # A machine that reads config.json alone may have no gguf package.
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def _qwen3_moe(path: Path, raw: dict[str, Any]) -> ExpertOptions:
     published lacks it."""
     every, layers = interval(raw, "decoder_sparse_step", 1), whole(raw, "num_hidden_layers")
     plain = raw.get("mlp_only_layers") or []
-    if not isinstance(plain, list) or not all(isinstance(layer, int) for layer in plain):
-        raise ModelError(path, f"mlp_only_layers is {plain!r}, not a list of layers")
+    if not isinstance(plain, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in plain):
+        raise ModelError(path, f"mlp_only_layers is {plain!r}, not a list of layers 0 to {layers - 1}")
     return ExpertOptions(
         count=whole(raw, "num_experts" if raw.get("num_experts") else "num_local_experts"),
         chosen=whole(raw, "num_experts_per_tok"),
@@ -58,8 +58,8 @@ def _gpt_oss(path: Path, raw: dict[str, Any]) -> ExpertOptions:
         width=whole(raw, "intermediate_size"),
         over_chosen=True,
         biases=True,
-        alpha=float(raw.get("swiglu_alpha", ALPHA)),
-        limit=float(raw.get("swiglu_limit", LIMIT)),
+        alpha=factor(raw, "swiglu_alpha", ALPHA),
+        limit=factor(raw, "swiglu_limit", LIMIT),
     )
 
 

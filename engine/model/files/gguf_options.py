@@ -66,6 +66,15 @@ class _Metadata:
             raise ModelError(self.file.path, f"metadata {self.name(key)} is {value!r}, not a whole number")
         return int(value)
 
+    def factor(self, key: str, default: float) -> float:
+        if (value := self.number(key, default)) <= 0:
+            raise ModelError(self.file.path, f"metadata {self.name(key)} is {value}, not a number above 0")
+        return value
+
+    def cap(self, key: str, default: float) -> float:
+        """Return a factor that 0 leaves out, as its writers mean it."""
+        return 0.0 if self.number(key, default) == 0 else self.factor(key, default)
+
     def window(self, default: int | None = None) -> int:
         if (window := self.whole("attention.sliding_window", default)) < 0:
             raise ModelError(self.file.path, f"metadata {self.name('attention.sliding_window')} is {window}")
@@ -136,7 +145,7 @@ def _mistral3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Opti
     """Ministral 3's queries have a temperature by their position; those of Mistral Small, which has the same name, have
     none."""
     options = _plain(metadata, sizes, table)
-    if beta := metadata.number("attention.temperature_scale", 0.0):
+    if beta := metadata.cap("attention.temperature_scale", 0.0):
         return options | {
             "query_beta": beta,
             "query_tokens": metadata.whole("rope.scaling.original_context_length"),
@@ -179,10 +188,10 @@ def _llama(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options
 
 def _granite(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Options:
     return _plain(metadata, sizes, table) | {
-        "embed_scale": metadata.number("embedding_scale", 1.0),
-        "residual_scale": metadata.number("residual_scale", 1.0),
-        "attention_scale": metadata.number("attention.scale", sizes.head_dim**-0.5),
-        "logit_scale": 1.0 / (metadata.number("logit_scale", 1.0) or 1.0),
+        "embed_scale": metadata.factor("embedding_scale", 1.0),
+        "residual_scale": metadata.factor("residual_scale", 1.0),
+        "attention_scale": metadata.factor("attention.scale", sizes.head_dim**-0.5),
+        "logit_scale": 1.0 / metadata.factor("logit_scale", 1.0),
     }
 
 
@@ -207,8 +216,8 @@ def _gemma2(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Option
     return {
         **_layers(table, metadata.windows(sizes.layers, 2, metadata.window(4096))),
         **_gemma(metadata, sizes, 46),
-        "attention_softcap": metadata.number("attn_logit_softcapping", 50.0),
-        "final_softcap": metadata.number("final_logit_softcapping", 30.0),
+        "attention_softcap": metadata.cap("attn_logit_softcapping", 50.0),
+        "final_softcap": metadata.cap("final_logit_softcapping", 30.0),
     }
 
 
@@ -226,7 +235,7 @@ def _gemma3(metadata: _Metadata, sizes: HeaderSizes, table: RopeTable) -> Option
     return {
         "ropes": (table, local),
         "layer_options": tuple(LayerOptions(window=window, rope=1 if window else 0) for window in windows),
-        "final_softcap": metadata.number("final_logit_softcapping", 0.0),
+        "final_softcap": metadata.cap("final_logit_softcapping", 0.0),
         **_gemma(metadata, sizes, 62),
     }
 

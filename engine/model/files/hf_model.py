@@ -232,7 +232,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             layers=layer_count(path, whole(raw, "num_hidden_layers")),
             hidden=whole(raw, "hidden_size"),
             heads=heads,
-            kv_heads=whole(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
+            kv_heads=heads if raw.get("num_key_value_heads") is None else whole(raw, "num_key_value_heads"),
             head_dim=head_size(raw),
             intermediate=whole(raw, "intermediate_size"),
             vocab=whole(raw, "vocab_size"),

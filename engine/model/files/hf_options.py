@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import LayerOptions, ModelError, RopeTable
-from engine.model.files.checkpoint import flag, interval, whole
+from engine.model.files.checkpoint import factor, flag, interval, whole
 from engine.model.files.hf_rope import FULL, LAYER_TYPES, SLIDING, Parameters, rope_parameters, rope_table
 
 Raw = dict[str, Any]
@@ -57,7 +57,7 @@ def family_options(path: Path, family: str, raw: Raw) -> Options:
 
 def head_size(raw: Raw) -> int:
     """Return the dimensions of a head. Raises KeyError and TypeError."""
-    if raw.get("head_dim"):
+    if raw.get("head_dim") is not None:
         return whole(raw, "head_dim")
     return whole(raw, "hidden_size") // max(whole(raw, "num_attention_heads"), 1)
 
@@ -96,9 +96,10 @@ def _ministral3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     (parameters, *_) = rope_parameters(path, raw).values()
     if "llama_4_scaling_beta" not in parameters:
         raise ModelError(path, "rope_parameters.llama_4_scaling_beta is missing")
+    beta = parameters["llama_4_scaling_beta"]
     return _window_on_all(path, raw, layers, table) | {
-        "query_beta": float(parameters["llama_4_scaling_beta"]),
-        "query_tokens": int(parameters["original_max_position_embeddings"]),
+        "query_beta": 0.0 if beta == 0 else factor(parameters, "llama_4_scaling_beta", 0.0),
+        "query_tokens": whole(parameters, "original_max_position_embeddings"),
     }
 
 
@@ -106,7 +107,8 @@ def _qwen(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """The window counts only if `use_sliding_window`, from layer `max_window_layers` on."""
     if not flag(raw, "use_sliding_window"):
         return _no_window(path, raw | {"sliding_window": None}, layers, table)
-    first = whole(raw, "max_window_layers")
+    if (first := whole(raw, "max_window_layers")) < 0:
+        raise ModelError(path, f"max_window_layers is {first}, must be at least 0")
     kinds = [SLIDING if at >= first else FULL for at in range(layers)]
     return _one_table(path, raw, table, _windows(path, raw, layers, kinds))
 
@@ -120,18 +122,18 @@ def _qwen_moe(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 
 def _granite(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     return _no_window(path, raw, layers, table) | {
-        "embed_scale": float(raw.get("embedding_multiplier", 1.0)),
-        "residual_scale": float(raw.get("residual_multiplier", 1.0)),
-        "attention_scale": float(raw.get("attention_multiplier", 1.0)),
-        "logit_scale": 1.0 / float(raw.get("logits_scaling", 1.0)),
+        "embed_scale": factor(raw, "embedding_multiplier", 1.0),
+        "residual_scale": factor(raw, "residual_multiplier", 1.0),
+        "attention_scale": factor(raw, "attention_multiplier", 1.0),
+        "logit_scale": 1.0 / factor(raw, "logits_scaling", 1.0),
     }
 
 
 def _smollm3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     """`no_rope_layers` holds a 1 for layers that do rotate."""
     every = interval(raw, "no_rope_layer_interval", 4)
-    rotates = raw.get("no_rope_layers") or [(at + 1) % every for at in range(layers)]
-    if not isinstance(rotates, list) or not all(isinstance(turns, int) for turns in rotates):
+    rotates = raw.get("no_rope_layers") or [int((at + 1) % every > 0) for at in range(layers)]
+    if not isinstance(rotates, list) or not all(isinstance(turns, int) and turns in (0, 1) for turns in rotates):
         raise ModelError(path, f"no_rope_layers is {rotates!r}, not a list of 0 and 1")
     if len(rotates) < layers:
         raise ModelError(path, f"no_rope_layers has {len(rotates)} of {layers} layers")
@@ -168,13 +170,10 @@ def _gemma3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 def _gemma(path: Path, raw: Raw) -> Options:
     if flag(raw, "use_bidirectional_attention"):
         raise ModelError(path, "use_bidirectional_attention: only causal attention is supported")
-    if (scalar := float(raw.get("query_pre_attn_scalar", 256))) <= 0:
-        raise ModelError(path, f"query_pre_attn_scalar is {scalar}, not a positive number")
-    return {
-        "embed_scale": float(raw["hidden_size"]) ** 0.5,
-        "attention_scale": scalar**-0.5,
-        "attention_softcap": float(raw.get("attn_logit_softcapping") or 0.0),
-        "final_softcap": float(raw.get("final_logit_softcapping") or 0.0),
+    caps = {"attention_softcap": "attn_logit_softcapping", "final_softcap": "final_logit_softcapping"}
+    return {ours: 0.0 if raw.get(name) is None else factor(raw, name, 0.0) for ours, name in caps.items()} | {
+        "embed_scale": whole(raw, "hidden_size") ** 0.5,
+        "attention_scale": factor(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
     }
 
 

@@ -82,11 +82,11 @@ def _scaling(path: Path, kind: object, said: Parameters, context_tokens: int) ->
             factor=float(said["factor"]),
             low_freq_factor=float(said["low_freq_factor"]),
             high_freq_factor=float(said["high_freq_factor"]),
-            original_context_tokens=int(said["original_max_position_embeddings"]),
+            original_context_tokens=whole(said, "original_max_position_embeddings"),
         )
         return scaling, 1.0
     if kind == "yarn":
-        original = int(said["original_max_position_embeddings"])
+        original = whole(said, "original_max_position_embeddings")
         factor = float(said.get("factor") or context_tokens / original)
         yarn = YarnRope(
             factor=factor,
@@ -97,7 +97,7 @@ def _scaling(path: Path, kind: object, said: Parameters, context_tokens: int) ->
         )
         return yarn, _yarn_scale(factor, said)
     if kind == "longrope":
-        original = int(said["original_max_position_embeddings"])
+        original = whole(said, "original_max_position_embeddings")
         factor = float(said.get("factor") or context_tokens / original)
         scale = said.get("attention_factor") or longrope_scale(factor, original)
         short, long = (tuple(map(float, said[name])) for name in ("short_factor", "long_factor"))

@@ -14,9 +14,10 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from engine.kv.tiers.commands import (
     DiskHung,
@@ -35,7 +36,7 @@ from engine.kv.tiers.commands import (
     TiersDied,
     TierSlot,
 )
-from engine.storage.paged import KVTensors
+from engine.storage.paged import PoolPart
 from engine.storage.tiers.segments import SegmentFolder, block_digest
 from engine.types import BlockId
 
@@ -67,14 +68,14 @@ class _Copies:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __enter__(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def __enter__(self) -> Callable[[Tensor, Tensor], None]:
         return self._copy
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._stream is None:
             target.copy_(source)
             return
@@ -83,11 +84,15 @@ class _Copies:
 
 
 class TierMover:
-    """`save` and `submit` are the engine thread's; `on_event` is called in the mover's own. Without one: `run_once`."""
+    """`save` and `submit` are the engine thread's; `on_event` is called in the mover's own. Without one: `run_once`.
+
+    `device`: the worker's pool, or those of its tensor-parallel ranks, of which this process has mapped the others'. A
+    block is whole in the lower tiers, as one of a worker with one pool. No rank has a part in its copies: a step that
+    has ended at rank 0 has written its rows at all of them, and one that reads a block is told to them later."""
 
     def __init__(
         self,
-        device: KVTensors,
+        device: Sequence[PoolPart],
         host: HostMemory,
         folder: SegmentFolder | None,
         on_event: Callable[[TierEvent | TiersDied], None],
@@ -95,10 +100,14 @@ class TierMover:
         self._device = device
         self._host = host
         self._folder = folder
-        self._is_cpu = device.memory.device.type == "cpu"
-        self._save_copies, self._copies = (_Copies(device.memory.device) for _ in range(2))
+        self._once = list({part.start: part for part in reversed(device)}.values())[::-1]
+        """Without pools that have the same heads as one before them."""
+        own = device[0].memory.device
+        self._is_cpu = own.type == "cpu"
+        self._save_copies, self._copies = (_Copies(own) for _ in range(2))
         """The engine thread's, and those of this mover's own."""
-        self._staging = HostMemory(1, device.memory.shape[1], pinned=not self._is_cpu)
+        block_bytes = max(part.start + part.memory.shape[1] for part in device)
+        self._staging = HostMemory(1, block_bytes, pinned=not self._is_cpu)
         self._on_event = on_event
         self._digests: dict[TierSlot, int] = {}
         """The digest of what was stored in each slot. A slot is pinned, or it is nobody's: no two threads change one at
@@ -124,7 +133,7 @@ class TierMover:
             for command in commands:
                 if isinstance(command, Save):
                     self._digests.pop(command.slot, None)
-                    copy(self._host.memory[command.slot.index], self._device.memory[command.block])
+                    self._copy_out(copy, command.block, command.slot)
 
     def submit(self, commands: Iterable[TierCommand]) -> None:
         """Queue the rest; never blocks."""
@@ -224,7 +233,7 @@ class TierMover:
         try:
             for ident, block, slot in zip(store.identities, store.blocks, store.slots, strict=True):
                 with self._copies as copy:
-                    copy(self._host.memory[slot.index], self._device.memory[block])
+                    self._copy_out(copy, block, slot)
                 self._digests[slot] = self._digest(block, slot, ident)
                 self._beats += 1
         except RuntimeError as error:  # torch's, of a device that would not be read
@@ -235,7 +244,18 @@ class TierMover:
 
     def _digest(self, block: BlockId, slot: TierSlot, ident: bytes) -> int:
         """The digest of a block that has just been copied, one way or the other."""
-        return block_digest(self._device.block(block) if self._is_cpu else self._host.block(slot), ident)
+        if not self._is_cpu:
+            return block_digest(ident, self._host.block(slot))
+        return block_digest(ident, *(part.memory[block].numpy().data for part in self._once))
+
+    def _copy_out(self, copy: Callable[[Tensor, Tensor], None], block: BlockId, slot: TierSlot) -> None:
+        for piece, there in _pieces(self._host.memory[slot.index], self._once, block):
+            copy(piece, there)
+
+    def _copy_in(self, whole: Tensor, target: BlockId) -> None:
+        with self._copies as copy:
+            for piece, there in _pieces(whole, self._device, target):
+                copy(there, piece)
 
     def _spill(self, spill: Spill) -> Spilled:
         if self._folder is None:
@@ -280,8 +300,7 @@ class TierMover:
            block to others.
         """
         if isinstance(place, TierSlot):  # 1.
-            with self._copies as copy:
-                copy(self._device.memory[target], self._host.memory[place.index])
+            self._copy_in(self._host.memory[place.index], target)
             return place not in self._digests or self._digest(target, place, ident) == self._digests[place]
         folder, staging = self._folder, self._staging  # 2.
         if folder is None or not folder.read(place.segment, place.at, ident, staging.block(TierSlot(0))):
@@ -289,6 +308,11 @@ class TierMover:
         with self._lock:
             if self._is_abandoned:
                 return False
-            with self._copies as copy:
-                copy(self._device.memory[target], staging.memory[0])
+            self._copy_in(staging.memory[0], target)
         return True
+
+
+def _pieces(whole: Tensor, parts: Iterable[PoolPart], block: BlockId) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the pieces of a block's bytes, `whole`, each with its place in a pool."""
+    for start, memory in parts:
+        yield whole[start : start + memory.shape[1]], memory[block]

@@ -10,6 +10,7 @@ from engine.config import TierConfig
 from engine.device import EngineDevice
 from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.kv.tiers.tiers import Tiers
+from engine.storage.paged import PoolPart
 from engine.storage.tiers.mover import HostMemory, TierMover
 from engine.storage.tiers.segments import SegmentFolder
 
@@ -33,13 +34,19 @@ def open_tiers(
     """Open the tiers that `config` asks for; None where there is to be no host tier. `name` is the worker's, for its
     folder in `disk_dir`.
 
-    A folder that cannot be had leaves the disk tier out, with a warning. Raises ValueError for a disk tier without a
-    folder, or without a host tier of at least four blocks.
+    A folder that cannot be had leaves the disk tier out, with a warning; a rank's pool that this process
+    cannot map, all tiers. Raises ValueError for a disk tier without a folder, or without a host tier of at least four
+    blocks.
     """
     slots = config.host_bytes // device.layout.block_bytes
     if config.disk_bytes and not config.disk_dir:
         raise ValueError("tiers.disk_dir: a disk tier needs a folder")
     if slots == 0 and not config.disk_bytes:
+        return None
+    try:
+        parts = _parts(device)
+    except ValueError as error:
+        log.warning("no lower tiers: %s", error)
         return None
     tiers = Tiers(slots, device.layout.block_bytes, config.disk_bytes)
     folder = None
@@ -56,7 +63,16 @@ def open_tiers(
             tiers.adopt(found)
             log.info("disk tier: %d segments found, %d dropped", len(found), torn)
     host = HostMemory(slots, device.layout.block_bytes, pinned=device.kv.device != "cpu")
-    return Tiering(tiers, TierMover(device.kv, host, folder, on_event))
+    return Tiering(tiers, TierMover(parts, host, folder, on_event))
+
+
+def _parts(device: EngineDevice) -> list[PoolPart]:
+    """Return where the blocks of a worker lie: in its pool, or in those of its ranks. Raises ValueError."""
+    if device.ranks is None or not device.ranks.pools:
+        return [PoolPart(0, device.kv.memory)]
+    pools = [device.kv.memory, *(mapped() for mapped in device.ranks.pools)]
+    starts = (heads.start * device.layout.head_bytes for heads in device.ranks.heads)
+    return [PoolPart(start, memory) for start, memory in zip(starts, pools, strict=True)]
 
 
 def _kind(device: EngineDevice) -> bytes:

@@ -104,7 +104,7 @@ class SegmentFolder:
             return False
         finally:
             os.close(file)
-        return entry == _ENTRY.pack(identity, block_digest(into, identity))
+        return entry == _ENTRY.pack(identity, block_digest(identity, into))
 
     def drop(self, number: int) -> None:
         """Raises OSError where the disk will not have it; a segment that is not there is no error."""
@@ -121,7 +121,7 @@ class SegmentFolder:
 
     def _header(self, identities: Sequence[bytes], blocks: Sequence[memoryview]) -> bytes:
         entries = b"".join(
-            _ENTRY.pack(ident, block_digest(block, ident))
+            _ENTRY.pack(ident, block_digest(ident, block))
             for ident, block in zip(identities, blocks, strict=True)
         )
         fixed = (MAGIC, self._kind, self._block_bytes, len(identities))
@@ -146,8 +146,10 @@ class SegmentFolder:
         return tuple(ident for ident, _ in _ENTRY.iter_unpack(entries))
 
 
-def block_digest(block: memoryview, identity: bytes) -> int:
-    """XXH3-64 of a block's bytes, bound to what they are."""
-    whole = xxhash.xxh3_64(block)
+def block_digest(identity: bytes, *pieces: memoryview) -> int:
+    """XXH3-64 of a block's bytes, which may lie in several pieces, bound to what they are."""
+    whole = xxhash.xxh3_64()
+    for piece in pieces:
+        whole.update(piece)
     whole.update(identity)
     return whole.intdigest()

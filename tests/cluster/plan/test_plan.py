@@ -22,7 +22,7 @@ from cluster.sizes import format_size, parse_share, parse_size
 from engine.config import EngineConfig
 from engine.messages import MemoryUse, WorkerInfo
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
-from engine.model.families import FAMILIES
+from engine.model.families import FAMILIES, REFUSED
 from engine.model.llama import Llama
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import load_weights
@@ -301,6 +301,16 @@ def test_plan_and_up_agree_about_an_unknown_family(
     told = f"unknown model_type {sizes['model_type']!r}; known: {', '.join(sorted(FAMILIES_OF_CONFIGS))}"
     assert told in str(refused.value)
     assert told in planned.out + planned.err
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "zamba2", "minimax", "llama4_text", "gemma3n_text"])
+def test_what_keeps_other_things_than_keys_and_values_is_refused_by_name(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a plan of blocks that no layer, or not each, would fill."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": kind}))
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 1
+    assert f"config.json: model_type '{kind}' is not run: {REFUSED[kind]}" in capsys.readouterr().err
 
 
 def test_plan_and_up_agree_about_ranks_that_a_model_does_not_divide_by(

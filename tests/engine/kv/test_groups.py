@@ -134,6 +134,28 @@ def test_an_idle_worker_takes_what_fits_its_pool(window: int, cached: int) -> No
     kv.check()
 
 
+@pytest.mark.parametrize("window", [2, 5, 9])
+@pytest.mark.parametrize("known", [2, 6, 7, 11, 14])
+def test_what_would_copy_from_blocks_that_it_needs_copies_nothing(window: int, known: int) -> None:
+    """Guards the window's half of a block that is found in part, which would be held for a copy that is not made."""
+    groups, tokens, ahead = (LayerGroup((0,)), LayerGroup((1,), window)), list(range(16)), 4
+    total = KVCacheManager(1000, 4, "m", groups=groups, ahead_tokens=ahead).pool_blocks_for(16)
+    kv = KVCacheManager(total, 4, "m", groups=groups, ahead_tokens=ahead)
+    first = kv.acquire(b"", tokens, match_limit=0, room_tokens=16)
+    assert first is not None
+    for end in range(4, 17, 4):
+        kv.reach(first, end - 4, end)
+        kv.commit(first, tokens[:end])
+        kv.slide(first, end)
+    kv.release(first)
+    lease = kv.acquire(b"", [*range(known), *range(100, 116 - known)], match_limit=15, room_tokens=16)
+    assert lease is not None and lease.cached_tokens % 4 == 0 and not lease.copies
+    kv.check()
+    kv.release(lease)
+    kv.check()
+    assert kv.available == total
+
+
 @pytest.mark.parametrize("window", range(1, 14))
 def test_a_charge_is_the_most_that_is_ever_held(window: int) -> None:
     """Guards a pool of which every request takes a block more than it can use, and one that a step runs out of."""

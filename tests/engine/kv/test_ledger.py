@@ -91,3 +91,28 @@ def test_a_block_that_is_not_free_and_would_be_handed_out_is_found() -> None:
     kv.pool._free.append(block)
     found = BlockLedger(kv).recount()
     assert (found.doubly_owned, found.leaked) == ((block,), ())
+
+
+def test_a_block_that_is_free_and_still_indexed_is_found() -> None:
+    """Guards whoever finds it in the cache: the next request would be handed it, and write to it."""
+    kv = KVCacheManager(4, 16, "m")
+    lease = taken(kv, 0, 16)
+    (block,) = lease.blocks
+    kv.release(lease)
+    assert BlockLedger(kv).recount() == BlockLedger(KVCacheManager(4, 16, "m")).recount(), "as it should be"
+    kv.pool.recycle(block)
+    found = BlockLedger(kv).recount()
+    assert (found.doubly_owned, found.leaked) == ((block,), ())
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_block_that_counts_a_holder_too_many_is_found(is_held: bool) -> None:
+    """Guards a pool against blocks that are in the cache, or somebody's, and will never be let go."""
+    kv = KVCacheManager(4, 16, "m")
+    lease = taken(kv, 0, 16)
+    (block,) = lease.blocks
+    if not is_held:
+        kv.release(lease)
+    kv.pool.retain(block)
+    found = BlockLedger(kv).recount()
+    assert (found.doubly_owned, found.leaked) == ((), (block,))

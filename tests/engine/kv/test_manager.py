@@ -501,3 +501,33 @@ def test_a_lease_that_has_more_than_is_asked_for_is_short_of_nothing() -> None:
     assert lease is not None
     kv.reach(lease, 0, 4)
     assert [kv.shortage(lease, tokens) for tokens in (1, 4, 9, 12, 13, 17)] == [0, 0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("known", range(17))
+def test_what_would_copy_from_a_block_that_it_needs_leaves_others_what_it_is_told_to(known: int) -> None:
+    """Guards the promises of others, where the last block of all is the one that would be copied from."""
+    kv = KVCacheManager(4, 4, "m")
+    kv.release(_run(kv, list(range(16))))
+    tokens = [*range(known), *range(100, 116 - known)]
+    assert kv.acquire(b"", tokens, match_limit=15, room_tokens=16, spare=1) is None
+    kv.check()
+    assert kv.available == 4 and kv.acquire(b"", tokens, match_limit=15, room_tokens=12, spare=1) is not None
+    kv.check()
+
+
+def test_what_is_written_on_is_not_indexed_in_part_when_its_step_ends() -> None:
+    """Guards a partly filled block in the cache whose next rows are being written: a tail is of what has ended."""
+    kv, tokens = KVCacheManager(8, 4, "m"), list(range(11))
+    lease = kv.acquire(b"", tokens, match_limit=0, room_tokens=11)
+    assert lease is not None
+    kv.launched([lease])
+    kv.commit(lease, tokens[:6])
+    kv.ended([lease])
+    assert kv.matched_tokens(b"", tokens, 11) == 4
+    kv.launched([lease])
+    kv.commit(lease, tokens, tail=True)
+    assert kv.matched_tokens(b"", tokens, 11) == 8, "nor before its step has ended"
+    kv.ended([lease])
+    assert kv.matched_tokens(b"", tokens, 11) == 11
+    kv.release(lease)
+    kv.check()

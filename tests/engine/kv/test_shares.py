@@ -227,3 +227,27 @@ def test_what_stands_in_no_line_leaves_none() -> None:
     shares.let_go(A, 1)
     assert not shares.occupy(A, 2) and not shares.occupy(V, 1) and shares.idle == 1
     assert shares.occupy(A, 1) and not shares.occupy(A, 1) and shares.idle == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05])
+def test_a_share_of_no_block_is_none(share: float) -> None:
+    """Guards tenants without a share, whose every prompt says so, and one whose share comes to less than a block."""
+    shares: CacheShares[int] = CacheShares(16)
+    for _ in range(2):
+        shares.entitle(A, share)
+        shares.took(A, 2)
+        assert shares.excess(A) == 0 and "0 with shares" in repr(shares)
+    shares.entitle(A, 0.25)
+    shares.entitle(A, share)
+    shares.let_go(A, 1)
+    assert shares.excess(A) == 0 and "0 with shares" in repr(shares), "it is taken away again"
+    shares.check({A: 4})
+
+
+def test_who_takes_nothing_is_not_remembered() -> None:
+    """Guards memory against the names of all tenants whose prompts were cached to the end."""
+    shares: CacheShares[int] = CacheShares(16)
+    for _ in range(3):
+        shares.took(A, 0)
+    shares.check({})
+    assert not shares._order

@@ -474,3 +474,50 @@ def test_a_migration_that_takes_all_there_is_keeps_what_it_has_found() -> None:
     kv.release(probe)
     again = kv.acquire(b"", tokens, match_limit=23, room_tokens=24, migrating=True, spare=left)
     assert again is not None and again.cached_tokens == found == 20
+
+
+def test_where_a_tier_can_bring_nothing_for_want_of_room_the_exchanged_lease_is_like_the_old() -> None:
+    """Guards a handoff that goes on with no lease at all: to keep a window behind what is loaded takes a block more."""
+    kv, tokens = _manager(ahead=1), list(range(28))
+    lease = _lease(kv, tokens, cached=False, migrating=True)
+    others = kv.acquire(b"", (), match_limit=0, room_tokens=0, grow_tokens=SIZE * (kv.available - sum(MOST)))
+    assert others is not None
+    rest = kv.promise(b"", kv.available)
+    assert rest is not None and kv.available == 0
+    other = kv.exchange(lease, tokens, 27, Match([], loaded=4))
+    assert lease.released and (len(other.blocks), other.cached_tokens) == (7, 0)
+    kv.check()
+    for one in (rest, others):
+        kv.release(one)
+    behind = kv.exchange(other, tokens, 27, Match([], loaded=4))
+    assert behind.cached_tokens == 16, "there is room now"
+    kv.check()
+
+
+@pytest.mark.parametrize("to_share", [None, 3])
+def test_a_lease_that_is_promised_nothing_yet_costs_nothing(to_share: int | None) -> None:
+    """Guards room that is kept for a fork, or a request that waits, before it is known what it may hold."""
+    kv = _manager()
+    lease = kv.promise(b"", 0, to_share=to_share)
+    assert lease is not None and kv.available == BLOCKS and lease.charges == [0, 0]
+    kv.check()
+    assert kv.promise(b"", 0, spare=BLOCKS, to_share=to_share) is not None
+    assert kv.promise(b"", 0, spare=BLOCKS + 1, to_share=to_share) is None
+
+
+def test_a_block_takes_the_place_of_the_one_numbered_before_it() -> None:
+    """Guards two blocks of one content, of which nobody would find the newer: they are told apart by all of their
+    numbers, neighbours too."""
+    kv = KVCacheManager(8, SIZE, "m", groups=(LayerGroup((0,)), LayerGroup((1,), 5)), ahead_tokens=SIZE)
+    tokens = list(range(SIZE))
+    one, other = (_lease(kv, tokens, cached=False) for _ in range(2))
+    for lease in (one, other):
+        kv.reach(lease, 0, SIZE)
+    assert other.windows[0][0] == one.windows[0][0] + 1
+    kv.commit(one, tokens)
+    kv.release(one)
+    kv.commit(other, tokens)
+    assert other.path[0].windows == [other.windows[0][0]]
+    kv.check()
+    kv.release(other)
+    assert kv.pool.counts()["cached"] == 2 and kv.pool.free == 6

@@ -220,6 +220,7 @@ def rotary_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
+_KINDS = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
 ARCHITECTURES = {
     "mistral": "llama",
     "ministral3": "mistral3",
@@ -252,11 +253,35 @@ GGUF_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+OUTSIDE_GGUF = {
+    "qwen2-window": "`max_window_layers` has no key, and `qwen2.attention.sliding_window` is refused",
+    "ministral3-window": "`mistral3.attention.sliding_window` is refused: its readers pass over it",
+    "gpt-oss-clamped": "the gate's clamp and slope are constants of the family",
+}
+"""The cases that no GGUF file can say, and why."""
+GGUF_SAYS: dict[str, tuple[dict[str, Any], dict[str, int | float | bool]]] = {
+    "gemma2": ({"query_pre_attn_scalar": 32}, {}),
+    "gemma3": ({"query_pre_attn_scalar": 32}, {"attention.sliding_window_pattern": 3, "rope.freq_base_swa": 200.0}),
+    "mistral-window": ({}, {"attention.sliding_window": 8}),
+    "mixtral-window": ({}, {"attention.sliding_window": 8}),
+    "qwen3moe-unnormalised": ({}, {"expert_weights_norm": False}),
+}
+"""Cases that a GGUF file can say with other options of the model, since some are constants there, or with keys that the
+converter leaves out."""
+
+
+def build_as_gguf(name: str, path: Path, **more: Any) -> tuple[str, Any]:
+    """Write a case as GGUF, and return the file and the model that it is."""
+    options, says = GGUF_SAYS.get(name, ({}, {}))
+    model = build(name, **options, **more)
+    return save_gguf(model, path, says=says), model
+
+
 POST_NORMED = ("gemma2", "gemma3", "olmo2", "gpt-oss")
 
 
-def save_gguf(model: Any, path: Path, tokens: int = VOCAB) -> str:
-    """Write the model as llama.cpp's converter would."""
+def save_gguf(model: Any, path: Path, tokens: int = VOCAB, says: dict[str, int | float | bool] | None = None) -> str:
+    """Write the model as llama.cpp's converter would, with more of its architecture's keys where `says` has them."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
@@ -279,6 +304,8 @@ def save_gguf(model: Any, path: Path, tokens: int = VOCAB) -> str:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture in _WRITERS:
         _WRITERS[architecture](writer, config)
+    for key, value in (says or {}).items():
+        writer.add_key_value(f"{architecture}.{key}", value, _KINDS[type(value)])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(byte_tokens()[:tokens] + [f"[PAD{at}]" for at in range(tokens, VOCAB)])

@@ -230,7 +230,7 @@ def save_mxfp4(model: Any, folder: Path) -> str:
     source = save_hf(model, folder)
     file = folder / "model.safetensors"
     kept = {name: tensor for name, tensor in load_file(file).items() if f"{name}_blocks" not in packed}
-    assert len(packed) == 16 and len(kept) < len(load_file(file))
+    assert len(packed) == 4 * model.config.num_hidden_layers and len(kept) < len(load_file(file))
     save_file(kept | packed, file)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}

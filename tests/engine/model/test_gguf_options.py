@@ -125,3 +125,43 @@ def test_a_tensor_without_values_is_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelError, match=r"tensor token_embd.weight has shape \[0, 4\]"):
         GGUFFile(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("granite", "embedding_scale", 0.0),
+        ("granite", "residual_scale", -0.25),
+        ("granite", "attention.scale", -1.0),
+        ("granite", "logit_scale", 0.0),
+        ("granite", "logit_scale", -8.0),
+        ("gemma2", "attn_logit_softcapping", -50.0),
+        ("gemma2", "final_logit_softcapping", -30.0),
+        ("gemma3", "final_logit_softcapping", -30.0),
+        ("mistral3", "attention.temperature_scale", -0.5),
+    ],
+)
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_a_factor_that_is_not_above_0_is_refused(
+    architecture: str, key: str, value: float, is_nan: bool, tmp_path: Path
+) -> None:
+    """Guards answers of nothing, or turned round, for a file's mistake: it is named with its field."""
+    header: dict[str, Number] = {"attention.sliding_window": 0 if architecture in ("granite", "mistral3") else 1024}
+    said = header | {key: float("nan") if is_nan else value}
+    why = "nan, not a finite number" if is_nan else f"{value}, not a number above 0"
+    with pytest.raises(ModelError, match=rf"model.gguf: metadata {architecture}\.{key} is {why}"):
+        options(tmp_path, architecture, MISTRAL_7B, said)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3moe", "mistral3", "granite", "smollm3"])
+def test_a_window_that_the_family_has_not_in_gguf_is_refused(architecture: str, tmp_path: Path) -> None:
+    """Guards a window passed over in silence: of these families' files it is not known which layers would have it."""
+    with pytest.raises(ModelError, match=rf"metadata {architecture}.attention.sliding_window 8 is not known of"):
+        options(tmp_path, architecture, MISTRAL_7B, {"attention.sliding_window": 8})
+
+
+def test_a_cap_of_0_is_none(tmp_path: Path) -> None:
+    """Guards files whose writer says that way that nothing is capped."""
+    said: dict[str, Number] = {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
+    found = options(tmp_path, "gemma2", MISTRAL_7B, said)
+    assert (found["attention_softcap"], found["final_softcap"]) == (0.0, 0.0)

@@ -21,7 +21,7 @@ from engine.ranks.device_follower import DeviceFollower
 from engine.ranks.devices import RankLink
 from engine.ranks.follower import main
 from engine.ranks.sums import RankError
-from engine.storage.paged import KVTensors, PoolFile, header_bytes
+from engine.storage.paged import KVTensors, PoolFile, header_bytes, map_blocks
 from engine.types import Incarnation
 from tests.engine.backends.gpu.recording import FakeRecorder
 from tests.transfer.fake_device import FakeStream, library_path, open_fake
@@ -37,6 +37,8 @@ SMALL_VARIABLE = "PRETENDED_SMALL_RANK"
 """The rank of this number has half a card free."""
 STEPS_VARIABLE = "PRETENDED_FEWER_BLOCKS"
 """The rank of this number makes a pool of one block less than it is told."""
+UNMAPPED_VARIABLE = "PRETENDED_UNMAPPED"
+"""Set: no rank's pool can be mapped by another."""
 
 
 class Waited(RankExchange):
@@ -154,6 +156,15 @@ class PretendedDevices:
     def recorder(self, link: RankLink) -> Callable[[], ExchangeRecorder]:
         assert isinstance(link, Waited)
         return lambda: ExchangeRecorder(link)
+
+    def export(self, kv: KVTensors) -> bytes:
+        return b"" if os.environ.get(UNMAPPED_VARIABLE) else f"/proc/{os.getpid()}/fd/{kv.fd}".encode()
+
+    def map(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
+        if not name:
+            raise ValueError("a pool without a name")
+        with open(name, "r+b") as file:
+            return map_blocks(file.fileno(), blocks, block_bytes)
 
     def memory(self) -> Card:
         return Card(CARD // 2 if os.environ.get(SMALL_VARIABLE) == str(self._rank) else CARD)

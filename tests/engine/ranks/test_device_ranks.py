@@ -14,18 +14,30 @@ import torch
 
 from engine.backends.gpu.runner import TRIAL_BLOCKS
 from engine.backends.workspace import trial_row
-from engine.config import EngineConfig, StepLimits
+from engine.config import EngineConfig, StepLimits, TierConfig
 from engine.device import EngineDevice, open_device
+from engine.kv.tiers.commands import Store, TierLoad, TierSlot
 from engine.model.config import ModelConfig
 from engine.model.prepared.cache import prepare
+from engine.ranks.device_orders import DeviceOrder
+from engine.ranks.group import RankGroup
 from engine.ranks.sums import RankError
 from engine.step import Row, StepPlan
+from engine.storage.tiers.opening import open_tiers
 from engine.types import BlockId, SamplingParams
 from tests.engine.model.checkpoints import build, save_hf
-from tests.engine.ranks.pretended import CARD, SMALL_VARIABLE, STEPS_VARIABLE, PretendedDevices
+from tests.engine.ranks.pretended import (
+    CARD,
+    SMALL_VARIABLE,
+    STEPS_VARIABLE,
+    UNMAPPED_VARIABLE,
+    PretendedDevices,
+)
+from tests.engine.ranks.test_processes import announce, differing
 from tests.transfer.fake_device import library_path
 
 SIZE, POOL, RANKS = 16, 12, 2
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 LIMITS = StepLimits(chunk_tokens=20, batch=2, context_tokens=64)
 CONFIG = EngineConfig(device="cuda", block_size=SIZE, rank_wait_s=30.0, speculation="off")
 TABLES = ([3, 7, 1], [5, 0, 9])
@@ -36,9 +48,8 @@ PROMPTS = ([20 + 3 * at % 70 for at in range(21)], [30 + 7 * at % 60 for at in r
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library_path()  # compiled once, for all of them
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     made = tmp_path_factory.mktemp("devices")
-    return prepare(save_hf(build("qwen2", num_hidden_layers=1, **sizes), made / "model"), made / "cache")
+    return prepare(save_hf(build("qwen2", num_hidden_layers=1, **SIZES), made / "model"), made / "cache")
 
 
 @contextmanager
@@ -180,6 +191,75 @@ def test_a_rank_with_another_pool_is_named(folder: Path, monkeypatch: pytest.Mon
     with pytest.raises(RankError, match="a pool of 11 blocks, not of 12") as found, opened(folder):
         pass
     assert found.value.rank == 1
+
+
+@pytest.mark.slow
+def test_a_rank_with_another_model_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against sums of parts of two models."""
+    other = build("qwen2", num_hidden_layers=2, **SIZES)
+    source = save_hf(other, tmp_path / "model")
+    monkeypatch.setattr(RankGroup, "__init__", differing(model_dir=str(prepare(source, tmp_path / "cache"))))
+    with pytest.raises(RankError, match="differs in fingerprint") as found, opened(folder):
+        pass
+    assert found.value.rank == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differs", ["number", "digest"])
+def test_a_rank_with_a_device_that_reads_another_order_says_so(folder: Path, differs: str) -> None:
+    """Guards against devices that go on with different steps."""
+    with opened(folder) as device:
+        assert device.ranks is not None
+        read(device)
+        announce(device.ranks, DeviceOrder("step"), differs)
+        began_s = time.monotonic()
+        with pytest.raises(RankError, match="order") as found:
+            read(device)
+        assert found.value.rank == 1
+        assert time.monotonic() - began_s < CONFIG.rank_wait_s / 2, "it was not noticed at once"
+
+
+@pytest.mark.slow
+def test_blocks_of_all_devices_go_to_lower_tiers_and_come_back(folder: Path, tmp_path: Path) -> None:
+    """Guards tiers that keep the heads of rank 0 for the whole block, and ranks that have none of it back."""
+    events: list[object] = []
+    with opened(folder) as device:
+        tokens, size = answered(device), device.layout.block_bytes
+        tiers = open_tiers(TierConfig(host_bytes=8 * size), device, "worker", events.append)
+        assert tiers is not None and device.ranks is not None
+        (other,) = (mapped() for mapped in device.ranks.pools)
+        blocks, idents = [BlockId(block) for block in TABLES[0]], [bytes([at]) * 16 for at in range(3)]
+        slots, targets = [TierSlot(at) for at in range(3)], [BlockId(block) for block in (2, 4, 6)]
+        held = [other[block].clone() for block in blocks]
+        assert len({bytes(one.numpy().data) for one in held}) == 3, "the other rank has written nothing"
+        tiers.mover.submit([Store(1, tuple(idents), tuple(blocks), tuple(slots))])
+        tiers.mover.run_once()
+        tiers.mover.submit([TierLoad(1, tuple(idents), tuple(slots), tuple(targets))])
+        tiers.mover.run_once()
+        assert [type(event).__name__ for event in events] == ["Stored", "Loaded"]
+        for block, target, was in zip(blocks, targets, held, strict=True):
+            assert torch.equal(device.kv.memory[target], device.kv.memory[block])
+            assert torch.equal(other[target], was) and torch.equal(other[block], was)
+            device.kv.memory[block].fill_(255)
+            other[block].fill_(255)
+        text = tokens[0]
+        step = row(0, text, len(text) - 2)
+        table = msgspec.structs.replace(step, blocks=targets, end=len(text) - 1)
+        assert [*device.runner.launch(StepPlan((table,))).wait()] == text[-1:], "computed behind other KV"
+        tiers.mover.stop()
+
+
+@pytest.mark.slow
+def test_without_maps_of_the_others_there_are_no_lower_tiers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards a worker that keeps a part of its blocks, or does not start, where devices cannot be mapped."""
+    monkeypatch.setenv(UNMAPPED_VARIABLE, "1")
+    with opened(folder) as device:
+        assert open_tiers(TierConfig(host_bytes=1 << 20), device, "worker", lambda event: None) is None
+    assert "no lower tiers: a pool without a name" in caplog.text
 
 
 @pytest.mark.parametrize(

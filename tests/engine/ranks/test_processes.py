@@ -3,8 +3,9 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from engine.config import EngineConfig
 from engine.device import EngineDevice, open_device
 from engine.model.config import ModelConfig
 from engine.model.prepared.cache import prepare
+from engine.ranks.device_orders import DeviceOrder
 from engine.ranks.group import RankGroup
 from engine.ranks.orders import ANNOUNCEMENT, RankOrder, digest_of
 from engine.ranks.sums import RankError
@@ -163,18 +165,27 @@ def test_a_frozen_rank_ends_the_group(three: EngineDevice) -> None:
     assert "does not answer" in str(error)
 
 
-def test_a_rank_that_reads_another_order_says_so(three: EngineDevice) -> None:
-    """Guards against ranks that go on with different steps, which is a wrong answer or a wait for ever: rank 1 is told
-    of other bytes than it finds."""
-    group = group_of(three)
-    answer(three)
-    raw = msgspec.msgpack.encode(RankOrder("logits"))
+def announce(group: RankGroup, order: RankOrder | DeviceOrder, differs: str) -> None:
+    """Tell rank 1 of an order with another number, or another digest, than it will find."""
+    raw = msgspec.msgpack.encode(order)
     group._memory[: len(raw)] = raw
     group._number += 1
-    group._orders[1].send(ANNOUNCEMENT.pack(group._number, len(raw), digest_of(raw, group._number + 1)))
+    number = group._number + (differs == "number")
+    digest = digest_of(raw, group._number) ^ (differs == "digest")
+    group._orders[1].send(ANNOUNCEMENT.pack(number, len(raw), digest))
+
+
+@pytest.mark.parametrize("differs", ["number", "digest"])
+def test_a_rank_that_reads_another_order_says_so(three: EngineDevice, differs: str) -> None:
+    """Guards against ranks that go on with different steps, which is a wrong answer or a wait for ever: rank 1 is told
+    of other bytes than it finds, or has missed an order."""
+    answer(three)
+    announce(group_of(three), RankOrder("logits"), differs)
+    began_s = time.monotonic()
     error = failing(three)
     assert error.rank == 1
     assert "order" in str(error)
+    assert time.monotonic() - began_s < CONFIG.rank_wait_s, "it was not noticed at once"
 
 
 def test_ranks_at_different_sums_say_so(three: EngineDevice) -> None:
@@ -184,18 +195,30 @@ def test_ranks_at_different_sums_say_so(three: EngineDevice) -> None:
     assert "sum" in str(error)
 
 
-@pytest.mark.parametrize(("option", "said"), [({"kv_dtype": "float16"}, "fingerprint"), ({"block_size": 8}, "blocks")])
-def test_a_rank_that_opens_otherwise_is_named(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, object], said: str
-) -> None:
+def differing(**option: object) -> Callable[..., None]:
+    """Return what opens a group whose other ranks have another option than rank 0."""
     original = RankGroup.__init__
 
-    def differing(self: RankGroup, config: EngineConfig, model: ModelConfig, program: str) -> None:
-        original(self, msgspec.structs.replace(config, **option), model, program)
+    def opened(self: RankGroup, config: EngineConfig, *rest: Any) -> None:
+        original(self, msgspec.structs.replace(config, **option), *rest)
 
-    monkeypatch.setattr(RankGroup, "__init__", differing)
+    return opened
+
+
+@pytest.mark.parametrize("pools", ["shared", "own"])
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [({"model": "other"}, "fingerprint"), ({"kv_dtype": "float16"}, "fingerprint"), ({"block_size": 8}, "blocks")],
+)
+def test_a_rank_that_opens_otherwise_is_named(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, object], said: str, pools: str
+) -> None:
+    if "model" in option:
+        other = build("qwen2", num_attention_heads=6, num_key_value_heads=6, hidden_size=96, num_hidden_layers=1)
+        option = {"model_dir": str(prepare(save_hf(other, tmp_path / "model"), tmp_path / "cache"))}
+    monkeypatch.setattr(RankGroup, "__init__", differing(**option))
     with pytest.raises(RankError, match=said) as caught:
-        opened(tiny, tensor_parallel=2)
+        opened(tiny, tensor_parallel=2, rank_pools=pools)
     assert caught.value.rank == 1
 
 

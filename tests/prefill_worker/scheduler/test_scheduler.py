@@ -554,6 +554,24 @@ def test_what_a_prompt_that_was_given_up_has_computed_is_cached() -> None:
     assert kv.matched_tokens(b"", list(range(160)), 160) == 64 and kv.available == kv.pool.total
 
 
+def test_what_a_prompt_computed_is_cached_although_its_lost_reader_may_still_read() -> None:
+    """Guards the chunk that was under way when the reader was lost: nobody was offered it, and others may go on behind
+    it; all its blocks are held until the reader is proven dead."""
+    bench = AheadBench(chunk_tokens=64)
+    bench.land = False
+    bench.start("a", list(range(160)))
+    bench.step()
+    bench.step()
+    assert sorted(bench.offered["a"]) == list(range(4))
+    bench.tell(ReaderLost(PEER))
+    assert bench.step() is None and bench.pool["quarantined"] == 10
+    kv = bench.scheduler.kv
+    assert kv.matched_tokens(b"", list(range(160)), 160) == 128
+    bench.tell(ReaderDead(PEER))
+    assert kv.matched_tokens(b"", list(range(160)), 160) == 128 and kv.available == kv.pool.total
+    bench.scheduler.check()
+
+
 def test_what_was_computed_behind_a_copy_is_cached_when_its_prompt_is_given_up() -> None:
     """Guards the chunk behind a block that began as a copy, and the copy's source, which would be held for good."""
     bench = AheadBench(chunk_tokens=64)
@@ -603,3 +621,13 @@ def test_what_a_step_says_of_a_prompts_tokens_is_that_prompts() -> None:
     said = TokenLogprobs(7, -0.5)
     scheduler.scored(first, [[said]])
     assert [jobs[RequestId(name)].scores for name in "ab"] == [[said], []]
+
+
+def test_what_nobody_had_to_wait_for_was_no_quarantine() -> None:
+    """Guards the histogram of quarantines, and the worker that fills it: most handoffs have had none."""
+    bench = Bench(chunk_tokens=256)
+    stopped = bench.start("stopped", _tokens(100, 1))
+    bench.tell(FromReader(PEER, Stop(stopped)))
+    bench.start("whole", _tokens(100, 2))
+    bench.run()
+    assert bench.scheduler.is_idle and bench.scheduler.source.take_quarantined() == []

@@ -216,3 +216,10 @@ def test_where_there_is_no_decode_worker_nothing_is_predicted() -> None:
     bench.do(Lost("d0"))
     assert not ask(bench, None, None, "held") and not ask(bench, 0.001)
     assert bench.router.waiting == 2
+
+
+def test_an_answer_of_which_nothing_is_known_takes_no_step() -> None:
+    """Guards the border of what is refused: the prompt's second, and not a step less, must fit."""
+    needed_s = 100 * S_PER_TOKEN
+    assert refusal(ask(measured(), needed_s / 2 - S_PER_STEP / 4, 0)).refusal == "deadline"
+    assert is_told(ask(measured(), needed_s / 2 + S_PER_STEP / 4, 0)[0], Place)

@@ -455,3 +455,13 @@ def test_as_many_wait_as_stand_in_the_lines() -> None:
         enter(share, name)
     share.serve(RequestId("a1"), 10)
     assert len(share) == 2
+
+
+def test_tenants_whose_requests_came_from_another_router_are_forgotten_too() -> None:
+    """Guards the memory of a router that only takes over, from many tenants."""
+    share = FairShare()
+    for number in range(3 * MAX_TENANTS):
+        name = RequestId(str(number))
+        share.go_on(name, name, 1.0)
+        share.left(name)
+    assert len(share._accounts) <= MAX_TENANTS + 1 and not share._entries and not share._tenants

@@ -280,3 +280,13 @@ def test_an_end_is_part_of_the_medians_at_once() -> None:
     assert fitted.exposure("d1") == (1.0, 1.0) and fitted.delay("p1") == 1.0
     fitted.ended((0.1, 0.2), account(prefill_run=0.2, migrate=0.1))
     assert fitted.exposure("d1")[0] == fitted.exposure("d0")[0] < 1.0 < fitted.delay("p0") == fitted.delay("p1")
+
+
+def test_the_line_of_steps_is_that_of_whoever_comes() -> None:
+    """Guards a price that is asked for while its worker leaves, when the line is known."""
+    fitted = cluster()
+    for rows in (1, 9) * FEWEST_REPORTS:
+        fitted.reported("d0", load(s_per_token=0.01 + 0.001 * rows, running_requests=rows))
+    assert fitted.step("nobody", 0.5) == fitted.step("p0", 0.5) == (fitted._line.alone_s, fitted._line.s_per_row)
+    fitted.forget("d0")
+    assert fitted.step("d0", 0.5) == (fitted._line.alone_s, fitted._line.s_per_row)

@@ -462,3 +462,47 @@ def test_a_sample_shares_the_whole_blocks_before_its_prompts_last_token(tokens: 
     host, call = parts.run("a", tokens=tokens), waiting(name="b", tokens=tokens)
     choice = parts.placer.beside(call, host, 0.0)
     assert choice is not None and choice.decode.cached_blocks == shared
+
+
+def test_a_request_that_moves_is_no_work_that_comes() -> None:
+    """Guards the price of a second copy: the KV of a yielded request is where it was, and nobody is delayed by it."""
+    parts = Parts()
+    source = parts.join("d0")
+    parts.join("d1")
+    parts.join("p0")
+    parts.report("d0", leaving=True)
+    parts.report("p0", s_per_token=0.01)
+    for number in range(3):
+        call = waiting(name=f"r{number}")
+        call.source = source.life
+        assert pair(parts.placer.choose(call, float(number))) == ("d0", "d1")
+    assert parts.placer._reuse.arrivals._work_s == 0.0 and not len(parts.placer._reuse.missed)
+    call.source = None
+    for number in (3, 4):
+        call.is_counted = False
+        assert parts.placer.choose(call, float(number)) is not None
+    assert parts.placer._reuse.arrivals._work_s > 0.0, "as that of any other does"
+
+
+def test_the_soonest_steps_are_those_of_the_quickest() -> None:
+    """Guards a deadline that the quicker of two workers would meet."""
+    parts = Parts()
+    for name, s_per_token in (("d0", 0.5), ("d1", 0.25), ("d2", 1.0)):
+        parts.join(name)
+        parts.report(name, s_per_token=s_per_token)
+    soonest = parts.placer.soonest(waiting(), 0.0)
+    assert soonest is not None
+    least = [parts.placer._least_step_s(worker) for worker in parts.registry.role("decode")]
+    assert soonest.s_per_token == min(least) < max(least)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(32, 1), (33, 1), (40, 8)])
+def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_read(tokens: int, expected: int) -> None:
+    """Guards a deadline against a first token that takes no time at all."""
+    parts = Parts()
+    parts.join("d0")
+    worker, call = parts.join("p0"), waiting(tokens=tokens)
+    parts.report("p0", s_per_token=0.5)
+    parts.index.insert("p0", call.chain(worker.key))
+    soonest = parts.placer.soonest(call, 0.0)
+    assert soonest is not None and soonest.first_token_s == expected * 0.5

@@ -422,3 +422,39 @@ def test_what_is_evicted_below_takes_nothing_from_the_tier_above() -> None:
     index.insert("a", prompt[:5])
     index.check()
     assert index.tiers(prompt) == {"a": {"device": 4, "host": 5}}
+
+
+def test_whose_place_is_taken_again_is_nobody_elses() -> None:
+    """Guards the bits of those who joined behind a worker that is gone: the next one takes its bit, and theirs stay."""
+    index, one, other = PrefixIndex(), blocks([0, 0, 1]), blocks([1, 1])
+    for worker in WORKERS:
+        index.add(worker, 8)
+        index.insert(worker, one)
+    index.forget("a")
+    index.add("d", 8, 4)
+    index.check()
+    assert index.depths(one) == {"b": 3, "c": 3}
+    index.insert("d", other)
+    index.insert("b", other)
+    assert index.depths(other) == {"b": 2, "d": 2} and index.depths(one) == {"b": 3, "c": 3}
+    index.forget("c")
+    index.add("e", 8)
+    index.insert("e", one)
+    index.check()
+    assert index.depths(one) == {"b": 3, "e": 3} and index.depths(other) == {"b": 2, "d": 2}
+
+
+@pytest.mark.parametrize("common", [1, 2, 3])
+def test_what_a_use_leaves_of_a_stretch_stays_held(common: int) -> None:
+    """Guards the last block of a chain of which a later use has all but that one: nobody would let it go any more."""
+    index, prompt = PrefixIndex(), [0, 0, 0, 0]
+    index.add("a", 8)
+    index.insert("a", blocks(prompt))
+    index.insert("a", blocks([*prompt[:common], 1]))
+    index.check()
+    assert index.depths(blocks(prompt)) == {"a": 4} and index.held_blocks("a") == 5
+    index.insert("a", blocks([1, 1, 1]))
+    assert index.held_blocks("a") == 8 and index.depths(blocks(prompt)) == {"a": 4}
+    index.insert("a", blocks([1, 1, 1, 1]))
+    index.check()
+    assert index.depths(blocks(prompt)) == {"a": 3}, "the oldest use's last block goes first"

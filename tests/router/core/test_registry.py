@@ -190,3 +190,19 @@ def test_of_a_worker_that_was_taken_away_no_figure_is_left() -> None:
     parts.registry.leave("p0")
     parts.registry.forget("p0")
     assert parts.registry.fitted.usual_s_per_token == 0.0
+
+
+def test_a_worker_that_comes_back_in_another_role_is_in_that_one_alone() -> None:
+    """Guards a pool against one who has left it: a decode worker would be asked to prefill, and the other way round."""
+    parts = Parts()
+    for name in ("p0", "d0", "x"):
+        parts.join(name)
+    registry = parts.registry
+    assert [w.name for w in registry.role("decode")] == ["d0", "x"]
+    registry.join(PeerAddress("x", "x:1"), worker_info("x", "prefill", 2), 0.0)
+    assert [[w.name for w in registry.role(role)] for role in ("prefill", "decode")] == [["p0", "x"], ["d0"]]
+    assert [w.name for w in registry.takers("prefill", 0.0)] == ["p0", "x"]
+    registry.join(PeerAddress("x", "x:1"), worker_info("x", "decode", 3), 0.0)
+    assert [[w.name for w in registry.role(role)] for role in ("prefill", "decode")] == [["p0"], ["d0", "x"]]
+    registry.leave("x")
+    assert [w.name for w in registry.live("decode", 0.0)] == ["d0"]

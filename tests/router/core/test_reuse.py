@@ -256,3 +256,31 @@ def test_what_was_missed_is_counted_to_the_token() -> None:
     views = [view("a", 400, 0.01), view("b", 0, 0.02)]
     missed.placed(hot, 11 * SIZE, SIZE, views, {"a": 10}, views[0], LATER_S)
     assert missed.of(hot[-1]) == pytest.approx(416 - 2 * 16)
+
+
+def test_a_prompt_that_is_held_to_its_end_still_has_one_token_to_read() -> None:
+    """Guards the account of the very last block: without it, whoever reads in no time has nothing to be compared by."""
+    hot = chain("hot", 10)
+    missed = known(MissedWaits(), hot[-1])
+    views = [view("a", 400, 0.01), view("b", 0, 0.02)]
+    missed.placed(hot, 10 * SIZE, SIZE, views, {"a": 10}, views[0], LATER_S)
+    assert missed.of(hot[-1]) == pytest.approx(401 - 2 * 1)
+
+
+def test_who_comes_when_a_copy_could_just_be_there_has_missed_it() -> None:
+    """Guards the border: 160 tokens at 10 ms are there after 1.6 s, and not a moment before."""
+    hot = chain("hot", 10)
+    for now, has_missed in ((1.599, False), (1.6, True)):
+        missed = known(MissedWaits(), hot[-1])
+        placed(missed, hot, {"a": 10}, {"a": 100, "b": 0}, "a", now)
+        assert (missed.of(hot[-1]) > 0.0) == has_missed
+
+
+def test_nothing_is_forgotten_while_there_is_room() -> None:
+    missed = MissedWaits()
+    missed._tokens = {f"{n}".encode(): (0.0, 0.0) for n in range(missed._room)}
+    missed._fade(1)
+    assert len(missed) == missed._room, "as many as there may be"
+    missed._tokens[b"more"] = (0.0, 0.0)
+    missed._fade(1)
+    assert not len(missed), "of none of them anything was missed"

@@ -98,11 +98,36 @@ def test_a_rank_is_told_the_way_to_each_of_the_peers_that_it_meets() -> None:
 def test_one_pool_and_one_peer_are_passed_on_as_they_are() -> None:
     """Guards against a worker of one rank whose commands cost more, or mean something else, than before."""
     group, connect = MoverGroup([LAYOUT.heads]), Connect(PEER, Endpoint(transport="shm"), Agreement(LAYOUT))
+    assert group.is_one
+    assert group.passes(send()) and group.passes(receive(1))
+    assert not group.passes(receive(2)) and not group.passes(connect)
     for command in (connect, send(), receive(1), CancelSend(SERVED, 0), CancelRecv(READ, 0), Disconnect(PEER)):
         assert group.submit(command) == [ToRank(0, command)]
     for event in (Posted(SERVED, 0, (1, 2)), Sent(SERVED, 0, "", 2.0), Received(READ, 0, "no", 1.0, 0)):
         assert group.heard(0, event) == [event]
     assert group.heard(0, Unreachable(PEER, "gone")) == [Unreachable(PEER, "gone")]
+    assert group.is_one
+    group.check()
+
+
+def test_a_mover_is_the_workers_until_something_comes_in_parts_and_when_nothing_does_any_more() -> None:
+    """Guards a part of a chunk that is told of as if it were the whole, since it was posted before another peer came or
+    ends when its own has gone."""
+    group, other = MoverGroup([LAYOUT.heads]), Incarnation(33)
+    group.submit(Connect(other, Endpoint(transport="shm"), Agreement(LAYOUT)))
+    alone = PostRecv(other, Move(Handoff(RequestId("s"), 1, 1, ME, other), 0), ())
+    assert group.is_one and group.submit(alone) == [ToRank(0, alone)]
+    group.submit(Connect(PEER, endpoint(even(2)), Agreement(LAYOUT)))
+    assert not group.is_one and not group.passes(alone)
+    landed = Received(alone.move.handoff, 0, "", 1.0, 4)
+    assert group.heard(0, landed) == [landed], "it was rank 0's alone"
+    names = [one.command.move.handoff for one in group.submit(receive(2))]  # type: ignore[union-attr]
+    group.submit(Disconnect(PEER))
+    assert not group.is_one, "both parts are outstanding"
+    group.heard(0, Received(names[0], 0, "gone", 0.1, 0))
+    assert not group.is_one, "one part is outstanding"
+    (ended,) = group.heard(0, Received(names[1], 0, "gone", 0.1, 0))
+    assert isinstance(ended, Received) and ended.handoff == READ and group.is_one
     group.check()
 
 
@@ -157,7 +182,8 @@ def test_cancels_and_scraps_go_to_every_part() -> None:
     told: Any = group.submit(PostScrap(PEER, Move(READ, 1)))
     assert [(one.rank, one.command.peer) for one in told] == [(0, PEER), (1, part_of(PEER, 1))]
     assert [one.command.move.handoff for one in told] == names
-    assert group.submit(CancelRecv(READ, 5)) == []
+    unknown = CancelRecv(READ, 5)
+    assert group.submit(unknown) == [ToRank(0, unknown)], "a mover takes no notice of what it does not have"
 
 
 def test_an_offer_with_too_few_digests_fails() -> None:

@@ -174,6 +174,22 @@ def test_a_prefix_that_others_went_on_behind_is_kept() -> None:
     assert fetch is not None and len(fetch.tokens) == 16
 
 
+def test_a_prefix_that_was_adopted_is_kept() -> None:
+    """Guards the same where who went on had begun to compute the prefix itself, when another one was done with it."""
+    rig, stem = Rig(), list(range(100, 116))
+    waits, tokens = rig.kv.acquire(b"", (), match_limit=0, room_tokens=38), [*stem, *range(200, 222)]
+    rig.serve([*stem, *range(50, 72)])
+    assert waits is not None and rig.kv.adopt(waits, tokens[:-1]) == 16
+    for end in (24, 32, 38):
+        rig.kv.reach(waits, max(16, end - CHUNK), end)
+        rig.kv.commit(waits, tokens[:end])
+        rig.kv.slide(waits, end)
+    rig.kv.release(waits)
+    rig.push_down()
+    fetch = rig.fetches.wanted(b"", [*stem, *range(300, 320)], 35, FAST)
+    assert fetch is not None and len(fetch.tokens) == 16
+
+
 def test_a_router_is_told_of_the_first_group_alone() -> None:
     """Guards reports against names that no router knows, several for each block."""
     rig = Rig(host_blocks=6)

@@ -24,6 +24,7 @@ from engine.kv.tiers.commands import (
     TierSlot,
 )
 from engine.kv.tiers.tiers import Tiers
+from engine.storage.paged import PoolPart
 from engine.storage.tiers import segments
 from engine.storage.tiers.mover import HostMemory, TierMover
 from engine.storage.tiers.segments import SegmentFolder
@@ -78,7 +79,7 @@ class Bench:
             host.block(TierSlot(at))[:] = _content(at)
         self.folder = LateFolder(path)
         self.watchdog = Watchdog(STUCK_S)
-        self.mover = TierMover(self.device, host, self.folder, self.events.append)
+        self.mover = TierMover([PoolPart(0, self.device.memory)], host, self.folder, self.events.append)
         self.mover.start()
         self.do(Spill(0, IDENTS, (TierSlot(0), TierSlot(1))), Spilled(0))
 

@@ -23,6 +23,7 @@ from engine.kv.tiers.commands import (
     TierSlot,
 )
 from engine.kv.tiers.tiers import Tiers
+from engine.storage.paged import PoolPart
 from engine.storage.tiers.mover import HostMemory, TierMover
 from engine.storage.tiers.segments import SegmentFolder
 from engine.types import BlockId
@@ -210,7 +211,7 @@ def test_a_full_disk_is_told_and_leaves_no_half_segment(
     host = HostMemory(2, BLOCK_BYTES)
     for at in range(2):
         host.block(TierSlot(at))[:] = _content(at)
-    mover = TierMover(Device(), host, folder, events.append)
+    mover = TierMover([PoolPart(0, Device().memory)], host, folder, events.append)
     errors = [_spill(mover, events, segment).error for segment in range(8)]
     assert errors[:3] == ["", "", ""] and "No space left" in errors[-1]
     assert "disk tier is given up" in caplog.text

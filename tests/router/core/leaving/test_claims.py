@@ -3,8 +3,9 @@ worker makes of a claim is in tests/decode_worker/scheduler/leaving/test_orphans
 tests/integration/test_routers.py."""
 
 import msgspec
+import pytest
 
-from engine.messages import Claim, ClaimTold, Orphan, OrphansTold, Place, Taken, Tokens
+from engine.messages import Cancel, Claim, ClaimTold, Orphan, OrphansTold, Place, Taken, Tokens
 from engine.types import FinishReason
 from router.core.endings import RESUMED_ELSEWHERE
 from router.core.events import (
@@ -111,3 +112,22 @@ def test_placements_of_a_router_that_began_later_are_passed() -> None:
     bench.hear(load(), "d1")
     *_, place = bench.do(Lost("d0"))
     assert is_told(place, Place) and place.record.placement > 90_000
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_higher_placement_takes_the_place_of_one_that_waits_or_is_offered(has_room: bool) -> None:
+    """Guards a claim whose first report's worker was lost: what is offered by then is cancelled where it is, and nobody
+    is told of one that only waits."""
+    bench = settled()
+    bench.do(ClaimWanted(KEY))
+    bench.hear(keyed(5, placement=3), "d0")
+    bench.hear(load(active=0 if has_room else 64), "d1")
+    placed = [c for c in bench.do(Lost("d0")) if isinstance(c, TellWorker) and isinstance(c.record, Place)]
+    assert [one.worker for one in placed] == (["d1"] if has_room else [])
+    newer = keyed(5, 6, placement=4)
+    told = bench.hear(newer, "d1")
+    cancels = [c for c in told if isinstance(c, TellWorker) and isinstance(c.record, Cancel)]
+    assert [(c.worker, c.record) for c in cancels] == [
+        ("d1", Cancel(A, one.record.placement, FinishReason.CANCELLED)) for one in placed
+    ]
+    assert Adopt(newer) in told and bench.router.open == 1
