@@ -416,6 +416,28 @@ def test_the_work_that_comes_is_that_of_what_is_not_cached() -> None:
     assert parts.placer._reuse.arrivals._work_s == pytest.approx((40 + 8) / 2 * 0.01)
 
 
+def test_what_the_next_best_worker_would_have_taken_is_counted() -> None:
+    """Guards the price of a second copy where all are equally near: nobody loses by it then. Where a prompt's beginning
+    is held by one, the others would take as much longer."""
+    parts = Parts()
+    worker = parts.join("d0")
+    parts.join("p0")
+    parts.report("p0", s_per_token=0.01)
+    arrivals = parts.placer._reuse.arrivals
+    parts.placer.choose(waiting(name="alone"), 0.0)
+    assert arrivals.lost(32) == 32, "there is no other"
+    parts.join("p1")
+    parts.report("p1", s_per_token=0.01)
+    parts.placer.choose(waiting(name="r1"), 1.0)
+    assert arrivals.lost(32) == 0.0
+    call = waiting(name="r2")
+    parts.index.insert("p0", call.chain(worker.key))
+    choice = parts.placer.choose(call, 2.0)
+    # The other one would have computed two blocks more, and delayed others by none.
+    assert choice is not None and choice.prefill.name == "p0"
+    assert arrivals.lost(32) == pytest.approx(32 * 16 / (32 + 16))
+
+
 def test_the_work_that_other_routers_bring_delays_too() -> None:
     """Guards the price of a second copy where there are several routers: each knew a part of who is delayed by it, made
     copies that none of them would have made alone, and four found 0.97 of one router's hits."""
