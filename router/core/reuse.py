@@ -9,10 +9,11 @@ that says nothing either. So a part of a prompt, held by others and computed on 
 - `delayed`: how many it delays: those that will come to this worker before it is idle again,
   λ · (its queue + half of the part) / (1 - busy) where λ of them come to a worker in a second. Since others are sent
   elsewhere when a queue grows, it is never taken to be busy for more than MOST_BUSY of the time.
-- `lost`: what each of them loses, tokens · spare / (tokens + spare). Nobody loses more than it would by going
-  elsewhere: `spare` is for how many tokens' time the next best worker was worse, a mean of late. For some that is
-  nothing, and a conversation has nowhere else to go: where spare times exceed t for a share (spare / (spare + t))² of
-  the requests, this is the mean of what is the less.
+- `lost`: what each of them loses. While no worker is idle, for as long as the shortest queue takes, that is all tokens
+  of the part: who goes elsewhere is in somebody's way there. Later it is no more than going elsewhere costs,
+  tokens · spare / (tokens + spare), where `spare` is for how many tokens' time the next best worker was worse, a mean
+  of late. For some that is nothing, and a conversation has nowhere else to go: where spare times exceed t for a share
+  (spare / (spare + t))² of the requests, this is the mean of what is the less.
 - `missed`: for how many tokens' time requests with the same beginning have waited of late for those that hold this
   part, while others would have been sooner had they held it too. A request that goes to a holder adds what it waits
   longer, if a copy that was begun when somebody first waited would be there by now: what comes together with the first
@@ -181,11 +182,12 @@ class Reuse:
         # From the deepest holder up: between two levels, the same workers hold every block. Of each such part: where it
         # begins, its tokens, its price on an idle worker, and what each token queued adds to that.
         parts: list[tuple[int, int, float, float]] = []
+        least_tokens = min(queues.values(), default=0)
         for deeper, depth in pairwise(levels):
             tokens = (deeper - depth) * block_size
-            lost = self.arrivals.lost(tokens)
+            lost, each = self.arrivals.lost(tokens), self.arrivals.delayed(s_per_token, 0.0)
             idle = self.arrivals.delayed(0.0, tokens * s_per_token) * lost - self.missed.of(chain[deeper - 1])
-            parts.append((depth, tokens, idle, self.arrivals.delayed(s_per_token, 0.0) * lost))
+            parts.append((depth, tokens, idle + each * (tokens - lost) * least_tokens, each * lost))
         others = dict.fromkeys(held, 0.0)
         for name, blocks in held.items():
             for depth, tokens, idle, each in parts:

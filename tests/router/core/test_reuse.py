@@ -97,6 +97,18 @@ def test_nobody_loses_more_than_it_would_elsewhere() -> None:
         assert delaying(prices, hot, held, queues)["b"] == pytest.approx(share * whole, rel=1e-3)
 
 
+def test_while_all_are_busy_nobody_can_go_elsewhere() -> None:
+    """Guards hits where queues are long: what one more copy takes, all that come lose, wherever they go."""
+    hot, held = chain("hot", 10), {"a": 10, "b": 0, "c": 0}
+    prices = busy_half(Reuse())
+    for n in range(20):
+        prices.arrivals.came(50.0 + n * 0.1, 0.2, 4, 160.0)
+    # Nobody is idle for 40 tokens' time, of which all is lost; of the rest of the queue, and of the copy, one half.
+    found = delaying(prices, hot, held, {"a": 500, "b": 60, "c": 40})
+    assert found["b"] == pytest.approx((0.4 + (0.2 + 0.8) / 2) * 5 * 160, rel=1e-3)
+    assert found["c"] == pytest.approx((0.4 + 0.8 / 2) * 5 * 160, rel=1e-3)
+
+
 def test_what_is_lost_is_a_mean_of_late() -> None:
     """Guards each of the three: the mean of the first ones, that it fades, and that what another router brings, of
     which nothing is known, changes none of it."""
