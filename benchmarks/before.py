@@ -41,12 +41,17 @@ class _Side:
 
     def __init__(self, checkout: Path, model: str, cache: Path, sizes: list[int]) -> None:
         command = ["env", f"PYTHONPATH={checkout}", "OMP_NUM_THREADS=1", sys.executable, "-P", str(SIDE)]
+        subprocess.run([*command, model, str(cache)], cwd=checkout, check=True)
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             [*command, model, str(cache), *map(str, sizes)], stdin=pipe, stdout=pipe, cwd=checkout, text=True
         )
-        self.said = self._answer()
-        assert Path(self.said["from"]).is_relative_to(checkout), f"{self.said['from']} is not of {checkout}"
+        try:
+            self.said = self._answer()
+            assert Path(self.said["from"]).is_relative_to(checkout), f"{self.said['from']} is not of {checkout}"
+        except AssertionError:
+            self.close()
+            raise
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
@@ -69,7 +74,8 @@ class _Side:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with self._process:  # waits, and closes its pipes
+            pass
 
 
 def save_hollow(folder: Path) -> str:

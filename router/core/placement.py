@@ -24,7 +24,7 @@ from router.core.policy import (
 )
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, Room, WorkerEntry
-from router.core.reuse import Reuse
+from router.core.reuse import Reuse, spare_tokens
 from router.core.sessions import Pin
 
 FALLBACK = "fallback"
@@ -102,7 +102,7 @@ class Placer:
         tokens = len(call.record.tokens)
         # What it keeps the worker busy for: its delay is waiting, and no work.
         work_s = max(tokens - view.cached_tokens, 1) * token_s(view) / view.delay
-        self._reuse.arrivals.came(now, work_s, len(views))
+        self._reuse.arrivals.came(now, work_s, len(views), spare_tokens(tokens, views, view))
         self._reuse.missed.placed(call.chain(key), tokens, key[1], views, held.depths(key), view, now)
 
     def told(self, record: ReadTold, now: float) -> None:

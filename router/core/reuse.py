@@ -4,11 +4,16 @@ A request goes where its first token is predicted soonest; but computing what li
 behind it, of which its own prediction says nothing; and afterwards the next ones find it in one more place, of which
 that says nothing either. So a part of a prompt, held by others and computed on one worker, counts besides its own time
 
-    delayed · tokens of it - missed, and at the least -tokens of it
+    delayed · lost - missed, and at the least -tokens of it
 
-- `delayed`: how many lose that time: those that will come to this worker before it is idle again,
+- `delayed`: how many it delays: those that will come to this worker before it is idle again,
   λ · (its queue + half of the part) / (1 - busy) where λ of them come to a worker in a second. Since others are sent
   elsewhere when a queue grows, it is never taken to be busy for more than MOST_BUSY of the time.
+- `lost`: what each of them loses. While no worker is idle, for as long as the shortest queue takes, that is all tokens
+  of the part: who goes elsewhere is in somebody's way there. Later it is no more than going elsewhere costs,
+  tokens · spare / (tokens + spare), where `spare` is for how many tokens' time the next best worker was worse, a mean
+  of late. For some that is nothing, and a conversation has nowhere else to go: where spare times exceed t for a share
+  (spare / (spare + t))² of the requests, this is the mean of what is the less.
 - `missed`: for how many tokens' time requests with the same beginning have waited of late for those that hold this
   part, while others would have been sooner had they held it too. A request that goes to a holder adds what it waits
   longer, if a copy that was begun when somebody first waited would be there by now: what comes together with the first
@@ -37,18 +42,25 @@ _LARGEST = 1e100
 
 
 class Arrivals:
-    """How often prompts come to a worker, and how long each is computed, in means that fade. Time is an argument."""
+    """How often prompts come to a worker, how long each is computed, and what it would lose elsewhere, in means that
+    fade. Time is an argument."""
 
-    # Mutable state: how many came, when the latest did, and both means.
+    # Mutable state: how many came, when the latest did, and the means; that of what is lost elsewhere, and of how many.
 
     def __init__(self) -> None:
         self._count, self._last_s = 0, 0.0
         self._gap_s = self._work_s = 0.0
+        self._compared, self._spare_tokens = 0, 0.0
 
-    def came(self, now: float, work_s: float, workers: int) -> None:
-        """Count a prompt that comes to one of `workers`, and is computed in `work_s`."""
+    def came(self, now: float, work_s: float, workers: int, spare_tokens: float | None = None) -> None:
+        """Count a prompt that comes to one of `workers`, and is computed in `work_s`. `spare_tokens` are those of
+        `spare_tokens()`, if that is known."""
+        least = 1.0 - 2.0 ** (-1.0 / half_life(workers))
+        if spare_tokens is not None:
+            self._compared += 1
+            self._spare_tokens += max(least, 1.0 / self._compared) * (spare_tokens - self._spare_tokens)
         if self._count:
-            share = max(1.0 - 2.0 ** (-1.0 / half_life(workers)), 1.0 / self._count)
+            share = max(least, 1.0 / self._count)
             self._gap_s += share * ((now - self._last_s) * workers - self._gap_s)
             self._work_s += share * (work_s - self._work_s)
         self._count, self._last_s = self._count + 1, now
@@ -60,6 +72,12 @@ class Arrivals:
             return 0.0  # nothing is known
         busy = min(self._work_s / self._gap_s, MOST_BUSY)
         return (queue_s + seconds / 2.0) / self._gap_s / (1.0 - busy)
+
+    def lost(self, tokens: int) -> float:
+        """Return how many tokens' time each of them loses, if a worker has so many more to compute."""
+        if not self._compared:
+            return tokens  # nothing is known of other workers
+        return tokens * self._spare_tokens / (tokens + self._spare_tokens)
 
 
 class MissedWaits:
@@ -164,20 +182,34 @@ class Reuse:
         # From the deepest holder up: between two levels, the same workers hold every block. Of each such part: where it
         # begins, its tokens, its price on an idle worker, and what each token queued adds to that.
         parts: list[tuple[int, int, float, float]] = []
+        least_tokens = min(queues.values(), default=0)
         for deeper, depth in pairwise(levels):
             tokens = (deeper - depth) * block_size
-            idle = self.arrivals.delayed(0.0, tokens * s_per_token) * tokens - self.missed.of(chain[deeper - 1])
-            parts.append((depth, tokens, idle, self.arrivals.delayed(s_per_token, 0.0) * tokens))
-        lost = dict.fromkeys(held, 0.0)
+            lost, each = self.arrivals.lost(tokens), self.arrivals.delayed(s_per_token, 0.0)
+            idle = self.arrivals.delayed(0.0, tokens * s_per_token) * lost - self.missed.of(chain[deeper - 1])
+            parts.append((depth, tokens, idle + each * (tokens - lost) * least_tokens, each * lost))
+        others = dict.fromkeys(held, 0.0)
         for name, blocks in held.items():
             for depth, tokens, idle, each in parts:
                 if depth < blocks:
                     break
                 price = idle + each * queues[name]
-                lost[name] += price if price > -tokens else -tokens
-        return lost
+                others[name] += price if price > -tokens else -tokens
+        return others
 
 
 def half_life(workers: int) -> float:
     """Return after how many requests one counts half."""
     return float(max(SHORTEST, HALF_LIFE * workers))
+
+
+def spare_tokens(prompt_tokens: int, views: Sequence[PrefillView], chosen: PrefillView) -> float | None:
+    """Return for how many tokens' time more `chosen`, one of `views`, could be busy before a prompt had better be read
+    by another one; None if there is none. What others lose by that counts."""
+
+    def cost_s(view: PrefillView) -> float:
+        own_tokens = view.queue_tokens + max(prompt_tokens - view.cached_tokens, 1)
+        return (own_tokens + view.delaying_tokens) * token_s(view)
+
+    next_s = min((cost_s(view) for view in views if view.name != chosen.name), default=None)
+    return None if next_s is None else max(next_s - cost_s(chosen), 0.0) / token_s(chosen)

@@ -5,7 +5,7 @@ Results are kept in `.mutants/results.jsonl`: a run goes on where the last one e
 when the tests have changed. Mutants that nobody can tell from the original are listed in
 `tests/mutants/equivalent.toml`, each with a reason, and not run.
 
-    make mutants                                            # a sample of 200: within an hour of two cores
+    make mutants                                            # a sample of 200
     make mutants ARGS="--sample 0"                          # all of them: a day or more
     make mutants ARGS="--only router/core/policy.py"        # those of some files
     make mutants ARGS="--seconds 0"                         # without the simulator
@@ -34,7 +34,8 @@ from tests.mutants.simulate import UNMADE, find
 
 SIMULATOR = ("tests/sim",)
 SAMPLE = 200
-"""Judged by all tests and by the simulator within an hour of two busy cores."""
+"""Few enough to be judged by all tests and by the simulator within an hour of two idle cores, as far as each part of it
+was timed (CONTRIBUTING.md)."""
 OVERTIME = 3.0
 """How much longer than asked for a run of the simulator may take before it counts as hanging, on a busy machine."""
 

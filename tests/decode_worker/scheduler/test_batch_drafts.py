@@ -185,3 +185,17 @@ def test_a_copy_that_is_under_way_is_not_made_again() -> None:
     assert first is not None and len(first.copies) == 1
     assert fork.lease.steps == 1, "a step under way counts once"
     assert second is None or second.copies == ()
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_a_step_with_drafts_says_nothing_of_the_pace(has_drafts: bool) -> None:
+    """Guards the part of a step that prompts have: rows with drafts take longer, and rows are priced without."""
+    bench = _bench() if has_drafts else Fetching(32)
+    batch, measured = _batch(bench), list[tuple[int, int, float]]()
+    batch.pace.measured = lambda *what: measured.append(what)  # type: ignore[method-assign]
+    _running(bench, max_tokens=12)
+    plan = _plan(bench)
+    assert (plan.rows[0].drafts > 0) == has_drafts
+    bench._do(bench.scheduler.complete(plan, [9], 1.0))
+    batch.lasted(0.25)
+    assert measured == ([] if has_drafts else [(1, 0, 0.25)])

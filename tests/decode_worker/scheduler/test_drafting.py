@@ -381,3 +381,14 @@ def test_a_drafter_that_is_not_worth_its_time_is_not_called(monkeypatch: pytest.
     asked: list[object] = []
     monkeypatch.setattr(drafter, "propose", asked.append)
     assert made.propose([(_request(), 3)], 1, 3) == {} and not asked
+
+
+def test_what_is_tried_is_one_draft_of_whoever_is_read_soonest() -> None:
+    """Guards the bound of what trials cost: one that is not thought to be worth it is tried, and no more of it."""
+    drafter = Small(60.0, 20.0, right=0.0)
+    made, one, other = Drafting(drafter, 3), _request(), _request()
+    for tokens, ms in CPU.items():
+        made.costs.measured(tokens, ms / 1e3)
+    made.costs.proposed(Proposed([], forwards=((1, 9.0),)))
+    drafter.behind.update({one.record.request: 20, other.record.request: 5})
+    assert made._wanted(drafter, [(one, 3), (other, 3)], 1, 8) == ({other: 1}, True)

@@ -12,7 +12,7 @@ from engine.kv.groups import GONE, LayerGroup, migrated, place
 from engine.kv.tiers.commands import Loaded, Store, Stored, TierLoad
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import BlockOffer, Ended, Handoff, Offer, UsePrefill
-from engine.types import BeamParams, BlockId, RequestId
+from engine.types import BeamParams, BlockId, RequestId, TokenLogprobs
 from tests.decode_worker.scheduler.bench import POOL, Fetching, P
 from transfer.handoff.commands import Received, Rows
 
@@ -129,6 +129,19 @@ def test_of_what_has_landed_the_last_token_is_computed_again_by_who_goes_on() ->
     assert bench.asked().have_tokens == 12
 
 
+@pytest.mark.parametrize("scores", [0, 5, 19])
+def test_a_prompt_whose_log_probabilities_are_not_all_known_is_computed_from_where_its_windows_are(scores: int) -> None:
+    """Guards its tokens: what has landed behind the match has no windows that computing from its middle would see."""
+    bench, prompt = Grouped(), list(range(20))
+    assert bench.place("a", prompt, POOL, max_tokens=20, prompt_logprobs=0)
+    bench.offer(bench.asked().handoff, 0, bench.wanted())
+    request = bench.request("a")
+    request.scores.extend([TokenLogprobs(at, -1.0) for at in range(scores)])
+    bench.tell(PeerDown(POOL, P, "gone"))
+    bench.router(UsePrefill(RequestId("a"), 1, None))
+    assert request.state is RequestState.LOCAL and request.known == (19 if scores == 19 else 0)
+
+
 def test_of_what_has_all_landed_only_the_last_token_is_computed_here() -> None:
     """Guards a prompt that is computed a second time: its worker is lost before it names the token, and the tails of
     the windows have come with the rest."""
@@ -237,11 +250,12 @@ class GroupedTiers(Grouped):
         return load
 
 
-@pytest.mark.parametrize(("host_s", "is_loaded"), [(0.01, True), (99.0, False)])
+@pytest.mark.parametrize(("host_s", "is_loaded"), [(0.01, True), (1.2, True), (1.3, False), (99.0, False)])
 def test_a_prefix_with_its_tails_is_loaded_where_that_is_sooner_than_computing_it(
     host_s: float, is_loaded: bool
 ) -> None:
-    """Guards both prices: what is in a lower tier is computed again, or waited for longer than that takes."""
+    """Guards both prices: what is in a lower tier is computed again, or waited for longer than that takes. Eight blocks
+    are loaded instead of twenty tokens, which take ten seconds."""
     bench, prompt = GroupedTiers(), list(range(22))
     assert bench.place("before", prompt, max_tokens=1)
     while bench.step() is not None:

@@ -109,6 +109,8 @@ def test_a_layout_whose_groups_do_not_fit_its_blocks_is_refused() -> None:
         KVLayout(
             kv_heads=1, layers=1, block_size=4, head_dim=8, groups=(LayerGroup((0,)), LayerGroup((1, 2), 8))
         )
+    with pytest.raises(ValueError, match="do not fit"):
+        KVLayout(kv_heads=1, layers=1, block_size=4, head_dim=8, groups=(LayerGroup((0,)), LayerGroup((), 8)))
     with pytest.raises(ValueError, match="does not fill"):
         KVLayout(kv_heads=1, layers=2, block_size=4, head_dim=8, groups=(LayerGroup((0,)), LayerGroup((1,), 8)))
 

@@ -188,3 +188,15 @@ def test_what_is_cached_no_more_is_not_told() -> None:
     assert site.holding
     site.tell(100)
     assert not site.told and not site.holding
+
+
+@pytest.mark.parametrize(("limit", "prompts"), [(1, 1), (3, 1), (4, 2), (6, 2), (7, 3)])
+def test_so_much_is_looked_at_in_one_turn_and_no_more(limit: int, prompts: int) -> None:
+    """Guards a step against a cache of half a million blocks: a prompt of one block counts three, with its root."""
+    kv = KVCacheManager(BLOCKS, SIZE, "m")
+    for number in range(4):
+        lease = kv.acquire(b"", [number] * SIZE, match_limit=0, room_tokens=SIZE)
+        assert lease is not None
+        kv.commit(lease, [number] * SIZE)
+        kv.release(lease)
+    assert len(Holding(kv).take(limit)) == prompts

@@ -531,3 +531,35 @@ def test_what_is_written_on_is_not_indexed_in_part_when_its_step_ends() -> None:
     assert kv.matched_tokens(b"", tokens, 11) == 11
     kv.release(lease)
     kv.check()
+
+
+def test_what_comes_behind_several_blocks_is_told_below_the_last_of_them() -> None:
+    """Guards the index of other routers, where a run below a block further up would be a chain that there is not."""
+    kv, tokens = KVCacheManager(16, 4, "m"), list(range(24))
+    kv.tells_cached = True
+    names = chain(kv.cache.root_identity(b""), tokens, 4)
+    lease = kv.acquire(b"", tokens, match_limit=0, room_tokens=24)
+    assert lease is not None
+    for end in (12, 24):
+        kv.commit(lease, tokens[:end])
+    assert kv.take_cached() == [(b"", names[:3]), (names[2], names[3:])]
+
+
+@pytest.mark.parametrize(("others", "cached"), [(3, 6), (4, 6), (5, 4)])
+def test_a_copy_is_made_as_long_as_its_source_need_not_give_way(others: int, cached: int) -> None:
+    """Guards the tokens of a boundary block: they are copied where all blocks are taken by then, but for its source."""
+    kv = KVCacheManager(8, 4, "m")
+    kv.release(_run(kv, list(range(8))))
+    held = kv.acquire(b"", [500], match_limit=0, room_tokens=4 * others)
+    assert held is not None
+    lease = kv.acquire(b"", [*range(6), *range(100, 106)], match_limit=11, room_tokens=12)
+    assert lease is not None and lease.cached_tokens == cached
+    kv.check()
+
+
+def test_without_tiers_nothing_is_remembered_of_what_was_cached() -> None:
+    """Guards memory: nobody asks for it, and nothing would ever take it away."""
+    kv = KVCacheManager(4, 4, "m")
+    for number in range(50):
+        kv.release(_run(kv, [number] * 9))
+    assert not kv._identities and not kv._above and not kv._below

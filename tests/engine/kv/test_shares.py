@@ -251,3 +251,14 @@ def test_who_takes_nothing_is_not_remembered() -> None:
         shares.took(A, 0)
     shares.check({})
     assert not shares._order
+
+
+def test_of_two_that_are_as_far_beyond_their_shares_whoever_asks_gives_way() -> None:
+    """Guards a tenant against another one that has no more right to a block than it."""
+    shares: CacheShares[int] = CacheShares(16)
+    for number, namespace in enumerate((b"a", b"b", b"c")):
+        shares.took(namespace, 2)
+        shares.let_go(namespace, number)
+    assert [shares.loser(namespace) for namespace in (b"a", b"b", b"c")] == [b"a", b"b", b"c"]
+    shares.took(b"b", 1)
+    assert [shares.loser(namespace) for namespace in (b"a", b"b", b"c")] == [b"b"] * 3

@@ -505,6 +505,14 @@ def test_a_lease_that_is_promised_nothing_yet_costs_nothing(to_share: int | None
     assert kv.promise(b"", 0, spare=BLOCKS + 1, to_share=to_share) is None
 
 
+def test_a_fork_that_shares_nothing_is_charged_for_its_own() -> None:
+    """Guards room that nobody uses: its own blocks, and the one that it copies beside its table."""
+    kv = _manager()
+    for to_share, charges in ((0, [3, 3]), (1, [4, 4])):
+        fork = kv.promise(b"", 2, to_share=to_share)
+        assert fork is not None and fork.charges == charges
+
+
 def test_a_block_takes_the_place_of_the_one_numbered_before_it() -> None:
     """Guards two blocks of one content, of which nobody would find the newer: they are told apart by all of their
     numbers, neighbours too."""

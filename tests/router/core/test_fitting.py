@@ -290,3 +290,16 @@ def test_the_line_of_steps_is_that_of_whoever_comes() -> None:
     assert fitted.step("nobody", 0.5) == fitted.step("p0", 0.5) == (fitted._line.alone_s, fitted._line.s_per_row)
     fitted.forget("d0")
     assert fitted.step("d0", 0.5) == (fitted._line.alone_s, fitted._line.s_per_row)
+
+
+def test_the_first_slope_is_that_of_least_squares_over_all_reports() -> None:
+    """Guards the earliest reports against being forgotten at once: until there are many, all of them count alike."""
+    line, random = StepLine(), Random(5)
+    rows_of = random.sample(range(1, 40), FEWEST_REPORTS)
+    points = [(rows, (0.010 + 0.001 * rows) * random.uniform(0.5, 1.5)) for rows in rows_of]
+    for point in points:
+        line.measured(*point)
+    mean_rows, mean_s = (sum(values) / FEWEST_REPORTS for values in zip(*points, strict=True))
+    apart = sum((rows - mean_rows) ** 2 for rows, _ in points)
+    slope = sum((rows - mean_rows) * (step_s - mean_s) for rows, step_s in points) / apart
+    assert (line.s_per_row, line.alone_s) == pytest.approx((slope, mean_s - slope * mean_rows))

@@ -15,6 +15,7 @@ from router.core.reuse import (
     MissedWaits,
     Reuse,
     half_life,
+    spare_tokens,
 )
 
 SIZE, LATER_S = 16, 1000.0
@@ -81,6 +82,67 @@ def test_those_that_are_still_to_come_are_delayed_too() -> None:
     prices = Reuse()
     assert prices.arrivals.delayed(5.0, 5.0) == 0.0, "nothing is known"
     assert busy_half(prices).arrivals.delayed(0.6, 0.4) == pytest.approx(0.8 / 0.4 / 0.5)
+
+
+def test_nobody_loses_more_than_it_would_elsewhere() -> None:
+    """Guards a prefix that everybody shares against staying with its first holder: those that a copy delays may go to
+    any idle worker. A conversation, which has nowhere else to go, still loses all of it."""
+    hot, held, queues = chain("hot", 10), {"a": 10, "b": 0}, {"a": 0, "b": 60}
+    whole = delaying(busy_half(Reuse()), hot, held, queues)["b"]
+    assert whole == pytest.approx((0.6 + 0.8) * 5 * 160)
+    for spare, share in ((0.0, 0.0), (160.0, 0.5), (1e9, 1.0)):
+        prices = busy_half(Reuse())
+        for n in range(20):
+            prices.arrivals.came(50.0 + n * 0.1, 0.2, 4, spare)
+        assert delaying(prices, hot, held, queues)["b"] == pytest.approx(share * whole, rel=1e-3)
+
+
+def test_while_all_are_busy_nobody_can_go_elsewhere() -> None:
+    """Guards hits where queues are long: what one more copy takes, all that come lose, wherever they go."""
+    hot, held = chain("hot", 10), {"a": 10, "b": 0, "c": 0}
+    prices = busy_half(Reuse())
+    for n in range(20):
+        prices.arrivals.came(50.0 + n * 0.1, 0.2, 4, 160.0)
+    # Nobody is idle for 40 tokens' time, of which all is lost; of the rest of the queue, and of the copy, one half.
+    found = delaying(prices, hot, held, {"a": 500, "b": 60, "c": 40})
+    assert found["b"] == pytest.approx((0.4 + (0.2 + 0.8) / 2) * 5 * 160, rel=1e-3)
+    assert found["c"] == pytest.approx((0.4 + 0.8 / 2) * 5 * 160, rel=1e-3)
+
+
+def test_what_is_lost_is_a_mean_of_late() -> None:
+    """Guards each of the three: the mean of the first ones, that it fades, and that what another router brings, of
+    which nothing is known, changes none of it."""
+    arrivals = Arrivals()
+    assert arrivals.lost(160) == 160, "nothing is known"
+    arrivals.came(0.0, 0.1, 4)
+    assert arrivals.lost(160) == 160
+    for n, spare in enumerate((100.0, 300.0, 200.0), 1):
+        arrivals.came(n * 1.0, 0.1, 4, spare)
+    assert arrivals.lost(200) == pytest.approx(100.0)
+    arrivals.came(4.0, 0.1, 4)
+    assert arrivals.lost(200) == pytest.approx(100.0)
+    for n in range(8 * SHORTEST):
+        arrivals.came(5.0 + n, 0.1, 4, 600.0)
+    before = arrivals.lost(200)
+    for n in range(SHORTEST):
+        arrivals.came(9000.0 + n, 0.1, 4, 200.0)
+    assert before == pytest.approx(150.0, rel=0.01) and arrivals.lost(200) == pytest.approx(200 * 400 / 600, rel=0.01)
+
+
+def test_how_much_worse_the_next_worker_is() -> None:
+    """Guards its four terms: queues, what is cached, what others lose, and speeds; in tokens of the chosen one."""
+    home = PrefillView("home", 150, 40, 0.01, 0)
+    free = PrefillView("free", 0, 0, 0.01, 0)
+    assert spare_tokens(160, [home, free], home) == pytest.approx(160 - (40 + 10))
+    dear = PrefillView("dear", 0, 0, 0.01, 0, delaying_tokens=30.0)
+    assert spare_tokens(160, [home, dear], home) == pytest.approx(190 - 50)
+    assert spare_tokens(160, [home, free, dear], home) == pytest.approx(110), "the best of the others"
+    slow = PrefillView("slow", 0, 0, 0.02, 0, delay=1.5)
+    assert spare_tokens(160, [home, slow], home) == pytest.approx(3 * 160 - 50)
+    assert spare_tokens(160, [home, free], free) == 0.0, "who goes elsewhere than to the soonest has nothing to spare"
+    whole = PrefillView("whole", 160, 0, 0.01, 0)
+    assert spare_tokens(160, [whole, home], whole) == pytest.approx(50 - 1), "one token is always computed"
+    assert spare_tokens(160, [home], home) is None
 
 
 def test_no_worker_is_taken_to_be_always_busy() -> None:

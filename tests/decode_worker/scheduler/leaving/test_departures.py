@@ -544,3 +544,18 @@ def test_a_dead_end_of_one_that_is_gone_or_of_another_life_ends_nobody() -> None
     for _ in range(2):
         assert departures.give_up(departure.request, why, 1.0) == [] and not departures._departures
     assert departures.complete(departure.request, (9,), 1.0) == []
+
+
+def test_a_dead_end_of_one_that_departs_is_told_to_who_asks_and_to_no_router() -> None:
+    """Guards a request that goes on elsewhere: the router that has placed it there again would hear of its end."""
+    bench = Bench()
+    bench.running()
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    plan, commands = bench.scheduler.plan(1.0)
+    bench._do(commands)
+    assert plan is not None and bench.of(Yielded)
+    bench.told.clear()
+    bench._do(bench.scheduler.complete(plan, [DeadEnd("INVALID_ARGUMENT", "no token can follow")], 1.0))
+    assert not bench.told and not bench.scheduler.departures._departures
+    bench.scheduler.check()

@@ -247,3 +247,34 @@ def test_a_stash_has_the_tails_that_going_on_from_its_end_takes(tokens: int) -> 
     rig.kv.release(lease)
     rig.kv.check()
     assert rig.kv.available == BLOCKS
+
+
+def test_tails_that_come_back_to_blocks_on_the_device_are_found_there() -> None:
+    """Guards a load that was for nothing: the blocks of the first group never left, and get their windows back."""
+    rig, prompt = Rig(), PROMPT[:16]
+    rig.serve(prompt[:13])
+    rig.push_down()
+    rig.serve(prompt)
+    while rig.kv.cache.match(b"", prompt, 12, whole=True).nodes:
+        rig.push_down(1)
+    fetch = rig.fetches.wanted(b"", prompt, 15, FAST)
+    assert fetch is not None
+    load = rig.load()
+    rig.fetches.handle(Loaded(load.number, len(load.targets), 0.1, 0.0))
+    rig.kv.check()
+    assert fetch.is_over and rig.kv.matched_tokens(b"", prompt, 15) >= 12
+    assert rig.fetches.wanted(b"", prompt, 15, FAST) is None
+
+
+def test_without_room_for_a_prefix_and_its_tails_nothing_is_pinned() -> None:
+    """Guards host memory: what was pinned for a load that never begins would stay there for good."""
+    rig = Rig()
+    rig.serve(PROMPT)
+    rig.push_down()
+    held = rig.kv.acquire(b"x", [], match_limit=0, room_tokens=4, grow_tokens=SIZE * (BLOCKS - 12))
+    assert held is not None
+    before = rig.tiers.host.room
+    assert rig.fetches.wanted(b"", PROMPT, 40, FAST) is None and not rig.fetches
+    assert rig.tiers.host.room == before and not rig.tiers.take_commands()
+    rig.kv.release(held)
+    assert rig.fetches.wanted(b"", PROMPT, 40, FAST) is not None

@@ -274,3 +274,18 @@ def test_a_disk_that_is_not_there_fails_for_nobody() -> None:
     assert tiers.disk is None
     tiers.disable_disk("it hangs")
     assert tiers.disk is None and not tiers.disk_error and not tiers.take_commands()
+
+
+def test_so_many_are_written_ahead_of_a_large_tier() -> None:
+    """Guards a disk against all that is in host memory: eight segments of sixteen blocks go there, when there is room
+    for no more than so many."""
+    tiers = Tiers(400, BYTES, 10_000 * BYTES)
+    idents = [number.to_bytes(16, "big") for number in range(273)]
+    *before, last = [_demote(tiers, [ident]) for ident in idents]
+    assert not any(isinstance(told, Spill) for commands in before for told in commands)
+    written = []
+    while spills := [told for told in last if isinstance(told, Spill)]:
+        written += spills[0].identities
+        tiers.handle(Spilled(spills[0].segment))
+        last = tiers.take_commands()
+    assert written == idents[:128]
