@@ -47,7 +47,7 @@ def test_answers_with_a_draft_model_are_those_without(
     alone = Sampled(folder, engine, 400, preemption="off")
     try:
         wanted = alone.all_of(prompts)
-        assert alone.counted("memory_planned_bytes", purpose="draft_kv_bytes") == 0
+        assert alone.counted("decode-0", "memory_planned_bytes", purpose="draft_kv_bytes") == 0
     finally:
         alone.close()
     ours = EngineConfig(tensor_parallel=ranks, rank_pools=pools)
@@ -56,10 +56,10 @@ def test_answers_with_a_draft_model_are_those_without(
     try:
         for _ in range(2):
             assert drafting.all_of(prompts) == wanted
-        assert drafting.counted("draft_tokens_total", outcome="drawn") > 0, "nothing was guessed"
-        assert drafting.counted("memory_planned_bytes", purpose="draft_kv_bytes") > 1 << 21
-        assert drafting.counted("memory_planned_bytes", purpose="draft_weights_bytes") > 100_000
-        assert drafting.counted("draft_model_seconds_total") > 0
-        assert drafting.counted("draft_model_read_tokens_total") > 0
+        assert drafting.counted("decode-0", "draft_tokens_total", outcome="drawn") > 0, "nothing was guessed"
+        assert drafting.counted("decode-0", "memory_planned_bytes", purpose="draft_kv_bytes") > 1 << 21
+        assert drafting.counted("decode-0", "memory_planned_bytes", purpose="draft_weights_bytes") > 100_000
+        assert drafting.counted("decode-0", "draft_model_seconds_total") > 0
+        assert drafting.counted("decode-0", "draft_model_read_tokens_total") > 0
     finally:
         drafting.close()

@@ -119,7 +119,7 @@ def zombie_writer() -> list[Patch]:
 
 def digest_not_bound_to_identity() -> list[Patch]:
     """A digest covers the bytes only: intact bytes of the wrong block pass."""
-    return [(digest, "binding", lambda identity, generation, handoff: b"")]
+    return [(digest.Binding, "of", lambda self, identity, generation: b"")]
 
 
 def reservation_deadlock() -> list[Patch]:

@@ -304,3 +304,17 @@ def test_a_record_is_clean_after_so_long_and_not_before(later_s: float, backoff_
     ejections = Ejections()
     assert fail(ejections, 0.0) == SHORTEST_S and ejections.succeeded(LIFE, SHORTEST_S)
     assert fail(ejections, later_s) == backoff_s
+
+
+@pytest.mark.parametrize("is_leaving", [False, True])
+def test_who_leaves_and_gives_up_its_prompts_is_not_broken(is_leaving: bool) -> None:
+    """Guards a rolling restart: a prefill worker that leaves hands nothing more over, and says so."""
+    bench = Bench(decodes=1, prefills=2, blocks=512)
+    for number in range(4 * CONSECUTIVE):
+        run(bench, f"r{number}")
+    mine = [name for name, call in bench.router._calls.items() if call.prefill == "p0"]
+    assert len(mine) >= CONSECUTIVE
+    bench.do(WorkerSaid("p0", load(1, leaving=is_leaving)))
+    out = [command for name in mine for command in bench.hear(NeedPrefill(name, 1, "p0", False))]
+    assert any(isinstance(command, Ejected) for command in out) != is_leaving
+    assert bool(bench.router.registry.ejections._records) != is_leaving

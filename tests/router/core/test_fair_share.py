@@ -465,3 +465,13 @@ def test_tenants_whose_requests_came_from_another_router_are_forgotten_too() -> 
         share.go_on(name, name, 1.0)
         share.left(name)
     assert len(share._accounts) <= MAX_TENANTS + 1 and not share._entries and not share._tenants
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_prompt_that_was_cached_to_its_end_still_costs_one_token(tokens: int) -> None:
+    """Guards the order of tenants: whoever is served for nothing would be the next for ever."""
+    share = FairShare()
+    enter(share, "a1")
+    share.serve(RequestId("a1"), 500)
+    share.began(RequestId("a1"), tokens)
+    assert spent(share, "a") == 1.0

@@ -528,3 +528,32 @@ def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_read(tokens: int, ex
     parts.index.insert("p0", call.chain(worker.key))
     soonest = parts.placer.soonest(call, 0.0)
     assert soonest is not None and soonest.first_token_s == expected * 0.5
+
+
+def test_what_fits_into_none_of_several_is_told_the_largest() -> None:
+    """Guards a caller who cuts a prompt down to what the smallest worker has, though another one would take more."""
+    parts = Parts()
+    for name, blocks in (("d0", 3), ("d1", 2), ("p0", 1), ("p1", 2)):
+        parts.join(name, blocks=blocks)
+    fault = parts.placer.impossible(request_record())
+    assert fault is not None and "the largest decode worker's 48 tokens" in fault.message
+    fault = parts.placer.impossible(request_record(tokens=40, max_tokens=1))
+    assert fault is not None and "the largest prefill worker's 32 tokens" in fault.message
+
+
+def test_what_others_would_lose_is_at_the_pools_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the price of a copy on a worker of which nothing is measured, and on one of which something is."""
+    parts, speeds = Parts(), list[float]()
+    for name in ("d0", "p0", "p1"):
+        parts.join(name)
+    tell = parts.placer._reuse.delaying_tokens
+
+    def asked(chain, held, block_size, queues, s_per_token):  # type: ignore[no-untyped-def]
+        speeds.append(s_per_token)
+        return tell(chain, held, block_size, queues, s_per_token)
+
+    monkeypatch.setattr(parts.placer._reuse, "delaying_tokens", asked)
+    parts.placer.choose(waiting(), 0.0)
+    parts.report("p0", s_per_token=0.25)
+    parts.placer.choose(waiting(name="b"), 1.0)
+    assert speeds == [ASSUMED_S_PER_TOKEN, 0.25]

@@ -378,3 +378,11 @@ def test_up_to_so_many_pairs_all_are_gone_through() -> None:
         decodes = [decode(f"d{n}", used=n % 64) for n in range(MANY_PAIRS // 64)]
         assert policy.choose(DEMAND, readers, decodes) is not None
         assert (random.getstate() != before) == is_drawn
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_has_the_blocks_itself_waits_for_no_move_though_it_has_measured_none(seed: int) -> None:
+    """Guards a worker that is also asked to read: its own blocks lie where they are, and another's must come."""
+    sides = [msgspec.structs.replace(decode(name), s_per_block={}) for name in ("d", "e")]
+    choice = LeastCost(Random(seed)).choose(DEMAND, [prefill("d")], sides)
+    assert choice is not None and (choice.prefill.name, choice.decode.name, choice.cost.move_s) == ("d", "d", 0.0)

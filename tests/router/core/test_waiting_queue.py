@@ -318,3 +318,20 @@ def test_a_line_is_waited_for_at_the_speed_of_its_last_departures() -> None:
         wait_s = 0.0 if number < FEWEST_DEPARTURES else 3 * (20.0 - 0.0) / number
         assert parts.queue.wait_s("", 1.0, 0, 20.0) == pytest.approx(wait_s)
         parts.queue._departures.append(float(number))
+
+
+def test_who_bears_the_name_of_one_that_came_back_has_its_own_turn() -> None:
+    """Guards the line against a request that is cancelled while it waits again, whose name is then given anew."""
+    parts = Parts()
+    parts.join("d0")
+    first = parts.run("a")
+    worker = parts.registry.get("d0")
+    assert worker is not None
+    worker.refused = True
+    parts.queue.rejoin(first)
+    parts.table.forget(first, parts.out)
+    parts.wait("b")
+    again = parts.wait("a")
+    parts.take()
+    parts.report("d0")
+    assert advance(parts) == ["b", "a"] and again.state is State.OFFERED
