@@ -8,6 +8,7 @@ this project, whose files alone they import. Ratios are of the same turn.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -83,7 +84,12 @@ def _answer(process: "subprocess.Popen[str]") -> dict[str, float]:
 
 
 def _child(kind: str) -> int:
-    """Answer each line that comes with the seconds of a handoff, by shape."""
+    """Answer each line that comes with the seconds of a handoff, by shape. Ends at once where what is imported is not
+    of the tree that is asked about."""
+    from transfer import mover
+
+    if not Path(mover.__file__).is_relative_to(os.environ["PYTHONPATH"]):
+        sys.exit(f"{mover.__file__} is not of {os.environ['PYTHONPATH']}")
     ends = {name: Ends(kind, *shape) for name, shape in SHAPES.items()}
     for _ in sys.stdin:
         told = {}

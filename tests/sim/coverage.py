@@ -7,6 +7,7 @@ from tests.sim.faults import KINDS
 STATES = (
     "Refused",
     "Stop",
+    "a rank was stopped for too long",
     "PrefillFailed",
     "UNAVAILABLE",
     "blocks quarantined",

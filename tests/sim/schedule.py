@@ -54,7 +54,7 @@ WEIGHTS = {
     "stale order": 3,
     "stop rank": 0,
 }
-"""Ranks are stopped where there are several: `_stop_rank`."""
+"""Ranks are stopped where there are several: `stop_a_rank`."""
 ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy", "move")
 SEARCHES = 0.2
 """Share of the requests that are beam searches where they fit."""
@@ -124,7 +124,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         stall_s=rng.choice((0.3, 1.0)),
         announced=rng.random() < 0.6,
     )
-    _stop_rank(plan, Random(f"stopped rank {seed}"))
+    stop_a_rank(plan, seed)
     _keep_groups(plan, longest)
     _search(plan, Random(f"searches {seed}"))
     _constrain(plan, Random(f"constraints {seed}"))
@@ -139,8 +139,9 @@ def _keep_groups(plan: Plan, longest: int) -> None:
         plan.blocks[role] += _held(plan, config.step_limits.chunk_tokens, longest)
 
 
-def _stop_rank(plan: Plan, rng: Random) -> None:
+def stop_a_rank(plan: Plan, seed: int) -> None:
     """Stop, in some of the plans whose workers have two ranks, one of them, for a while or until it is noticed."""
+    rng = Random(f"stopped rank {seed}")
     if max(plan.ranks.values()) > 1 and rng.random() < 0.5:
         on, lasts_s = rng.choice(("Offer", "copy", "copy", "Landed")), rng.choice((rng.uniform(0.002, 0.1), 1.0))
         plan.faults.append(Fault("stop rank", on, rng.randint(1, 4), delay_s=rng.uniform(0, 0.002), lasts_s=lasts_s))

@@ -1,13 +1,14 @@
 """Random schedules of whole clusters whose workers have two ranks with a mover each, at equal and unequal degrees, and
 bugs planted in what joins these movers, which the schedules find."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.sim.clock import Violation
-from tests.sim.schedule import make_plan
+from tests.sim.schedule import make_plan, stop_a_rank
 from tests.sim.world import World
 from tests.transfer.ranks import test_group_machine as machine
 from transfer.ranks import group as product
@@ -20,7 +21,10 @@ DEGREES = ({"prefill": 2, "decode": 2}, {"prefill": 1, "decode": 2}, {"prefill":
 def run(seed: int, degrees: dict[str, int] | None = None) -> World:
     """Raises Violation."""
     plan = make_plan(seed)
+    is_stopped = max(plan.ranks.values()) > 1  # as it was drawn
     plan.ranks = degrees or DEGREES[seed % len(DEGREES)]
+    if not is_stopped:
+        stop_a_rank(plan, seed)
     world = World(plan)
     world.run()
     return world
@@ -36,15 +40,20 @@ def failure(seed: int) -> str:
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=lambda degrees: "{prefill}-{decode}".format(**degrees))
 def test_schedules_of_several_ranks_keep_every_promise(degrees: dict[str, int]) -> None:
-    """Guards tokens, fences, leaks and liveness where a block comes in parts; and that it does."""
+    """Guards tokens, fences, leaks and liveness where a block comes in parts, and a rank is stopped alone; and that
+    they do, and one is, for a while and for too long."""
     moved = 0
+    stopped: Counter[str] = Counter()
     for seed in range(FIRST, FIRST + SCHEDULES):
         world = run(seed, degrees)
         assert not world.failure, seed
+        stopped["at all"] += world.faults.effective["stop rank"]
+        stopped["too long"] += world.notes["a rank was stopped for too long"]
         for movers in world.ranks.values():
             assert len(movers) == degrees[world.processes[movers[0]._memory.process.pid].role]
             moved += len(movers) == 2 and bool(movers[1]._landings)
     assert moved, "no second rank has met anybody"
+    assert stopped["at all"] > stopped["too long"] > 0, stopped
 
 
 def only_the_first_part() -> list[tuple[Any, str, Any]]:
