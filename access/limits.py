@@ -114,9 +114,7 @@ class TenantLimits:
             return TenantAdmission(None, 1)
         return self._begin(name, self._of(name, tenant, now), 1, now, paid_tokens)
 
-    def _begin(
-        self, name: str, usage: _Usage, samples: int, now: float, paid_tokens: int = 0
-    ) -> "TenantAdmission":
+    def _begin(self, name: str, usage: _Usage, samples: int, now: float, paid_tokens: int = 0) -> "TenantAdmission":
         usage.running += samples
         self._used_s[name] = now
         return TenantAdmission(usage, samples, partial(self._note_spent, name), paid_tokens)
@@ -178,6 +176,8 @@ class TenantLimits:
 class TenantAdmission:
     """One request that was let in: a part of what its tenant uses, until all of its samples have ended."""
 
+    __slots__ = ("_left", "_not_refused", "_note", "_paid_tokens", "_usage")
+
     def __init__(
         self,
         usage: _Usage | None,
@@ -192,6 +192,11 @@ class TenantAdmission:
         self._left = samples
         self._not_refused = samples
         self._paid_tokens = paid_tokens
+
+    @property
+    def is_limited(self) -> bool:
+        """True where anything is counted that it spends."""
+        return self._usage is not None
 
     def spend(self, tokens: int) -> None:
         paid = min(tokens, self._paid_tokens)

@@ -3,10 +3,11 @@
 A real router (`RouterServer`, its fronts, core and links) in a process of its own stands between scripted workers and
 real clients, in processes of their own too. The workers have no model: they serve the real streams (`worker.rpc`, the
 handshake, `engine.messages`), accept every request, and at each step send one frame with the next token of each of
-their requests and their load, as a worker's engine does. Token i reads as " %04x" in a byte-level vocabulary, and a
-worker sends as i the time of the step in 0.1 ms, so a client reads from the text itself how old a token is; clients
+their requests, and with their load as often as a worker does. Token i reads as " %04x" in a byte-level vocabulary, and
+a worker sends as i the time of the step in 0.1 ms, so a client reads from the text itself how old a token is; clients
 check that no text is missing. CPU is what the kernel has counted for the router's process between two moments, so that
 it does not matter who else uses the cores. `tokens a message` says how many tokens the router joined for a client.
+`bare-grpc` and `bare-sse` are servers that only write (`benchmarks/front_bare.py`): the bound of both fronts.
 """
 
 import asyncio
@@ -26,11 +27,13 @@ from typing import Any
 import msgspec
 
 from benchmarks import figures, output
+from benchmarks.front_bare import serve_bare
 from benchmarks.front_disturbed import serve_disturber
 from benchmarks.front_peers import SmgFront, serve_text_workers
 from benchmarks.vllm_front import VllmFront
 from engine.handshake import Keyring, Party
 from engine.messages import (
+    PROTOCOL,
     Accepted,
     Cancel,
     Ended,
@@ -61,6 +64,8 @@ TICK_S = 1e-4
 BLOCKS = 1 << 22
 CONTEXT_TOKENS = 1 << 22
 SETTLE_S = 1.5
+REPORT_S = 0.05
+"""As in `worker/worker.py`, whose imports a router's process has no use for."""
 WINDOWS = 5
 """Seconds with, and as many without, whoever disturbs."""
 CHARACTERS = 5
@@ -126,7 +131,7 @@ def _ticks() -> int:
 # ---- the router
 
 
-def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_http: bool) -> None:
+def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_http: bool, wakes_per_s: float) -> None:
     """Serve until the pipe closes; its first word is the two addresses. Without the HTTP front, gRPC's has all
     descriptors of the process."""
     limits = FrontLimits(connections=16_384, connections_per_address=16_384, calls_per_address=16_384)
@@ -136,6 +141,7 @@ def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_ht
         limits=limits,
         max_waiting=16_384,
         default_max_tokens=CONTEXT_TOKENS // 2,
+        wakes_per_s=wakes_per_s,
     )
     server = RouterServer(config, "", SECRETS, text=HexText())
     addresses = server.start()
@@ -152,7 +158,7 @@ def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_ht
 
 class ScriptedWorker:
     """One worker. Its rpc loop's thread puts what routers say into `_said`; the one thread that calls `step` does all
-    else. Mutable state: the next index and the placement of every request, and the router's stream."""
+    else. Mutable state: the next index and the placement of every request, the router's stream, and when it reports."""
 
     def __init__(self, name: str, role: Any, number: int) -> None:
         self._me = Party(role, name, Incarnation(number))
@@ -161,6 +167,7 @@ class ScriptedWorker:
         self._send: Send | None = None
         self._next: dict[Any, tuple[int, int]] = {}
         self._steps = 0
+        self._report_s = 0.0
         served = ServedStream(frozenset({"router"}), self._accept)
         self.address = PeerAddress(name, f"127.0.0.1:{self._rpc.start('127.0.0.1', 0, {ATTACH[role]: served})}")
 
@@ -179,7 +186,7 @@ class ScriptedWorker:
         info = WorkerInfo(
             name=self._me.name, role=self._me.role, incarnation=self._me.incarnation, address=self.address.address,
             model="hex", fingerprint="f", block_size=16, blocks=BLOCKS, context_tokens=CONTEXT_TOKENS,
-            pid=os.getpid(), host="here", growth_tokens=16,
+            pid=os.getpid(), host="here", growth_tokens=16, protocol=PROTOCOL,
         )  # fmt: skip
         for data in frames([info]):
             send(data)
@@ -204,18 +211,20 @@ class ScriptedWorker:
             records.append(Tokens(request, placement, index, [token]))
             self._next[request] = (placement, index + 1)
         self._steps += 1
-        records.append(
-            Load(
-                step=self._steps,
-                free_blocks=BLOCKS,
-                cached_blocks=0,
-                active_blocks=0,
-                reserved_blocks=0,
-                quarantined_blocks=0,
-                running_requests=len(self._next),
-                s_per_token=1e-4,
+        if time.monotonic() >= self._report_s:
+            self._report_s = time.monotonic() + REPORT_S
+            records.append(
+                Load(
+                    step=self._steps,
+                    free_blocks=BLOCKS,
+                    cached_blocks=0,
+                    active_blocks=0,
+                    reserved_blocks=0,
+                    quarantined_blocks=0,
+                    running_requests=len(self._next),
+                    s_per_token=1e-4,
+                )
             )
-        )
         if self._send is not None:
             for data in frames(records):
                 self._send(data)
@@ -276,13 +285,13 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-async def read_grpc(address: str, tally: ClientCounts) -> None:
-    """One call on a connection of its own. The few frames of HTTP/2 that it takes are written out here: gRPC's own
+async def read_grpc(address: str, tally: ClientCounts, calls: int = 1) -> None:
+    """So many calls on one connection. The few frames of HTTP/2 that they take are written out here: gRPC's own
     client costs more CPU a message than its server, and with it this would measure the clients."""
     from protos import headrace_pb2 as pb
 
     host, _, port = address.rpartition(":")
-    asked_s, is_first = time.monotonic(), True
+    asked_s = time.monotonic()
     reader, writer = await asyncio.open_connection(host, int(port))
     named = {
         ":method": "POST", ":scheme": "http", ":path": "/headrace.v1.Headrace/Generate", ":authority": address,
@@ -291,34 +300,37 @@ async def read_grpc(address: str, tally: ClientCounts) -> None:
     head = b"".join(b"\0%c%b%c%b" % (len(k), k.encode(), len(v), v.encode()) for k, v in named.items())
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3])).SerializeToString()
     window = (1 << 30).to_bytes(4, "big")
-    writer.write(
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"\0\4" + window) + _frame(8, 0, 0, window)
-        + _frame(1, 4, 1, head) + _frame(0, 1, 1, b"\0" + len(message).to_bytes(4, "big") + message)
-    )  # fmt: skip
-    data, body = b"", b""
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"\0\4" + window) + _frame(8, 0, 0, window))
+    for call in range(1, 2 * calls, 2):
+        asked = b"\0" + len(message).to_bytes(4, "big") + message
+        writer.write(_frame(1, 4, call, head) + _frame(0, 1, call, asked))
+    data, bodies, opened = b"", dict.fromkeys(range(1, 2 * calls, 2), b""), set[int]()
     while came := await reader.read(65536):
         data += came
         at = 0
         while len(data) - at >= 9 and len(data) - at >= (end := 9 + int.from_bytes(data[at : at + 3], "big")):
             kind, flags, payload = data[at + 3], data[at + 4], data[at + 9 : at + end]
+            call = int.from_bytes(data[at + 5 : at + 9], "big")
             at += end
             if kind == 0:
-                body += payload
+                body = bodies[call] + payload
+                while len(body) >= 5 and len(body) >= (end := 5 + int.from_bytes(body[1:5], "big")):
+                    text, body = pb.GenerateResponse.FromString(body[5:end]).delta.text, body[end:]
+                    if text:
+                        if call not in opened:
+                            tally.opened(asked_s)
+                            opened.add(call)
+                        tally.took(text)
+                bodies[call] = body
             elif kind in (3, 7) or (kind == 1 and flags & 1):
                 raise RuntimeError(f"the call has ended, frame {kind}: {payload!r}")
             elif kind in (4, 6) and not flags & 1:
                 writer.write(_frame(kind, 1, 0, payload if kind == 6 else b""))
         data = data[at:]
-        while len(body) >= 5 and len(body) >= (end := 5 + int.from_bytes(body[1:5], "big")):
-            text, body = pb.GenerateResponse.FromString(body[5:end]).delta.text, body[end:]
-            if text:
-                if is_first:
-                    tally.opened(asked_s)
-                    is_first = False
-                tally.took(text)
 
 
-async def read_sse(address: str, tally: ClientCounts) -> None:
+async def read_sse(address: str, tally: ClientCounts, calls: int = 1) -> None:
+    assert calls == 1, "HTTP/1.1 has one answer at a time"
     host, _, port = address.rpartition(":")
     asked_s, is_first = time.monotonic(), True
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -344,22 +356,27 @@ async def read_sse(address: str, tally: ClientCounts) -> None:
                 tally.took(found[1].decode())
 
 
-READERS: dict[str, Callable[[str, ClientCounts], Any]] = {
+READERS: dict[str, Callable[[str, ClientCounts, int], Any]] = {
     "grpc": read_grpc,
     "sse": read_sse,
     "smg": read_sse,
     "vllm": read_sse,
+    "bare-grpc": read_grpc,
+    "bare-sse": read_sse,
 }
 
 
-def serve_client(pipe: Connection, shared: Any, front: str, address: str, streams: int, pause_s: float) -> None:
-    """Open `streams` streams, `pause_s` apart; answer the closing pipe's one word with ages and first tokens."""
+def serve_client(
+    pipe: Connection, shared: Any, front: str, address: str, streams: int, pause_s: float, calls: int
+) -> None:
+    """Open `streams` streams, `calls` on each connection, `pause_s` apart; answer the closing pipe's one word with ages
+    and first tokens."""
 
     async def main() -> None:
         tally = ClientCounts(shared)
         tasks = []
-        for _ in range(streams):
-            tasks.append(asyncio.create_task(READERS[front](address, tally)))
+        for at in range(0, streams, calls):
+            tasks.append(asyncio.create_task(READERS[front](address, tally, min(calls, streams - at))))
             await asyncio.sleep(pause_s)
         while not pipe.poll():
             await asyncio.sleep(0.02)
@@ -409,7 +426,9 @@ def _start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connectio
     return process, ours
 
 
-def _opened(front: str, workers: int, has_http: bool, python: Path) -> tuple[Any, Any, str, str, list[Any]]:
+def _opened(
+    front: str, workers: int, has_http: bool, python: Path, wakes_per_s: float
+) -> tuple[Any, Any, str, str, list[Any]]:
     """Start a front and its workers. Return its process, who is told the rate, the address that is measured, that of
     HTTP, and what else is to be ended."""
     if front == "vllm":
@@ -419,8 +438,12 @@ def _opened(front: str, workers: int, has_http: bool, python: Path) -> tuple[Any
         fleet, to_fleet = _start(serve_text_workers, workers, TICK_S, VOCABULARY)
         peer = SmgFront(python, to_fleet.recv())
         return peer, to_fleet, peer.address, peer.address, [fleet]
+    if front.startswith("bare-"):
+        bare, to_bare = _start(serve_bare, front, workers, TICK_S, VOCABULARY)
+        address = to_bare.recv()
+        return bare, to_bare, address, address, []
     fleet, to_fleet = _start(serve_workers, workers)
-    router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or has_http)
+    router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or has_http, wakes_per_s)
     grpc_address, http = to_router.recv()
     router.pipe = to_router  # the router ends with it
     return router, to_fleet, http if front == "sse" else grpc_address, http, [fleet]
@@ -436,17 +459,20 @@ def measure(
     together: bool,
     disturb: str = "",
     python: Path = Path(sys.executable),
+    calls: int = 1,
+    wakes_per_s: float = 12_000.0,
 ) -> dict[str, Any]:
     """Return the line of one router with `streams` open streams, each of `rate` tokens a second; `disturb` says by whom
-    they are disturbed while half of the ages are read. `python` has the fronts of others."""
-    router, to_fleet, address, http, others = _opened(front, workers, bool(disturb), python)
+    they are disturbed while half of the ages are read. `python` has the fronts of others. Over gRPC, so many `calls`
+    share a connection; `wakes_per_s` is the router's setting of that name."""
+    router, to_fleet, address, http, others = _opened(front, workers, bool(disturb), python, wakes_per_s)
     to_fleet.send(min(20.0, 2000.0 / streams))
     time.sleep(0.5)
     empty_bytes, began_cpu_s = rss_bytes(router.pid), cpu_s(router.pid)
     shares = [streams // clients + (i < streams % clients) for i in range(clients)]
     shared = [SPAWN.Array("Q", 4, lock=False) for _ in shares]
     readers = [
-        _start(serve_client, words, front, address, share, 0.0 if together else 2e-3)
+        _start(serve_client, words, front, address, share, 0.0 if together else 2e-3, calls)
         for words, share in zip(shared, shares, strict=True)
     ]
 
@@ -519,12 +545,16 @@ def _ms(ages: list[int], share: float) -> float:
 
 def main() -> None:
     parser = output.parser(__doc__)
-    parser.add_argument("--fronts", default="grpc,sse", help="grpc, sse, smg, vllm, or several of them")
+    parser.add_argument("--fronts", default="grpc,sse", help="several of grpc, sse, bare-grpc, bare-sse, smg, vllm")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="where smg, or vLLM, is installed")
     parser.add_argument("--streams", default="128", help="open streams, one after the other: 128,1024")
     parser.add_argument("--rates", default="25,100,400", help="tokens a second of each stream")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--clients", type=int, default=2, help="client processes")
+    parser.add_argument("--calls", type=int, default=1, help="over gRPC: streams that share a connection")
+    parser.add_argument(
+        "--wakes-per-s", type=float, default=12_000.0, help="router.wakes_per_s: above it tokens are joined"
+    )
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--together", action="store_true", help="all streams arrive at once")
     parser.add_argument("--disturb", default="", choices=["slow", "prompt"], help="by clients over HTTP")
@@ -540,6 +570,8 @@ def main() -> None:
             options.together,
             options.disturb,
             options.python,
+            options.calls if "grpc" in front else 1,
+            options.wakes_per_s,
         )
         for front in options.fronts.split(",")
         for streams in figures.numbers(options.streams)

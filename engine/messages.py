@@ -13,6 +13,12 @@ import msgspec
 
 from engine.types import Beam, BlockId, DrawnToken, FinishReason, Incarnation, RequestId, RequestRecord, TokenLogprobs
 
+PROTOCOL = 2
+"""What a process says that it understands, in its `WorkerInfo` or `RouterHello`. A frame with a record of an unknown
+kind ends its stream, so each kind that is added gets a number here, and is said to nobody below it."""
+READS_TOLD = 2
+"""The first at which `ReadTold` is understood."""
+
 
 class Record(msgspec.Struct, frozen=True, tag=True):
     """Base of all records; the class name is the tag on the wire."""
@@ -67,6 +73,7 @@ class WorkerInfo(Record, kw_only=True):
     metrics_address: str = ""
     memory: MemoryUse = MemoryUse()
     ranks: list[RankUse] = []  # the processes that compute the model together, rank 0 first; empty: this one alone
+    protocol: int = 1  # the `PROTOCOL` of its release; 1: one that does not say
 
 
 class Load(Record, kw_only=True):
@@ -109,6 +116,8 @@ class RouterHello(Record):
 
     incarnation: Incarnation
     name: str = "router"
+    protocol: int = 1
+    """The `PROTOCOL` of its release; 1: one that does not say."""
 
 
 class Claim(Record):
@@ -501,6 +510,27 @@ def frames(records: Sequence[Record]) -> list[bytes]:
         return [data]
     half = len(records) // 2
     return frames(records[:half]) + frames(records[half:])
+
+
+def joined(data: Sequence[bytes]) -> bytes:
+    """One frame of the records of several, which are not read for it. Raises ValueError for what is no list."""
+    if len(data) == 1:
+        return data[0]
+    heads = [_head(frame) for frame in data]
+    count = sum(records for records, _ in heads)
+    head = bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
+    return b"".join([head, *(frame[begin:] for frame, (_, begin) in zip(data, heads, strict=True))])
+
+
+def _head(frame: bytes) -> tuple[int, int]:
+    """Return how many records a frame lists, and where the first begins: MessagePack's three heads of a list."""
+    kind = frame[0]
+    if kind & 0xF0 == 0x90:
+        return kind & 0x0F, 1
+    if kind not in (0xDC, 0xDD):
+        raise ValueError("not a list of records")
+    begin = 3 if kind == 0xDC else 5
+    return int.from_bytes(frame[1:begin], "big"), begin
 
 
 _Read = TypeVar("_Read")

@@ -24,6 +24,7 @@ from access.tls import ServerCertificates
 from engine.dialing import prove
 from engine.handshake import HandshakeError, Party, Secrets
 from engine.messages import (
+    PROTOCOL,
     DecodeRecord,
     LifeOfProcess,
     PeerAddress,
@@ -150,7 +151,7 @@ class Links:
         self._certificates = certificates
         self._fingerprint = fingerprint
         self._me = Party("router", name, incarnation)
-        self._hello = RouterHello(incarnation, name)
+        self._hello = RouterHello(incarnation, name, PROTOCOL)
         self._named: dict[str, LifeOfProcess] = {}
         self._met: dict[str, LifeOfProcess] = {}
         self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from engine.messages import (
+    PROTOCOL,
+    READS_TOLD,
     CachedTold,
     ClaimTold,
     DecodeRecord,
@@ -182,6 +184,12 @@ class Hub:
         if self.roster.joined(info):
             self._observer.joined(info.name, info.role)
         self._handle(events.Connected(peer, info))
+        if info.role == "decode" and info.protocol < READS_TOLD:
+            log.warning(
+                "worker %s is of an older release (protocol %d, here %d): by it, others do not hear what is about "
+                "to be read",
+                *(info.name, info.protocol, PROTOCOL),
+            )
         for other in self.core.registry.computing_otherwise(info)[:1]:
             log.warning(
                 "worker %s computes with %s, %s with %s: where two tokens are nearly as likely, an answer that goes "
@@ -198,12 +206,15 @@ class Hub:
 
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
         """Take in one frame of a worker."""
+        next_tokens, sinks, clock = self.core.next_tokens, self._sinks, self._clock
         for record in records:
             try:
-                if isinstance(record, TenantsTold):
-                    self._hear_sibling(record, self._clock())
-                elif isinstance(record, Tokens) and (ids := self.core.next_tokens(worker, record)):
-                    self._deliver(record.request, ids, self._clock(), record.logprobs)
+                if isinstance(record, Tokens) and (ids := next_tokens(worker, record)):
+                    sink = sinks.get(record.request)
+                    if sink is not None and (kept := sink.tokens(ids, clock(), record.logprobs)) is not None:
+                        self._handle(events.StopFound(record.request, kept))
+                elif isinstance(record, TenantsTold):
+                    self._hear_sibling(record, clock())
                 else:
                     self._handle(events.WorkerSaid(worker, record))
             except Exception:

@@ -17,7 +17,7 @@ from engine.device import EngineDevice, open_device
 from engine.handshake import Party, PartyRole, Secrets
 from engine.kv.manager import KVCacheManager
 from engine.loop import Inbox
-from engine.messages import Hello, RankUse, WorkerInfo
+from engine.messages import PROTOCOL, Hello, RankUse, WorkerInfo
 from engine.model.config import Progress
 from engine.storage.tiers.mover import TierMover
 from engine.storage.tiers.opening import open_tiers
@@ -139,6 +139,7 @@ def open_parts(
         metrics_address=host_port(host, metrics.serve(host, guard=guard)),
         memory=device.memory,
         ranks=ranks,
+        protocol=PROTOCOL,
     )
     hello = Hello(
         info=info,

@@ -13,6 +13,7 @@ import os
 import resource
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -33,7 +34,7 @@ from engine.handshake import (
     PartyRole,
     Secrets,
 )
-from engine.messages import Record, frames
+from engine.messages import FRAME_BYTES, Record, frames, joined
 from engine.types import host_port
 
 log = logging.getLogger(__name__)
@@ -196,13 +197,15 @@ def dialable(host: str) -> str:
 
 
 class _Outbox:
-    """Frames on their way to one stream; `None` ends it."""
+    """Frames on their way to one stream; `None` ends it. Those that wait together leave as one, for each costs the
+    other end as much as a dozen records: the tokens of a step and the report behind it."""
 
     # Mutable state, the loop's but for `ended`: the frames that wait, and their bytes.
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._waiting: deque[bytes | None] = deque()
+        self._filled = asyncio.Event()
         self._unsent_bytes = 0
         self.overflown = False
         self.ended = False
@@ -223,21 +226,29 @@ class _Outbox:
         if self._unsent_bytes > MAX_UNSENT_BYTES:
             log.error("a stream is ended: its other end takes nothing, and %d bytes wait", self._unsent_bytes)
             self.overflown = True
-            while not self._queue.empty():
-                self._queue.get_nowait()
+            self._waiting.clear()
             self.cut()
             data = None
-        self._queue.put_nowait(data)
+        self._waiting.append(data)
+        self._filled.set()
 
     def __aiter__(self) -> "_Outbox":
         return self
 
     async def __anext__(self) -> bytes:
-        data = await self._queue.get()
-        if data is None:
+        while not self._waiting:
+            self._filled.clear()
+            await self._filled.wait()
+        first = self._waiting.popleft()
+        if first is None:
             raise StopAsyncIteration
-        self._unsent_bytes -= len(data)
-        return data
+        taken, size = [first], len(first)
+        while self._waiting and (data := self._waiting[0]) is not None and size + len(data) <= FRAME_BYTES:
+            taken.append(data)
+            size += len(data)
+            self._waiting.popleft()
+        self._unsent_bytes -= size
+        return joined(taken)
 
 
 async def _feed(stream: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:

@@ -61,6 +61,8 @@ class RouterStream(InboxStream):
         super().__init__(send, put)
         self.link = link
         self.router = router
+        self.protocol = 1
+        """What its hello says that it understands."""
 
     def decode(self, data: bytes) -> list[Record]:
         return self.records_of(data, decode_router_frame, f"router stream {self.link}")

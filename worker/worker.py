@@ -22,6 +22,8 @@ from engine.kv.ledger import BlockLedger
 from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.loop import Engine, EngineThread
 from engine.messages import (
+    PROTOCOL,
+    READS_TOLD,
     CachedTold,
     FirstToken,
     Handoff,
@@ -33,6 +35,7 @@ from engine.messages import (
     ProcessesTold,
     ReadTold,
     Record,
+    RouterHello,
     TenantsTold,
     WorkerInfo,
     encode,
@@ -247,9 +250,11 @@ class Worker(Generic[E]):
                 parts.kv.tells_cached = len(parts.routers) > 1
                 item.say([self.info, self._load([], time.monotonic())])
                 self._holdings[item.link] = Holding(parts.kv)
-            case RecordsIn(RouterStream(link=link), records):
+            case RecordsIn(RouterStream(link=link) as router, records):
                 for told in records:
-                    if isinstance(told, ProcessesTold):
+                    if isinstance(told, RouterHello):
+                        self._greeted(router, told)
+                    elif isinstance(told, ProcessesTold):
                         parts.readers.listed(link, told.processes, self._tell)
                     elif isinstance(told, TenantsTold | ReadTold):
                         self._pass_on(link, told)
@@ -280,13 +285,24 @@ class Worker(Generic[E]):
             case _:
                 self._role.hear(item, self._tell)
 
+    def _greeted(self, router: RouterStream, hello: RouterHello) -> None:
+        """Note what a router understands."""
+        router.protocol = hello.protocol
+        if hello.protocol < READS_TOLD:
+            log.warning(
+                "router %s is of an older release (protocol %d, here %d): it is not told what others are about to have "
+                "read",
+                *(hello.name, hello.protocol, PROTOCOL),
+            )
+
     def _pass_on(self, link: int, told: TenantsTold | ReadTold) -> None:
         """Tell the other routers what one says to them: of tenants, in the name that it has proven."""
         sender = self.parts.routers[link].router
         if isinstance(told, TenantsTold):
             told = msgspec.structs.replace(told, router=sender.name, incarnation=sender.incarnation)
+        needed = READS_TOLD if isinstance(told, ReadTold) else 1
         for router in self.parts.routers.values():
-            if router.router.incarnation != sender.incarnation:
+            if router.router.incarnation != sender.incarnation and router.protocol >= needed:
                 router.say([told])
 
     def _tell(self, event: SharedEvent | E) -> None:

@@ -24,6 +24,7 @@ from benchmarks.routing.workloads import BLOCK, TOKEN_SCALE, PromptTurn, Workloa
 from engine.kv.holding import Holding
 from engine.kv.manager import KVCacheManager
 from engine.messages import (
+    PROTOCOL,
     CachedTold,
     DecodeRecord,
     HeldRun,
@@ -79,6 +80,7 @@ def stand_in(
         host="",
         host_blocks=tiers.host_blocks,
         disk_blocks=tiers.disk_blocks,
+        protocol=PROTOCOL,
     )
 
 

@@ -57,7 +57,6 @@ class DetokenizerFactory:
             table = self._tables[kept] = _ByteLevelTable(self._tokenizer, self._skipped - kept)
         return _ByteLevelDetokenizer(table)
 
-
     def _token_bytes(self, token: int) -> tuple[bytes, bool]:
         """Return the bytes of a token by itself, and whether answers show them."""
         name = "" if token in self._unknown else self._tokenizer.id_to_token(token) or ""
@@ -111,6 +110,8 @@ class _ByteLevelTable(dict[int, str | None]):
 class _ByteLevelDetokenizer:
     # Mutable state: the decoder, and whether it holds the beginning of a character.
 
+    __slots__ = ("_decoder", "_is_inside", "_table")
+
     def __init__(self, table: _ByteLevelTable) -> None:
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -119,6 +120,8 @@ class _ByteLevelDetokenizer:
     def push(self, ids: Sequence[int]) -> str:
         if not self._is_inside:
             table = self._table
+            if len(ids) == 1 and (whole := table[ids[0]]) is not None:
+                return whole  # as nearly every step's token is
             texts = [text for i in ids if (text := table[i]) is not None]
             if len(texts) == len(ids):
                 return "".join(texts)

@@ -12,6 +12,7 @@ ended alone.
 """
 
 from engine.messages import (
+    READS_TOLD,
     Accepted,
     CachedTold,
     Cancel,
@@ -119,10 +120,14 @@ class Router:
         return len(self._calls)
 
     def reading(self, request: RequestId) -> ReadTold | None:
-        """Return what other routers should know of a request that is offered now; None where it is not, or where its KV
-        is there that was yielded elsewhere: nobody reads its prompt."""
+        """Return what other routers should know of a request that is offered now; None where it is not, where its KV
+        is there that was yielded elsewhere, so that nobody reads its prompt, or where its worker, of an older release,
+        would not understand what it is to pass on."""
         call = self._calls.get(request)
         if call is None or call.state is not State.OFFERED or call.source is not None:
+            return None
+        worker = self.registry.get(call.decode)
+        if worker is None or worker.info.protocol < READS_TOLD:
             return None
         return self._view.reading(call)
 

@@ -74,6 +74,8 @@ class ReaderSignal:
 
     # Mutable state: whether there was ever a reader, whether it waits for its turn, and whether the reader is to look.
 
+    __slots__ = ("_event", "_is_queued", "_is_read", "_turns", "deliver")
+
     def __init__(self, turns: WakeQueue) -> None:
         self.deliver: Callable[[], bool] | None = None
         self._turns = turns

@@ -114,6 +114,11 @@ class OutputHistory:
 class Output:
     """The text side of one request. After a stop string it takes no more tokens."""
 
+    __slots__ = (
+        "_beginnings", "_detokenizer", "_held", "_is_plain", "_longest", "_reasoning", "_stop", "_tokens",
+        "reasoning_tokens", "stopped",
+    )  # fmt: skip
+
     def __init__(
         self, detokenizer: IncrementalDecoder, stop: Sequence[str], reasoning: AnswerParser | None = None
     ) -> None:
@@ -122,16 +127,17 @@ class Output:
         self._reasoning = reasoning
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
+        self._is_plain = not stop and reasoning is None
         self._beginnings = frozenset(text[:n] for text in stop for n in range(1, len(text)))
         self._longest = max((len(text) - 1 for text in stop), default=0)
         self._held = ""
         self._tokens = 0
         self.stopped: Stopped | None = None
 
-    def push(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+    def push(self, ids: Sequence[int]) -> tuple[str, Sequence[int]]:
         """The text that may be shown now and the ids that count, up to a stop string."""
-        if not self._stop and self._reasoning is None:
-            return self._detokenizer.push(ids), list(ids)
+        if self._is_plain:
+            return self._detokenizer.push(ids), ids
         kept: list[int] = []
         shown: list[str] = []
         for token in ids:

@@ -60,9 +60,7 @@ class Samples:
         """Forget a sample that another router goes on with; whoever reads it now keeps what it has."""
         self._streams[index] = None
 
-    def read(
-        self, positions: Sequence[Position] | None = None, outlet: Outlet | None = None
-    ) -> "SamplesReader":
+    def read(self, positions: Sequence[Position] | None = None, outlet: Outlet | None = None) -> "SamplesReader":
         """Read from the start, or behind `positions` (empty: from the start, as a resumption). Raises ApiError for
         positions that it cannot have reached, and where a sample was lost together with an earlier router."""
         wanted = self.started.samples
@@ -99,6 +97,10 @@ class SamplesReader:
 
     # Mutable state: whether it has begun, whether it is known, whether somebody waits for the next event, whose turn it
     # is, and which samples have ended.
+
+    __slots__ = (
+        "_ended", "_has_started", "_is_awaited", "_outlet", "_readers", "_samples", "_turn", "is_known", "streams",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -149,6 +151,8 @@ class SamplesReader:
         take = self._outlet.take if self._outlet is not None else None
         if take is None or not self._is_awaited or not self._has_started or self._samples.reader is not self:
             return False
+        if len(self._readers) == 1:
+            return bool(self._ended) or self._readers[0].deliver(take)
         is_done = True
         for at, reader in enumerate(self._readers):
             if at not in self._ended:

@@ -40,8 +40,14 @@ class Signal(Protocol):
 
 
 class SampleStream:
-    # Mutable state: the deltas that no reader has taken yet, what was taken, how the request ended, and the present
-    # reader.
+    # Slots, here and along a token's way: where many streams take turns, none is in the processor's caches, and a token
+    # costs as much as it touches of them. Mutable state: the deltas that no reader has taken yet, what was taken, how
+    # the request ended, and the present reader.
+
+    __slots__ = (
+        "_admission", "_counted", "_deadline_s", "_deltas", "_finished", "_history", "_is_adopted", "_is_charged",
+        "_journal", "_observer", "_timeline", "begun", "changed", "end", "output", "reader", "started",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class SampleStream:
         self._deadline_s = deadline_s
         self._counted = False
         self._admission = admission
+        self._is_charged = admission is not None and admission.is_limited
 
     @property
     def ids(self) -> list[int]:
@@ -115,19 +122,21 @@ class SampleStream:
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> int | None:
-        if self._admission is not None:
+        if self._is_charged and self._admission is not None:
             self._admission.spend(len(ids))
         text, kept = self.output.push(ids)
         if kept:
             self._timeline.tokens(len(kept), now)
-            self._show(text, kept, tuple(logprobs[: len(kept)]) if logprobs else (), tuple(prompt_logprobs))
+            told = tuple(logprobs[: len(kept)]) if logprobs else ()
+            self._deltas.append(Delta(text, tuple(kept), 0, told, tuple(prompt_logprobs)))
+            self.changed.set()
         stopped = self.output.stopped
         return stopped.tokens_kept if stopped is not None else None
 
     def completed(self, end: Complete, now: float) -> None:
         self._timeline.ended_s = now
         if rest := self.output.flush():
-            self._show(rest, [])
+            self._deltas.append(Delta(rest, ()))
         self.end = end
         self._let_go()
         self.changed.set()
@@ -221,8 +230,9 @@ class SampleStream:
     def join(self, count: int) -> Delta:
         """Return the next `count` deltas, at least one, as one. It takes their place, so that whoever reads the stream
         again gets what was given before."""
-        deltas, count = self._deltas, min(count, MAX_JOINED)
+        deltas = self._deltas
         if count > 1:
+            count = min(count, MAX_JOINED)
             parts = deltas[:count]
             ids = tuple(chain.from_iterable([part.token_ids for part in parts]))
             logprobs = parts[0].logprobs and tuple(chain.from_iterable([part.logprobs for part in parts]))
@@ -248,16 +258,6 @@ class SampleStream:
         if self._admission is not None:
             self._admission.sample_ended()
             self._admission = None
-
-    def _show(
-        self,
-        text: str,
-        ids: list[int],
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> None:
-        self._deltas.append(Delta(text, tuple(ids), 0, logprobs, prompt_logprobs))
-        self.changed.set()
 
     def _count(self, outcome: FinishReason, now: float, stages: dict[str, float]) -> None:
         if self._counted:
@@ -291,6 +291,8 @@ class Reader:
     # Mutable state: the position that is still to be reached, what is given again, how many deltas of the stream that
     # covers, and how many of those behind them may be given.
 
+    __slots__ = ("_backlog", "_covered", "_is_first", "_position", "_stream", "_until")
+
     def __init__(self, stream: SampleStream, position: Position | None = None) -> None:
         self._stream = stream
         self._is_first = position is None
@@ -321,9 +323,10 @@ class Reader:
         stream = self._stream
         if self._position is not None or self._backlog:
             return False
-        self._skip()
-        while stream.untaken:
-            if not take(stream.join(stream.untaken)):
+        if self._covered:
+            self._skip()
+        while count := stream.untaken:
+            if not take(stream.join(count)):
                 return False
             stream.taken()
         return stream.end is None

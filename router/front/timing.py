@@ -34,6 +34,11 @@ class Timeline:
 
     # Mutable state: the marks of the placement under way (None: not reached), and the sums of earlier ones.
 
+    __slots__ = (
+        "_accepted_s", "_earlier", "_in_line_s", "_last_reserve_s", "_last_token_s", "_offered_s",
+        "_replayed_tokens", "_seconds", "ended_s", "first_token_s", "gaps_s", "received_s",
+    )  # fmt: skip
+
     def __init__(self, received_s: float) -> None:
         self.received_s = received_s
         self.first_token_s: float | None = None

@@ -41,11 +41,14 @@ T = TypeVar("T")
 class ChunkWriter(Protocol):
     """Writes to a client past the layers of the application."""
 
+    def takes_chunks(self) -> bool:
+        """Return whether the client of the present request knows chunks: one older than HTTP/1.1 does not."""
+
     def is_writable(self) -> bool:
-        """Return whether an answer of unknown length has begun, and its client is not behind."""
+        """Return whether the client is there, and not behind."""
 
     def write_chunk(self, data: bytes) -> None:
-        """Write a part of it now."""
+        """Write a part of the answer now, which has begun and not ended."""
 
 
 class WholeAnswer:
@@ -161,8 +164,10 @@ class StreamedAnswer:
 class _EventStream:
     """The response side of one stream. Two tasks write, answer and keep-alive, so every send is under a lock."""
 
+    __slots__ = ("_closed", "_connection", "_lock", "_quiet", "_send", "_started", "label", "resume_token")
+
     def __init__(self, send: Send, label: str, connection: ChunkWriter | None = None) -> None:
-        self._connection = connection
+        self._connection = connection if connection is not None and connection.takes_chunks() else None
         self.label = label
         self.resume_token = ""
         self._send = send
@@ -182,8 +187,10 @@ class _EventStream:
 
     def is_free(self) -> bool:
         """Return whether `put` may be called: nobody else writes, and the client is not behind."""
-        is_ours = self._started and not self._closed and not self._lock.locked()
-        return is_ours and self._connection is not None and self._connection.is_writable()
+        connection = self._connection
+        if connection is None or not self._started or self._closed or self._lock.locked():
+            return False
+        return connection.is_writable()
 
     def put(self, data: bytes) -> bool:
         """Write at once. Return True."""

@@ -79,6 +79,11 @@ class StreamWriter:
     that are over, and for each sample how many characters its tokens have begun, and what lies around the text, and the
     ids, of all its chunks but the first."""
 
+    __slots__ = (
+        "_around", "_at", "_characters", "_echoed", "_ends", "_form", "_has_ids", "_readers", "_started",
+        "_token_bytes", "_wants_ids",
+    )  # fmt: skip
+
     def __init__(
         self, started: Started, form: HttpForm, token_bytes: TokenBytes, at: Sequence[EventPosition] = ()
     ) -> None:
@@ -92,6 +97,7 @@ class StreamWriter:
         self._echoed: set[int] = set()
         self._readers: dict[int, PartsReader] = {}
         self._around: dict[int, tuple[bytes, bytes, bytes]] = {}
+        self._has_ids, self._wants_ids = bool(started.resume_token), form.return_token_ids
 
     def delta(self, item: Delta) -> bytes:
         """One event of new output, or nothing where the client asked for text and there is none yet.
@@ -99,6 +105,9 @@ class StreamWriter:
         Raises `ApiError` for a client that said it had seen the output end.
         """
         sample, text, ids = item.sample, item.text, item.token_ids
+        around = self._around.get(sample)
+        if around is not None and not self._has_ids:
+            return self._more(item, around)  # nobody comes back, so where it is matters no more
         at = self._at[sample]
         if at.closing:
             raise invalid(FIELD, "lies behind the end of the output")
@@ -115,12 +124,17 @@ class StreamWriter:
             return b""
         if is_first or self._form.is_counting:
             return self._event(self._output(sample, text, ids, is_first=is_first))
-        around = self._around.get(sample)
         if around is None:
             around = self._around[sample] = self._split(sample)
+        return self._id() + self._more(item, around)
+
+    def _more(self, item: Delta, around: tuple[bytes, bytes, bytes]) -> bytes:
+        """Return one event without its id, of text that is not a sample's first."""
+        text, ids, wants_ids = item.text, item.token_ids, self._wants_ids
+        if not text and not (wants_ids and ids):
+            return b""
         before, between, after = around
-        written = _encode(ids) if self._form.return_token_ids else b""
-        return self._event(b"".join((before, _encode(text), between, written, after)))
+        return b"".join((before, _encode(text), between, _encode(ids) if wants_ids else b"", after))
 
     def _echo(self, sample: int) -> bytes:
         """One event with the prompt's text, before all output of a sample."""
@@ -160,8 +174,8 @@ class StreamWriter:
         return self._event(self._output(item.sample, item.text, item.token_ids, written, is_first=is_first))
 
     def _split(self, sample: int) -> tuple[bytes, bytes, bytes]:
-        """Return what lies before the text of a chunk that is not the first, between it and the ids, and behind."""
-        before, rest = self._output(sample, _MARK, _IDS, is_first=False).split(_encode(_MARK))
+        """Return what lies before the text of an event that is not the first, between it and the ids, and behind."""
+        before, rest = event(self._output(sample, _MARK, _IDS, is_first=False)).split(_encode(_MARK))
         between, _, after = rest.partition(_encode(_IDS))
         return before, between, after
 
@@ -246,8 +260,11 @@ class StreamWriter:
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
     def _event(self, data: bytes) -> bytes:
+        return self._id() + event(data)
+
+    def _id(self) -> bytes:
         token = self._started.resume_token
-        return (f"id: {event_id(token, self._at)}\n".encode() if token else b"") + event(data)
+        return f"id: {event_id(token, self._at)}\n".encode() if token else b""
 
 
 def event(data: bytes) -> bytes:

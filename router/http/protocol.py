@@ -108,18 +108,13 @@ class FrontProtocol(CertificateProtocol, CountedProtocol):
             self._owe("head", self._shared.limits.header_s)
         self.app_state = {**self.app_state, CONNECTION: self}
 
+    # See `router.http.answers.ChunkWriter`.
+
+    def takes_chunks(self) -> bool:
+        return bool(self.conn.their_http_version == b"1.1")
+
     def is_writable(self) -> bool:
-        """See `router.http.answers.ChunkWriter`. An older client than of HTTP/1.1 knows no chunks."""
-        cycle = self.cycle
-        return (
-            cycle is not None
-            and cycle.response_started
-            and not cycle.response_complete
-            and not cycle.disconnected
-            and not self.flow.write_paused
-            and not self.transport.is_closing()
-            and self.conn.their_http_version == b"1.1"
-        )
+        return not self.flow.write_paused and not self.transport.is_closing()
 
     def write_chunk(self, data: bytes) -> None:
         self.cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

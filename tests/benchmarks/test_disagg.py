@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.disagg import MODES, measure, workload
+from benchmarks.disagg_agreement import agreement
 from cluster.bench.slo import parse_slo
 
 
@@ -34,3 +35,13 @@ def test_each_cluster_is_what_its_name_says() -> None:
     migrated = lines["split"]["migrated blocks"], lines["auto"]["migrated blocks"]
     assert isinstance(migrated[0], int) and isinstance(migrated[1], int) and migrated[0] >= migrated[1]
     assert migrated[0] > 0
+
+
+def test_verdicts_agree_where_speeds_stay_and_less_where_they_drift() -> None:
+    """Guards both ends: at one speed each measurement repeats the one before, and where speeds drift by far it does
+    not, whatever the report says."""
+    still = agreement("goodput", 0.0, requests=14, repeats=1, token_s=0.006, seed=1)
+    adrift = agreement("goodput", 1.0, requests=14, repeats=1, token_s=0.006, seed=1)
+    assert still["measured is measured again"] == 1.0 and still["runs"] == 10
+    assert float(still["report is measured"]) >= 0.8
+    assert float(adrift["measured is measured again"]) < 0.9

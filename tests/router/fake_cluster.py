@@ -12,6 +12,7 @@ import msgspec
 
 from engine.handshake import NONCE_BYTES, Listener, Party, PartyRole
 from engine.messages import (
+    PROTOCOL,
     Accepted,
     Cancel,
     Ended,
@@ -121,6 +122,7 @@ def worker_info(
         context_tokens=512,
         pid=1,
         host="h",
+        protocol=PROTOCOL,
     )
 
 
@@ -180,9 +182,7 @@ class FakeWorkers:
             ("DecodeWorker", "Attach", grpc.stream_stream_rpc_method_handler(self._attach)),
             ("PrefillWorker", "Attach", grpc.stream_stream_rpc_method_handler(self._watch)),
         ):
-            generic = grpc.method_handlers_generic_handler(
-                f"headrace.v1.{service}", {method: handler}
-            )
+            generic = grpc.method_handlers_generic_handler(f"headrace.v1.{service}", {method: handler})
             self._server.add_generic_rpc_handlers((generic,))
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
@@ -210,9 +210,7 @@ class FakeWorkers:
     async def _watch(self, requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
         async for word in self._prove("prefill", self.prefill, aiter(requests)):
             yield word
-        info = worker_info(
-            self.prefill, "prefill", self.incarnation, fingerprint=self.fingerprint
-        )
+        info = worker_info(self.prefill, "prefill", self.incarnation, fingerprint=self.fingerprint)
         yield encode([info])
         while True:
             yield encode([load(s_per_token=1e-3)])
@@ -239,9 +237,7 @@ class FakeWorkers:
 
         reader = asyncio.create_task(read())
         try:
-            info = worker_info(
-                self.decode, "decode", self.incarnation, self.blocks, fingerprint=self.fingerprint
-            )
+            info = worker_info(self.decode, "decode", self.incarnation, self.blocks, fingerprint=self.fingerprint)
             yield encode([info])
             while True:
                 try:

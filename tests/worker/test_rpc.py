@@ -19,6 +19,7 @@ import pytest
 
 import worker.rpc
 from engine.handshake import Dialer, Keyring, Party
+from engine.messages import FRAME_BYTES, Claim, encode, joined
 from engine.types import Incarnation
 from tests.secrets_of_tests import SECRETS
 from worker.rpc import RpcLoop, Send, ServedStream
@@ -43,9 +44,15 @@ class Echo:
     unread_bytes = 0
 
     def __init__(self, send: Send, party: Party) -> None:
-        self.frame = send
+        self._send = send
+        self.frame: Callable[[bytes], None] = self._echo
         self.party = party
+        self.heard: list[bytes] = []
         self.why: list[str] = []
+
+    def _echo(self, data: bytes) -> None:
+        self.heard.append(data)
+        self._send(data)
 
     def closed(self, why: str) -> None:
         self.why.append(why)
@@ -162,9 +169,7 @@ def test_one_that_proves_nothing_hears_nothing_and_is_turned_away(
     assert len(server.sessions) == 1
 
 
-def test_one_that_does_not_read_our_answer_is_turned_away_too(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_does_not_read_our_answer_is_turned_away_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against streams without number, held by one connection that lets nothing through: what waits there is our
     own answer."""
     monkeypatch.setattr(worker.rpc, "HANDSHAKE_S", 0.3)
@@ -196,6 +201,24 @@ def _headers(path: str) -> bytes:
     )
 
 
+def test_frames_that_wait_together_leave_as_one(loop: RpcLoop, server: Server) -> None:
+    """Guards a router's time: each frame that it hears costs as much as a dozen records. One that would be larger than
+    a frame should be leaves alone, and the end behind them all."""
+    frames = [encode([Claim(bytes([at]))]) for at in range(3)]
+    large = encode([Claim(bytes(FRAME_BYTES))])
+    made: list[Client] = []
+
+    def open_session(send: Send) -> Client:
+        made.append(Client(send))
+        for data in (*frames, large, frames[0], None):  # they wait until the other end has proven itself
+            send(data)
+        return made[0]
+
+    loop.connect(server.address, STREAM, open_session)
+    assert loop.call(_until(lambda: bool(made))) and made[0].ended.wait(SOON_S)
+    assert server.sessions[0].heard == [joined(frames), large, frames[0]]
+
+
 def test_a_stream_is_not_read_while_its_engine_has_enough_to_hear(loop: RpcLoop, server: Server) -> None:
     """Guards memory: what a peer sends faster than it is heard waits with the peer."""
     client = dial(loop, server.address)
@@ -214,9 +237,7 @@ def test_a_stream_is_not_read_while_its_engine_has_enough_to_hear(loop: RpcLoop,
     assert loop.call(_until(lambda: len(heard) == 64))
 
 
-def test_a_stream_that_takes_nothing_is_ended(
-    loop: RpcLoop, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_takes_nothing_is_ended(loop: RpcLoop, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.rpc, "MAX_UNSENT_BYTES", 32 << 20)
     client = dial(loop, server.address)
     client.send(b"first")
@@ -236,9 +257,7 @@ def test_a_frame_beyond_all_bounds_costs_its_stream_alone(loop: RpcLoop, server:
     assert other.echoed.wait(SOON_S)
 
 
-def test_a_stream_that_the_other_end_broke_leaves_no_task(
-    loop: RpcLoop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_that_the_other_end_broke_leaves_no_task(loop: RpcLoop, caplog: pytest.LogCaptureFixture) -> None:
     """Guards the log of a worker whose peer was killed against "Task was destroyed but it is pending": gRPC ends a
     task that it feeds a stream with only where this side has cancelled the stream."""
     environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
