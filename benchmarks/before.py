@@ -49,7 +49,7 @@ class _Side:
         try:
             self.said = self._answer()
             assert Path(self.said["from"]).is_relative_to(checkout), f"{self.said['from']} is not of {checkout}"
-        except AssertionError:
+        except BaseException:
             self.close()
             raise
 
@@ -105,6 +105,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=24)
     parser.add_argument("--steps", type=int, default=4, help="in a turn of each")
     told = parser.parse_args()
+    if told.before.resolve() == ROOT:
+        parser.error("--before is this checkout itself")
     sizes = [told.rows, told.tokens, (told.turns + WARM_UP) * told.steps + 1]
     checkouts = {"before": told.before.resolve(), "now": ROOT}
     with TemporaryDirectory(prefix="headrace-before-") as folder:

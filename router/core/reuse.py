@@ -182,7 +182,7 @@ class Reuse:
         # From the deepest holder up: between two levels, the same workers hold every block. Of each such part: where it
         # begins, its tokens, its price on an idle worker, and what each token queued adds to that.
         parts: list[tuple[int, int, float, float]] = []
-        least_tokens = min(queues.values(), default=0)
+        least_tokens = min(queues.values())
         for deeper, depth in pairwise(levels):
             tokens = (deeper - depth) * block_size
             lost, each = self.arrivals.lost(tokens), self.arrivals.delayed(s_per_token, 0.0)

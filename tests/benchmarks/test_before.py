@@ -25,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
 def test_two_checkouts_are_timed_on_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards a comparison of one checkout with itself, which the program refuses, and of work that is not the same."""
+    """Guards a comparison of work that is not the same."""
     run(monkeypatch, copied(tmp_path / "before"))
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in told] == ["before", "now", "now", "the"]
@@ -37,3 +37,13 @@ def test_a_checkout_without_an_engine_is_refused(tmp_path: Path, monkeypatch: py
     """Guards a ratio of 1 that an installed engine beside an empty folder would give."""
     with pytest.raises(AssertionError, match=f"is not of {tmp_path}"):
         run(monkeypatch, tmp_path)
+
+
+def test_a_checkout_is_not_compared_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a ratio of 1 that compares nothing, by whichever name this checkout goes."""
+    (tmp_path / "link").symlink_to(before.ROOT)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "link")
+    assert "--before is this checkout itself" in capsys.readouterr().err

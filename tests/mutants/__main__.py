@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.mutants import report
-from tests.mutants.catalogue import PACKAGES, ROOT, Equivalent, Mutant, Source, equivalents, sample, sources
+from tests.mutants.catalogue import PACKAGES, ROOT, Mutant, Source, equivalents, gone, sample, sources
 from tests.mutants.results import FOLDER, Outcome, Result, Results, digest, digest_of_tests
 from tests.mutants.simulate import UNMADE, find
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.seconds > 0:
             _by_simulator(wanted, files, args.results, args.jobs, args.seconds, args.seed)
     counts = report.count(chosen, listed, Results(args.results))
-    print(report.tell(counts, [] if args.only else _gone(listed, every), args.goal))
+    print(report.tell(counts, [] if args.only else gone(listed, every), args.goal))
     undecided = sum(of.not_run + of.unmade for of in counts.values())
     run = sum(of.run for of in counts.values())
     found = sum(of.by_tests + of.by_sim for of in counts.values())
@@ -88,11 +88,6 @@ def _plan(every: int, chosen: int, wanted: int, args: argparse.Namespace) -> str
 
 def _is_below(path: str, places: list[str]) -> bool:
     return any(path == place or path.startswith(f"{place.rstrip('/')}/") for place in places)
-
-
-def _gone(listed: list[Equivalent], every: list[Mutant]) -> list[Equivalent]:
-    there = {(m.file, m.function, m.line, m.operator, m.change) for m in every}
-    return [e for e in listed if (e.file, e.function, e.line, e.operator, e.change) not in there]
 
 
 def _by_tests(wanted: list[Mutant], path: Path, jobs: int, quick_s: float) -> None:

@@ -4,7 +4,7 @@ import ast
 import hashlib
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -154,3 +154,9 @@ def equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
     if not path.exists():
         return []
     return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", []), list[Equivalent])
+
+
+def gone(listed: Iterable[Equivalent], every: Iterable[Mutant]) -> list[Equivalent]:
+    """Return the entries that no mutant answers to."""
+    there = {(m.file, m.function, m.line, m.operator, m.change) for m in every}
+    return [e for e in listed if (e.file, e.function, e.line, e.operator, e.change) not in there]
