@@ -8,7 +8,6 @@ this project, whose files alone they import. Ratios are of the same turn.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ OWN, BARE, BEFORE = "movers of a worker", "one mover alone", "before"
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.child:
-        return _child(options.child)
+        return _child(options.child, options.before)
     from rich.table import Table
 
     from benchmarks.figures import middle, show, write_json
@@ -61,7 +60,7 @@ def measure(trees: dict[str, tuple[Path, str]], turns: int) -> list[dict[str, di
         asked = {}
         for name, (tree, kind) in trees.items():
             # -P: nothing beside this file is taken for a module.
-            command = [sys.executable, "-P", str(Path(__file__).resolve()), "--child", kind]
+            command = [sys.executable, "-P", str(Path(__file__).resolve()), "--child", kind, "--before", str(tree)]
             process = subprocess.Popen(
                 command, env={"PYTHONPATH": str(tree)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
@@ -83,13 +82,13 @@ def _answer(process: "subprocess.Popen[str]") -> dict[str, float]:
     return found
 
 
-def _child(kind: str) -> int:
+def _child(kind: str, tree: Path) -> int:
     """Answer each line that comes with the seconds of a handoff, by shape. Ends at once where what is imported is not
     of the tree that is asked about."""
     from transfer import mover
 
-    if not Path(mover.__file__).is_relative_to(os.environ["PYTHONPATH"]):
-        sys.exit(f"{mover.__file__} is not of {os.environ['PYTHONPATH']}")
+    if not Path(mover.__file__).is_relative_to(tree):
+        sys.exit(f"{mover.__file__} is not of {tree}")
     ends = {name: Ends(kind, *shape) for name, shape in SHAPES.items()}
     for _ in sys.stdin:
         told = {}
