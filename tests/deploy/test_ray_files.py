@@ -153,7 +153,9 @@ def test_eight_gpus_of_one_host_have_a_rank_each() -> None:
     assert (config.prefill_workers, config.decode_workers) == (0, 1)
     assert config.ray.address == "auto" and config.launcher == "ray" and config.ray.pool_label == ""
     assert gpus("decode", config.decode.engine, config.ray) == config.decode.engine.tensor_parallel == 8
-    assert config.decode.engine.pool_bytes == "auto" and config.decode.tiers.host_bytes == 0
+    plain = resolved(DEPLOY / "ray/headrace-8gpu.toml")
+    assert config.decode.engine.pool_bytes == "auto" and config.decode.tiers == plain.decode.tiers
+    assert config.decode.tiers.host_bytes > 0
 
 
 def test_eight_gpus_of_each_of_two_hosts_have_a_worker_of_its_pool_each() -> None:
@@ -188,7 +190,7 @@ def test_four_gpus_are_a_worker_of_either_pool(name: str, hosts: int) -> None:
     assert config.prefill_workers == config.decode_workers == hosts
     for pool, one in (("prefill", config.prefill), ("decode", config.decode)):
         assert gpus(pool, one.engine, config.ray) == one.engine.tensor_parallel == 4  # type: ignore[arg-type]
-        assert one.tiers.host_bytes == 0
+        assert one.tiers.host_bytes > 0
     if hosts == 2:
         check_starts_of_two_hosts(name)
 
