@@ -112,10 +112,16 @@ ON_TRITON: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "granite": {},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "llama": {},
+    "qwen3": {},
+    "mistral-window": {},
+    "mixtral-window": {},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
 }
-"""One of each mechanism: biases; LongRoPE over half a head; windows, caps and norms around branches; two thetas; norms
-behind branches and of whole rows; experts; experts in MXFP4 with sinks; queries with a temperature; factors; layers
-that rotate nothing. Smaller than the others, since the interpreter takes most of a second for a token of those."""
+"""One of each family, and so of each mechanism: biases; LongRoPE over half a head; windows, caps and norms around
+branches; two thetas; norms behind branches and of whole rows; experts; experts in MXFP4 with sinks; queries with a
+temperature; factors; layers that rotate nothing. Smaller than the others, since the interpreter takes most of a second
+for a token of those."""
 SMALLER_PROMPTS = {"qwen3moe": 1, "ministral3": 1, "granite": 1}
 
 
