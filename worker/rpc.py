@@ -243,7 +243,8 @@ class _Outbox:
         if first is None:
             raise StopAsyncIteration
         taken, size = [first], len(first)
-        while self._waiting and (data := self._waiting[0]) is not None and size + len(data) <= FRAME_BYTES:
+        is_list = first[:1] >= b"\x90"  # of MessagePack: a stand-in for it, where it is not installed, is not joined
+        while is_list and self._waiting and (data := self._waiting[0]) is not None and size + len(data) <= FRAME_BYTES:
             taken.append(data)
             size += len(data)
             self._waiting.popleft()
