@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.front_peers import HEAD
+from benchmarks.front_peers import HEAD, due_steps
 
 EVENT = (
     b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1764201600,'
@@ -102,17 +102,8 @@ async def _serve(pipe: Connection, kind: str, count: int, tick_s: float, period:
     groups = [_Group() for _ in range(count)]
     server = _BareGrpc(groups) if kind == "bare-grpc" else _BareSse(groups)
     pipe.send(f"127.0.0.1:{await server.start()}")
-    rate, begin_s = 20.0, time.monotonic()
-    due = [begin_s + at / count / rate for at in range(count)]
-    while True:
-        if pipe.poll():
-            rate, now = pipe.recv(), time.monotonic()
-            due = [now + at / count / rate for at in range(count)]
-        at = min(range(count), key=due.__getitem__)
-        await asyncio.sleep(max(0.0, min(due[at] - time.monotonic(), 0.05)))
-        if time.monotonic() >= due[at]:
-            groups[at].step(server.message(int(time.monotonic() / tick_s) % period))
-            due[at] = max(due[at] + 1 / rate, time.monotonic())
+    async for at in due_steps(pipe, count):
+        groups[at].step(server.message(int(time.monotonic() / tick_s) % period))
 
 
 def serve_bare(pipe: Connection, kind: str, count: int, tick_s: float, period: int) -> None:

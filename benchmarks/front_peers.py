@@ -7,7 +7,7 @@ token and stream, and it passes events on. It chooses workers in turn, as there 
 import asyncio
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -73,11 +73,8 @@ class TextWorker:
                 writer.write(chunk)
 
 
-async def _serve(pipe: Connection, count: int, tick_s: float, period: int) -> None:
-    workers = [TextWorker() for _ in range(count)]
-    for worker in workers:
-        await worker.start()
-    pipe.send([f"http://127.0.0.1:{worker.port}" for worker in workers])
+async def due_steps(pipe: Connection, count: int) -> AsyncIterator[int]:
+    """Yield, when it is due, which of `count` workers steps, each at the rate that the pipe last named."""
     rate, begin_s = 20.0, time.monotonic()
     due = [begin_s + at / count / rate for at in range(count)]
     while True:
@@ -87,9 +84,18 @@ async def _serve(pipe: Connection, count: int, tick_s: float, period: int) -> No
         at = min(range(count), key=due.__getitem__)
         await asyncio.sleep(max(0.0, min(due[at] - time.monotonic(), 0.05)))
         if time.monotonic() >= due[at]:
-            workers[at].step(int(time.monotonic() / tick_s) % period)
+            yield at
             # As in `benchmarks.front`: a step is never made up for.
             due[at] = max(due[at] + 1 / rate, time.monotonic())
+
+
+async def _serve(pipe: Connection, count: int, tick_s: float, period: int) -> None:
+    workers = [TextWorker() for _ in range(count)]
+    for worker in workers:
+        await worker.start()
+    pipe.send([f"http://127.0.0.1:{worker.port}" for worker in workers])
+    async for at in due_steps(pipe, count):
+        workers[at].step(int(time.monotonic() / tick_s) % period)
 
 
 def serve_text_workers(pipe: Connection, count: int, tick_s: float, period: int) -> None:

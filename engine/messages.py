@@ -512,6 +512,11 @@ def frames(records: Sequence[Record]) -> list[bytes]:
     return frames(records[:half]) + frames(records[half:])
 
 
+def is_joinable(frame: bytes) -> bool:
+    """Return True for one of MessagePack's three heads of a list: what stands in for msgspec writes other bytes."""
+    return frame[0] & 0xF0 == 0x90 or frame[0] in (0xDC, 0xDD)
+
+
 def joined(data: Sequence[bytes]) -> bytes:
     """One frame of the records of several, which are not read for it. Raises ValueError for what is no list."""
     if len(data) == 1:
@@ -523,12 +528,12 @@ def joined(data: Sequence[bytes]) -> bytes:
 
 
 def _head(frame: bytes) -> tuple[int, int]:
-    """Return how many records a frame lists, and where the first begins: MessagePack's three heads of a list."""
-    kind = frame[0]
-    if kind & 0xF0 == 0x90:
-        return kind & 0x0F, 1
-    if kind not in (0xDC, 0xDD):
+    """Return how many records a frame lists, and where the first begins."""
+    if not is_joinable(frame):
         raise ValueError("not a list of records")
+    kind = frame[0]
+    if kind < 0xDC:
+        return kind & 0x0F, 1
     begin = 3 if kind == 0xDC else 5
     return int.from_bytes(frame[1:begin], "big"), begin
 

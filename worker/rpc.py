@@ -34,7 +34,7 @@ from engine.handshake import (
     PartyRole,
     Secrets,
 )
-from engine.messages import FRAME_BYTES, Record, frames, joined
+from engine.messages import FRAME_BYTES, Record, frames, is_joinable, joined
 from engine.types import host_port
 
 log = logging.getLogger(__name__)
@@ -243,8 +243,9 @@ class _Outbox:
         if first is None:
             raise StopAsyncIteration
         taken, size = [first], len(first)
-        is_list = first[:1] >= b"\x90"  # of MessagePack: a stand-in for it, where it is not installed, is not joined
-        while is_list and self._waiting and (data := self._waiting[0]) is not None and size + len(data) <= FRAME_BYTES:
+        while self._waiting and is_joinable(first) and (data := self._waiting[0]) is not None:
+            if size + len(data) > FRAME_BYTES:
+                break
             taken.append(data)
             size += len(data)
             self._waiting.popleft()

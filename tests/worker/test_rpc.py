@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import marshal
 import os
 import socket
 import struct
@@ -217,6 +218,22 @@ def test_frames_that_wait_together_leave_as_one(loop: RpcLoop, server: Server) -
     loop.connect(server.address, STREAM, open_session)
     assert loop.call(_until(lambda: bool(made))) and made[0].ended.wait(SOON_S)
     assert server.sessions[0].heard == [joined(frames), large, frames[0]]
+
+
+def test_frames_that_are_no_lists_of_messagepack_leave_one_by_one(loop: RpcLoop, server: Server) -> None:
+    """Guards a machine without msgspec: what stands in for it there writes other bytes, which nobody can join."""
+    frames = [marshal.dumps(["a record", at]) for at in range(3)]
+    made: list[Client] = []
+
+    def open_session(send: Send) -> Client:
+        made.append(Client(send))
+        for data in (*frames, None):
+            send(data)
+        return made[0]
+
+    loop.connect(server.address, STREAM, open_session)
+    assert loop.call(_until(lambda: bool(made))) and made[0].ended.wait(SOON_S)
+    assert server.sessions[0].heard == frames
 
 
 def test_a_stream_is_not_read_while_its_engine_has_enough_to_hear(loop: RpcLoop, server: Server) -> None:

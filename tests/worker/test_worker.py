@@ -349,16 +349,21 @@ def test_nobody_waits_for_a_copy_while_a_step_is_under_way(monkeypatch: pytest.M
         made.stop()
 
 
+def run_one_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a worker's engine run one step, and have nothing to do in the next two; no report is due by its time."""
+    steps = iter([Ran(StepPlan((), (), 1), 0.01, None), None, None])
+    monkeypatch.setattr(made._engine, "step", lambda: next(steps))
+    monkeypatch.setattr(made._role, "turned", lambda *_: None)
+    monkeypatch.setattr(worker.worker, "REPORT_S", 1e9)
+    monkeypatch.setattr(worker.worker, "HEARTBEAT_S", 1e9)
+
+
 def test_a_worker_that_has_become_idle_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards routers' queues: the last step of a prompt ended within 50 ms of a report, and for the quarter of a second
     until the next one its tokens were taken to be still to compute."""
     made, reports = OPEN["decode"](), list[float]()
     try:
-        steps = iter([Ran(StepPlan((), (), 1), 0.01, None), None, None])
-        monkeypatch.setattr(made._engine, "step", lambda: next(steps))
-        monkeypatch.setattr(made._role, "turned", lambda *_: None)
-        monkeypatch.setattr(worker.worker, "REPORT_S", 1e9)
-        monkeypatch.setattr(worker.worker, "HEARTBEAT_S", 1e9)
+        run_one_step(made, monkeypatch)
         whole = made._report
 
         def report(now: float) -> None:
@@ -380,11 +385,7 @@ def test_a_worker_that_holds_its_next_step_has_not_become_idle(monkeypatch: pyte
     """Guards routers against a report for every step that waits for rows that are about to land."""
     made, reports = OPEN["decode"](), list[float]()
     try:
-        steps = iter([Ran(StepPlan((), (), 1), 0.01, None), None, None])
-        monkeypatch.setattr(made._engine, "step", lambda: next(steps))
-        monkeypatch.setattr(made._role, "turned", lambda *_: None)
-        monkeypatch.setattr(worker.worker, "REPORT_S", 1e9)
-        monkeypatch.setattr(worker.worker, "HEARTBEAT_S", 1e9)
+        run_one_step(made, monkeypatch)
         monkeypatch.setattr(made, "_report", reports.append)
         made._reported_at = time.monotonic()
         made.step()
