@@ -554,8 +554,13 @@ def guarded(decode: Callable[[bytes], _Read]) -> Callable[[bytes], _Read]:
     return read
 
 
-decode_router_frame = guarded(msgspec.msgpack.Decoder(list[RouterRecord]).decode)
-decode_worker_frame = guarded(msgspec.msgpack.Decoder(list[DecodeRecord]).decode)
-decode_to_prefill_frame = guarded(msgspec.msgpack.Decoder(list[DecodeToPrefill]).decode)
-decode_from_prefill_frame = guarded(msgspec.msgpack.Decoder(list[PrefillToDecode]).decode)
+def _no_extension(code: int, _: memoryview) -> None:
+    """What a transport tells of its endpoint may be any plain value, which can be sent on as it came; this is none."""
+    raise msgspec.ValidationError(f"a value of MessagePack's extension type {code}, of which there are none here")
+
+
+decode_router_frame = guarded(msgspec.msgpack.Decoder(list[RouterRecord], ext_hook=_no_extension).decode)
+decode_worker_frame = guarded(msgspec.msgpack.Decoder(list[DecodeRecord], ext_hook=_no_extension).decode)
+decode_to_prefill_frame = guarded(msgspec.msgpack.Decoder(list[DecodeToPrefill], ext_hook=_no_extension).decode)
+decode_from_prefill_frame = guarded(msgspec.msgpack.Decoder(list[PrefillToDecode], ext_hook=_no_extension).decode)
 """Each raises `msgspec.ValidationError` or `msgspec.DecodeError` on a frame that is not of its types."""

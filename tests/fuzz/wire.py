@@ -81,6 +81,8 @@ def _nested(before: bytes, unit: bytes) -> bytes:
 
 _DEEP = _nested(b"\x91\x82\xa4type\xa5Hello\xa6layout", b"\x81\xa1a")
 """A layout in a layout in a layout: msgspec gives up with RecursionError."""
+_EXTENSION = encode([HELLO]).replace(b"\xa4host\xa1a", b"\xa4host\xd4\xa1a")
+"""An endpoint whose host is a value of an extension type: it would be read, and not be what is sent on."""
 _NOT_UTF8 = b"\x91\x83\xa4type\xa6Cancel\xa7request\xa1\xff\xa9placement\x01"
 
 
@@ -91,7 +93,7 @@ def _frame(name: str, decode: Callable[[bytes], list[Record]], *seeds: list[Reco
         assert repr(decode(encode(records))) == repr(records)
 
     inputs = tuple(map(encode, seeds))
-    return Decoder(name, feed, (msgspec.MsgspecError,), inputs, (_DEEP, _NOT_UTF8))
+    return Decoder(name, feed, (msgspec.MsgspecError,), inputs, (_DEEP, _NOT_UTF8, _EXTENSION))
 
 
 def _hello(data: bytes) -> None:

@@ -276,7 +276,7 @@ class _Form:
                 return write(_builtins(value))
 
         class Decoder(Generic[T]):
-            def __init__(self, type: Any = Any) -> None:
+            def __init__(self, type: Any = Any, *, ext_hook: Any = None) -> None:
                 self._type = type
 
             def decode(self, data: Any) -> Any:
