@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import decode, engine, others, sampling
+from benchmarks.gpu import decode, engine, others, sampling, weights
 from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.dry import Clock, dry_card
 from benchmarks.gpu.parts import LIMIT_S, PARTS, within
@@ -50,6 +50,8 @@ def test_the_engine_runs_recorded_and_not() -> None:
         others.prefill,
         others.copies,
         sampling.sampling,
+        weights.products,
+        weights.experts,
     ],
 )
 def test_a_part_that_fails_has_told_what_it_had(part: Callable[[Card], Iterator[Line]]) -> None:
