@@ -236,13 +236,16 @@ class RankGroup:
             mapped = self._hear(rank, PoolMapped, files)
             if mapped.blocks != kv.blocks or len(files) != 1:
                 raise RankError(rank, f"has a pool of {mapped.blocks} blocks, not of {kv.blocks}")
-            kv.file.lead(files[0])
             size = kv.blocks, kv.layout.head_bytes * len(self.heads[rank])
-            if devices is not None:
-                self.pools.append(partial(devices.map, mapped.name, *size))
-            else:
-                memory = map_blocks(files[0], *size)
-                self.pools.append(lambda memory=memory: memory)  # type: ignore[misc]
+            try:
+                kv.file.lead(files[0])
+                if devices is not None:
+                    self.pools.append(partial(devices.map, mapped.name, *size))
+                else:
+                    memory = map_blocks(files[0], *size)
+                    self.pools.append(lambda memory=memory: memory)  # type: ignore[misc]
+            except ValueError as error:
+                raise RankError(rank, f"has another pool than it says: {error}") from error
             os.close(files[0])
 
     def _limit_waits(self) -> None:
@@ -379,7 +382,10 @@ class RankGroup:
             raise self.explained(RankError(rank, "has ended")) from error
         if not raw:
             raise self.explained(RankError(rank, "has ended"))
-        said = _decoder.decode(raw)
+        try:
+            said = _decoder.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise RankError(rank, f"says what is not understood: {error}") from error
         if isinstance(said, RankFailed):
             self._said[rank] = said
             raise self.explained(RankError(rank, "has ended"))
