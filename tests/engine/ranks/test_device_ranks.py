@@ -260,7 +260,7 @@ def test_without_maps_of_the_others_there_are_no_lower_tiers(
     with opened(folder) as device:
         tiers = TierConfig(host_bytes=1 << 20)
         assert open_tiers(tiers, device, "worker", lambda event: None) is None
-        with pytest.raises(ValueError, match="preemption: swap takes a host tier.* a pool without a name"):
+        with pytest.raises(ValueError, match=r"preemption: swap takes a host tier.* a pool without a name"):
             open_tiers(tiers, device, "worker", lambda event: None, needed_by="decode.preemption: swap")
     assert "no lower tiers: a pool without a name" in caplog.text
 

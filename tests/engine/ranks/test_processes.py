@@ -224,7 +224,10 @@ def test_a_rank_that_opens_otherwise_is_named(
     assert caught.value.rank == 1
 
 
-def test_a_rank_whose_pool_is_smaller_than_it_says_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [8, 1 << 13], ids=["without generations", "without its last blocks"])
+def test_a_rank_whose_pool_is_smaller_than_it_says_is_named(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     """Guards generations and tiers of blocks that a rank does not have, and an error that names nobody."""
     hear = RankGroup._hear
 
@@ -237,10 +240,9 @@ def test_a_rank_whose_pool_is_smaller_than_it_says_is_named(tiny: Path, monkeypa
         return said
 
     monkeypatch.setattr(RankGroup, "_hear", shrunk)
-    for size in (8, 1 << 13):  # without its generations, and without its last blocks
-        with pytest.raises(RankError, match="another pool than it says") as caught:
-            opened(tiny, tensor_parallel=3, rank_pools="own")
-        assert caught.value.rank == 2
+    with pytest.raises(RankError, match="another pool than it says") as caught:
+        opened(tiny, tensor_parallel=3, rank_pools="own")
+    assert caught.value.rank == 2
 
 
 def test_a_rank_that_is_not_understood_is_named(three: EngineDevice) -> None:
