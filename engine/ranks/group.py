@@ -330,8 +330,7 @@ class RankGroup:
             self._take_failure(rank)
         told = next(iter(self._said.values()), None)
         if told is not None:
-            rank = told.rank
-            return RankError(rank, f"{told.problem}{self._how(rank)}")
+            return RankError(told.rank, f"{told.problem}{self._how(told.rank)}")
         # Who waits for a stopped rank is as silent as that one.
         stopped = [rank for rank in self._others if self._is_stopped(rank)]
         rank = stopped[0] if stopped and error.problem == "does not answer" else error.rank
