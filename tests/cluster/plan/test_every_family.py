@@ -27,7 +27,7 @@ CASES = {
 """A case of `checkpoints` for every family but Llama and Qwen3, whose models `test_families` has."""
 AS_GGUF = {"mistral": "llama", "olmo3": "olmo2"}
 """Families whose GGUF files say that they are another's."""
-GGUF_KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
+GGUF_KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "MXFP4")
 
 
 def plan(source: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

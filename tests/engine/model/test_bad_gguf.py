@@ -168,7 +168,7 @@ CASES: dict[str, tuple[Change, str]] = {
         "a rope scaling makes no frequencies",
     ),
     "a window below 0": (llama("attention.sliding_window", Type.INT32, -8), "llama.attention.sliding_window is -8"),
-    "a temperature": (llama("attention.temperature_scale", F32, 0.1), "attention.temperature_scale is not supported"),
+    "a temperature": (llama("attention.temperature_scale", F32, 0.1), "temperature_scale is 0.1.*, which is not"),
     "experts without theirs": (llama("expert_count", U32, 4), "metadata llama.expert_used_count is None, not a number"),
     "a thousand million experts": (
         both(llama("expert_count", U32, 10**9), llama("expert_used_count", U32, 1)),
