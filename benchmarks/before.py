@@ -1,4 +1,5 @@
 """Decode steps of this checkout and of an earlier one, in turns: python -m benchmarks.before --before DIR [--rows 8]
+[--now DIR], which is for what one commit of the past has cost
 
     git worktree add DIR dc04d3e7 && (cd DIR && PYTHON setup.py build_ext --inplace)
 
@@ -99,16 +100,17 @@ def save_hollow(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, metavar="DIR", help="another checkout, kernels built")
+    parser.add_argument("--now", type=Path, default=ROOT, metavar="DIR", help="a checkout instead of this one")
     parser.add_argument("--model", default="", help="a file or directory, or `hollow`; the demo model unless given")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=24)
     parser.add_argument("--steps", type=int, default=4, help="in a turn of each")
     told = parser.parse_args()
-    if told.before.resolve() == ROOT:
-        parser.error("--before is this checkout itself")
+    if told.before.resolve() == told.now.resolve():
+        parser.error("--before is this checkout itself" if told.now == ROOT else "--before is --now")
     sizes = [told.rows, told.tokens, (told.turns + WARM_UP) * told.steps + 1]
-    checkouts = {"before": told.before.resolve(), "now": ROOT}
+    checkouts = {"before": told.before.resolve(), "now": told.now.resolve()}
     with TemporaryDirectory(prefix="headrace-before-") as folder:
         model = save_hollow(Path(folder) / "hollow") if told.model == "hollow" else told.model
         sides = dict[str, _Side]()

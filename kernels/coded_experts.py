@@ -16,42 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.coded_linear import STEP
+from kernels.coded_linear import STEP, load_weights
 from kernels.coded_weight import CodedStack
 from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.expert_tiles import add_bias, gated, load_rows, store_rows
 from kernels.experts import ClampedGate
 from kernels.launch import arch_of
 from kernels.panels import FACTORS, GROUP
-from kernels.quantize import widen_e4m3
-
-
-@triton.jit
-def _load_codes(codes_ptr, dims, wanted, at, LENGTH: tl.constexpr):
-    inside = (at < LENGTH)[:, None] & wanted[None, :]
-    return tl.load(codes_ptr + dims[None, :] * LENGTH + at[:, None], mask=inside, other=0)
-
-
-@triton.jit
-def _widen(
-    codes,
-    scales_ptr,
-    offsets_ptr,
-    dims,
-    wanted,
-    columns,
-    COLUMNS: tl.constexpr,
-    KIND: tl.constexpr,
-    PART: tl.constexpr,
-    OFFSETS: tl.constexpr,
-):
-    inside = (columns < COLUMNS)[:, None] & wanted[None, :]
-    factors = dims[None, :] * (COLUMNS // PART) + (columns // PART)[:, None]
-    values = widen_e4m3(codes).to(tl.float32) * 256.0 if KIND == "f8" else codes.to(tl.float32)
-    wide = values * tl.load(scales_ptr + factors, mask=inside, other=0.0)
-    if OFFSETS:
-        wide += tl.load(offsets_ptr + factors, mask=inside, other=0.0)
-    return wide
 
 
 @triton.jit
@@ -86,29 +57,20 @@ def coded_gate_up_kernel(
     dims = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     wanted = dims < WIDTH
     first = expert * 2 * WIDTH
-    LENGTH: tl.constexpr = HIDDEN // 2 if KIND == "q4" else HIDDEN
-    gate = tl.zeros([ROWS, TILE], tl.float32)
-    up = tl.zeros([ROWS, TILE], tl.float32)
-    for start in range(0, LENGTH, STEP):
-        at = start + tl.arange(0, STEP)
-        # Columns of the low half bytes; those of the high ones, of the same group, are 16 further.
-        columns = (at // 16) * 32 + at % 16 if KIND == "q4" else at
-        gates = _load_codes(codes_ptr, first + dims, wanted, at, LENGTH)
-        ups = _load_codes(codes_ptr, first + WIDTH + dims, wanted, at, LENGTH)
-        for high in tl.static_range(2 if KIND == "q4" else 1):
-            if KIND == "q4":
-                gate_codes = gates >> 4 if high else gates & 15
-                up_codes = ups >> 4 if high else ups & 15
-            else:
-                gate_codes, up_codes = gates, ups
-            own = columns + 16 * high
-            x = load_rows(x_ptr, row, own, there, HIDDEN)
-            wide = _widen(gate_codes, scales_ptr, offsets_ptr, first + dims, wanted, own, HIDDEN, KIND, PART, OFFSETS)
-            gate = tl.dot(x, wide.to(x.dtype), gate, input_precision="ieee")
-            wide = _widen(
-                up_codes, scales_ptr, offsets_ptr, first + WIDTH + dims, wanted, own, HIDDEN, KIND, PART, OFFSETS
-            )
-            up = tl.dot(x, wide.to(x.dtype), up, input_precision="ieee")
+    gate = tl.zeros([TILE, ROWS], tl.float32)
+    up = tl.zeros([TILE, ROWS], tl.float32)
+    for start in range(0, HIDDEN, STEP):
+        x = load_rows(x_ptr, row, start + tl.arange(0, STEP), there, HIDDEN)
+        wide = load_weights(
+            codes_ptr, scales_ptr, offsets_ptr, first + dims, wanted, start, HIDDEN, KIND, PART, OFFSETS, TILE, STEP
+        )
+        gate = tl.dot(wide.to(x.dtype), tl.trans(x), gate, input_precision="ieee")
+        dims_up = first + WIDTH + dims
+        wide = load_weights(
+            codes_ptr, scales_ptr, offsets_ptr, dims_up, wanted, start, HIDDEN, KIND, PART, OFFSETS, TILE, STEP
+        )
+        up = tl.dot(wide.to(x.dtype), tl.trans(x), up, input_precision="ieee")
+    gate, up = tl.trans(gate), tl.trans(up)
     if BIAS:
         gate = add_bias(gate, bias_ptr, first + dims, wanted)
         up = add_bias(up, bias_ptr, first + WIDTH + dims, wanted)
@@ -143,18 +105,14 @@ def coded_down_kernel(
     dims = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     wanted = dims < HIDDEN
     first = expert * HIDDEN
-    LENGTH: tl.constexpr = WIDTH // 2 if KIND == "q4" else WIDTH
-    answer = tl.zeros([ROWS, TILE], tl.float32)
-    for start in range(0, LENGTH, STEP):
-        at = start + tl.arange(0, STEP)
-        columns = (at // 16) * 32 + at % 16 if KIND == "q4" else at
-        codes = _load_codes(codes_ptr, first + dims, wanted, at, LENGTH)
-        for high in tl.static_range(2 if KIND == "q4" else 1):
-            own_codes = (codes >> 4 if high else codes & 15) if KIND == "q4" else codes
-            own = columns + 16 * high
-            x = load_rows(x_ptr, pair, own, there, WIDTH)
-            wide = _widen(own_codes, scales_ptr, offsets_ptr, first + dims, wanted, own, WIDTH, KIND, PART, OFFSETS)
-            answer = tl.dot(x, wide.to(x.dtype), answer, input_precision="ieee")
+    answer = tl.zeros([TILE, ROWS], tl.float32)
+    for start in range(0, WIDTH, STEP):
+        x = load_rows(x_ptr, pair, start + tl.arange(0, STEP), there, WIDTH)
+        wide = load_weights(
+            codes_ptr, scales_ptr, offsets_ptr, first + dims, wanted, start, WIDTH, KIND, PART, OFFSETS, TILE, STEP
+        )
+        answer = tl.dot(wide.to(x.dtype), tl.trans(x), answer, input_precision="ieee")
+    answer = tl.trans(answer)
     if BIAS:
         answer = add_bias(answer, bias_ptr, first + dims, wanted)
     store_rows(out_ptr, answer, pair, dims, there, wanted, HIDDEN)

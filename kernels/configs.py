@@ -64,14 +64,15 @@ DEFAULTS = {
     "sample": KernelConfig(tile=1024, warps=8, stages=1, rows=16),
     "choose": KernelConfig(tile=512, warps=16, stages=1),
     "mask_logits": KernelConfig(tile=2048, warps=8, stages=1),
-    "coded_linear": KernelConfig(tile=64, warps=4, stages=3, rows=64),
+    "coded_linear": KernelConfig(tile=64, warps=4, stages=3, rows=128),
+    "float8_linear": KernelConfig(tile=128, warps=4, stages=4, rows=64),
     "route_experts": KernelConfig(tile=0, warps=1, stages=1),
     # One pair a thread: with more, what is known of a pair crosses threads by the byte.
     "plan_experts": KernelConfig(tile=512, warps=16, stages=1),
     "gate_up_experts": KernelConfig(tile=64, warps=4, stages=3, rows=64),
     "down_experts": KernelConfig(tile=128, warps=4, stages=3, rows=64),
-    "coded_gate_up_experts": KernelConfig(tile=32, warps=4, stages=2, rows=32),
-    "coded_down_experts": KernelConfig(tile=64, warps=4, stages=2, rows=32),
+    "coded_gate_up_experts": KernelConfig(tile=64, warps=4, stages=3, rows=32),
+    "coded_down_experts": KernelConfig(tile=64, warps=4, stages=3, rows=32),
     "combine_experts": KernelConfig(tile=1024, warps=4, stages=1),
 }
 """The configurations of shapes without an entry; for attention, 16-bit heads of up to 128. There, `rows` are packed
@@ -141,6 +142,7 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("coded_linear", 0, 0, 0, "q4", None, None),
     ("coded_linear", 0, 0, 0, "q8", None, None),
     ("coded_linear", 0, 0, 0, "f8", None, None),
+    ("float8_linear", 0, 0, 0, "float8_e4m3fn", None, None),
     ("route_experts", 0, 0, 0, "float32", None, None),
     ("plan_experts", 0, 0, 0, "int32", None, None),
     ("gate_up_experts", 0, 0, 0, "bfloat16", None, None),

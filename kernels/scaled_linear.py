@@ -1,14 +1,15 @@
-"""`x W^T + b` with `W` in 8-bit floats (E4M3) and `x` rounded to them, by PyTorch's product of the two, which GPUs from
-compute capability 8.9 on have units for: "W8A8".
+"""`x W^T + b` with `W` in 8-bit floats (E4M3) and `x` rounded to them, a product that GPUs from compute capability 8.9
+on have units for: "W8A8".
 
     s = max |x| / 448              of a row, or of a row's 128 columns where W's scales are those of blocks
     q = E4M3(x / s)                to nearest, ties to even
     out = sum over parts of s * scale * (q codes^T)      in 32 bits, part after part, rounded once to the type of x
 
-`torch._scaled_mm` is asked in one of two ways, and `find_way` tries which of them a device has:
+There are three ways, and `find_way` tries which of them a device has:
 
-    rows    with the scales of rows of x and of W: one launch, where W's scales are of whole rows
-    unit    with scales of one, for sums in 32 bits that are multiplied with the scales afterwards
+    tile    the kernels of `kernels.float8_linear`: two or three launches, and the same bits beside any other rows
+    rows    PyTorch's product (`torch._scaled_mm`) with the scales of rows of x and of W, where W's are of whole rows
+    unit    the same with scales of one, for sums in 32 bits that are multiplied with the scales afterwards
 
 Specification: `reference`, in 64 bits, of the very numbers that x is rounded to. The scheme is that of
 compressed-tensors' dynamic activations per token, and of DeepSeek-V3's 1 x 128 (arXiv 2412.19437, section 3.3.2).
@@ -36,7 +37,10 @@ MULTIPLE = 16
 _LEAST = 2.0**-100
 """The largest of a row is never taken for less: a row of zeros has a scale too."""
 
-Way = Literal["rows", "unit"]
+TILE_CAPABILITY = (8, 9)
+"""The compute capability from which on Triton has products of 8-bit floats."""
+
+Way = Literal["tile", "rows", "unit"]
 
 
 class Float8Error(Exception):
@@ -46,7 +50,7 @@ class Float8Error(Exception):
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Weight:
     """A weight `[rows, columns]`: `codes` of that shape, float8_e4m3fn; `scales` float32 `[parts, rows]`, each of
-    columns / parts columns. `way`: how PyTorch is asked."""
+    columns / parts columns. `way`: how it is multiplied."""
 
     codes: Tensor
     scales: Tensor
@@ -88,7 +92,7 @@ def from_codes(weight: CodedWeight, way: Way) -> Float8Weight | None:
     by_block = scales.view(rows, -1, each)
     if not torch.equal(by_block, by_block[:, :, :1].expand_as(by_block)):
         return None
-    return Float8Weight(codes, by_block[:, :, 0].T.contiguous(), "unit")
+    return Float8Weight(codes, by_block[:, :, 0].T.contiguous(), "unit" if way == "rows" else way)
 
 
 def rounded(x: Tensor, part: int) -> tuple[Tensor, Tensor]:
@@ -118,6 +122,11 @@ def scaled_linear(x: Tensor, weight: Float8Weight, bias: Tensor | None = None) -
     count = len(x)
     if not count:
         return x.new_empty(0, weight.shape[0])
+    if weight.way == "tile":
+        from kernels.float8_linear import float8_linear, launch_config, round_rows
+
+        codes_of_x = round_rows(x.contiguous(), weight.part, _LEAST, MOST)
+        return float8_linear(codes_of_x, weight.codes, weight.scales, bias, x.dtype, launch_config(x.device))
     if x.device.type == "cpu":
         x = pad(x, (0, 0, 0, -count % ROWS))
     codes, scales = rounded(x, weight.part)
@@ -158,6 +167,10 @@ def find_way(device: torch.device, dtype: torch.dtype) -> Way:
     codes = torch.randn(2 * MULTIPLE, 3 * BLOCK, generator=noise).to(device).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2 * MULTIPLE, generator=noise).to(device) + 0.5
     bias = torch.randn(2 * MULTIPLE, generator=noise).to(device, dtype)
+    # Triton's interpreter has this product too, and takes a thousand times as long as PyTorch.
+    has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= TILE_CAPABILITY
+    if has_units and not _problem(x, Float8Weight(codes, scales, "tile"), bias):
+        return "tile"
     problem = _problem(x, Float8Weight(codes, scales), bias)
     if problem:
         raise Float8Error(f"{device}: {problem}")

@@ -92,7 +92,8 @@ def open_parts(
     if device.matchers is not None:
         closing.callback(device.matchers.close)
         device.matchers.wake = partial(inbox.put, None)
-    tiering = open_tiers(config.tiers, device, name, inbox.put)
+    swaps = isinstance(config, DecodeConfig) and config.preemption == "swap"
+    tiering = open_tiers(config.tiers, device, name, inbox.put, "decode.preemption: swap" if swaps else "")
     if tiering is not None:
         closing.callback(tiering.mover.stop)
     transports = open_transports(device.kv, incarnation, transfer, host)

@@ -16,18 +16,26 @@ from engine.model.prepared.shards import ShardIndex, by_reference, contents
 
 
 def configured_model(model: str, name: str = "model", setting: str = "--model") -> Check:
-    """Say of which family and format a configured model is, by its headers: no weights are read. `setting` names it."""
+    """Say of which family and format a configured model is, by its headers and tokenizer: no weights are read.
+    `setting` names it."""
     from cluster.plan.shapes import find_shape
+    from engine.model.prepared.cache import opened
 
     if hub_model(model) is not None:
         return Check(name, "ok", f"{model} of the Hugging Face hub: the start finds it, or says why not")
-    if model and not (path := Path(model).expanduser()).exists():
+    path = Path(model).expanduser()
+    if model and not path.exists():
         return Check(name, "fail", f"{path}: no such file or directory", f"name another: {setting}")
+    if path.is_file() and path.suffix != ".gguf":  # the planner reads a config.json alone
+        problem = f"{path}: neither a .gguf file nor a directory with config.json"
+        return Check(name, "fail", problem, f"name another: {setting}")
     try:
         shape = find_shape(model)
         if shape.not_run or shape.model is None:
             return Check(name, "fail", shape.not_run, "docs/models.md says what runs")
         held = _held(model, shape.model)
+        if model:
+            opened(path).text()
     except ModelError as error:
         return Check(name, "fail", str(error), "docs/models.md says what runs")
     windows = [str(window) for window in shape.model.windows if window]

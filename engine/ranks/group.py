@@ -236,13 +236,16 @@ class RankGroup:
             mapped = self._hear(rank, PoolMapped, files)
             if mapped.blocks != kv.blocks or len(files) != 1:
                 raise RankError(rank, f"has a pool of {mapped.blocks} blocks, not of {kv.blocks}")
-            kv.file.lead(files[0])
             size = kv.blocks, kv.layout.head_bytes * len(self.heads[rank])
-            if devices is not None:
-                self.pools.append(partial(devices.map, mapped.name, *size))
-            else:
-                memory = map_blocks(files[0], *size)
-                self.pools.append(lambda memory=memory: memory)  # type: ignore[misc]
+            try:
+                kv.file.lead(files[0])
+                if devices is not None:
+                    self.pools.append(partial(devices.map, mapped.name, *size))
+                else:
+                    memory = map_blocks(files[0], *size)
+                    self.pools.append(lambda memory=memory: memory)  # type: ignore[misc]
+            except ValueError as error:
+                raise RankError(rank, f"has another pool than it says: {error}") from error
             os.close(files[0])
 
     def _limit_waits(self) -> None:
@@ -327,8 +330,7 @@ class RankGroup:
             self._take_failure(rank)
         told = next(iter(self._said.values()), None)
         if told is not None:
-            rank = told.rank
-            return RankError(rank, f"{told.problem}{self._how(rank)}")
+            return RankError(told.rank, f"{told.problem}{self._how(told.rank)}")
         # Who waits for a stopped rank is as silent as that one.
         stopped = [rank for rank in self._others if self._is_stopped(rank)]
         rank = stopped[0] if stopped and error.problem == "does not answer" else error.rank
@@ -379,7 +381,10 @@ class RankGroup:
             raise self.explained(RankError(rank, "has ended")) from error
         if not raw:
             raise self.explained(RankError(rank, "has ended"))
-        said = _decoder.decode(raw)
+        try:
+            said = _decoder.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise RankError(rank, f"says what is not understood: {error}") from error
         if isinstance(said, RankFailed):
             self._said[rank] = said
             raise self.explained(RankError(rank, "has ended"))

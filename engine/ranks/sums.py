@@ -10,6 +10,7 @@ ended (its end of the socket goes with it), or, at rank 0 alone, until a time ha
 is late, and the others end with it.
 """
 
+import math
 import mmap
 import os
 import socket
@@ -54,8 +55,7 @@ def places_bytes(ranks: int) -> int:
 
 def set_wait(link: socket.socket, wait_s: float, which: int = socket.SO_RCVTIMEO) -> None:
     """Let receives, or sends, end after `wait_s`; 0: never."""
-    whole = int(wait_s)
-    link.setsockopt(socket.SOL_SOCKET, which, struct.pack("@ll", whole, int((wait_s - whole) * 1e6)))
+    link.setsockopt(socket.SOL_SOCKET, which, struct.pack("@ll", *divmod(math.ceil(wait_s * 1e6), 10**6)))
 
 
 class RankSums:

@@ -16,7 +16,7 @@ def gpu_spares() -> Iterator[list[Process]]:
 
 
 @pytest.fixture
-def make_gpu_rig(gpu_spares: list[Process]) -> Iterator[RigFactory]:
+def make_rig(gpu_spares: list[Process]) -> Iterator[RigFactory]:
     factory = RigFactory(gpu_spares, "cuda:0")
     yield factory
     for rig in factory.rigs:
@@ -24,8 +24,8 @@ def make_gpu_rig(gpu_spares: list[Process]) -> Iterator[RigFactory]:
 
 
 @pytest.fixture(params=["cuda_ipc", "nccl"])
-def rig(request: pytest.FixtureRequest, make_gpu_rig: RigFactory) -> Rig:
-    return make_gpu_rig(request.param, in_process=False)
+def rig(request: pytest.FixtureRequest, make_rig: RigFactory) -> Rig:
+    return make_rig(request.param, in_process=False)
 
 
 @pytest.fixture

@@ -63,9 +63,9 @@ def test_slots_are_not_what_the_engine_has_just_given_back() -> None:
 
 
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_is_lost_in_the_middle(make_gpu_rig: RigFactory, deed: signal.Signals) -> None:
+def test_a_peer_is_lost_in_the_middle(make_rig: RigFactory, deed: signal.Signals) -> None:
     """Guards against a survivor that spins for ever. The sender is lost with its chunks posted and partly moved."""
-    rig = make_gpu_rig("nccl", LARGE, 64, in_process=False)
+    rig = make_rig("nccl", LARGE, 64, in_process=False)
     victim, other = rig.peer(), rig.peer()
     assert isinstance(victim, ProcessPeer)
     victim.fill({block: block for block in range(60)})

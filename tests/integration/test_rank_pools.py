@@ -57,7 +57,9 @@ class Pools(Served):
     """One prefill and one decode worker: of so many ranks with a pool each, or of one process with so many slices,
     which has room for all."""
 
-    def __init__(self, model_dir: Path, degrees: Degrees, in_ranks: bool) -> None:
+    def __init__(
+        self, model_dir: Path, degrees: Degrees, in_ranks: bool, preemption: str = "recompute", host_bytes: int = 0
+    ) -> None:
         block_bytes = ModelConfig.load(model_dir).kv_layout(SIZE, "float32").block_bytes
         base = EngineConfig(block_size=SIZE, pool_bytes=4 * BLOCKS * block_bytes, speculation="off", rank_wait_s=6.0)
         engines = []
@@ -68,7 +70,7 @@ class Pools(Served):
         if in_ranks:
             decode = msgspec.structs.replace(decode, pool_bytes=BLOCKS * block_bytes)
         transfer = TransferConfig(transport=degrees.transport, stuck_s=STUCK_S)
-        preemption = "recompute" if in_ranks else "off"
+        preemption = preemption if in_ranks else "off"
         config = ClusterConfig(
             launcher="process",
             router=RouterConfig(grpc_port=0, http_port=-1, local_prefill="never", unplaceable_s=90.0),
@@ -78,7 +80,7 @@ class Pools(Served):
                 transfer=transfer,
                 preemption=preemption,  # type: ignore[arg-type]
                 growth_tokens=SIZE,
-                tiers=NO_TIERS,
+                tiers=TierConfig(host_bytes=host_bytes),
             ),
         )
         self.begun = 0
@@ -148,6 +150,22 @@ def test_clusters_of_ranks_with_own_pools_answer_as_slices_do(
             found = list(asked.map(ranks.told, crowd))
         assert [tokens for tokens, _ in found] == whole[:CROWD] and all(migrated for _, migrated in found)
         assert ranks.counted("decode-0", "preemptions_total") > 0, "nobody was preempted"
+
+
+@pytest.mark.slow
+def test_blocks_that_came_in_parts_are_swapped_in_parts(
+    model_dir: Path, wanted: dict[tuple[int, int], list[list[list[int]]]]
+) -> None:
+    """Guards blocks that two ranks have sent and three have, on their way to host memory and back: one that goes before
+    every part of it is there, or a rank that gets another's part."""
+    degrees = Degrees(2, 3, "tcp")
+    with closing(Pools(model_dir, degrees, in_ranks=True, preemption="swap", host_bytes=16 << 20)) as ranks:
+        with ThreadPoolExecutor(CROWD) as asked:
+            found = list(asked.map(ranks.told, calls()[:CROWD]))
+        assert [tokens for tokens, _ in found] == wanted[degrees[:2]][:CROWD]
+        assert all(migrated for _, migrated in found), "nothing was handed over"
+        for way in ("out", "in"):
+            assert ranks.counted("decode-0", "swap_bytes_total", way=way) > 0, "nothing was swapped"
 
 
 @pytest.mark.slow

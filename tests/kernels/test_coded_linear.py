@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.coded_linear import coded_linear, reference
+from kernels.coded_linear import (
+    LEAST_COLUMNS,
+    SPLIT_ROWS,
+    STEP,
+    coded_linear,
+    launch_config,
+    parts_of,
+    reference,
+)
 from kernels.coded_weight import CodedWeight
 from kernels.configs import KernelConfig
 from kernels.panels import FACTORS, Kind
@@ -28,7 +36,7 @@ def weight_of(kind: Kind, rows: int, columns: int) -> CodedWeight:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "columns"), [(40, 32), (70, 160), (32, 256)])
+@pytest.mark.parametrize(("rows", "columns"), [(40, 32), (70, 160), (32, 256), (24, 1056)])
 def test_products(kind: Kind, rows: int, columns: int) -> None:
     """Guards half bytes, groups, tiles that are not full in any of three directions, and the bias."""
     weight = weight_of(kind, rows, columns)
@@ -43,14 +51,39 @@ def test_products(kind: Kind, rows: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q4", "f8"])
-def test_a_rows_bits_are_its_own(kind: Kind) -> None:
-    """Guards an order of sums that would follow the size of the batch, in tiles of one height. Rows keep their place in
-    a tile, since the interpreter's library computes them by that."""
-    weight, config = weight_of(kind, 40, 96), replace(CONFIG, rows=16)
-    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+@pytest.mark.parametrize("columns", [96, 1056])
+def test_a_rows_bits_are_its_own(kind: Kind, columns: int) -> None:
+    """Guards an order of sums that would follow the size of the batch, in tiles of one height: of few rows each part of
+    the columns has a program of its own. Rows keep their place in a tile, since the interpreter's library computes them
+    by that."""
+    weight, config = weight_of(kind, 40, columns), replace(CONFIG, rows=16)
+    assert parts_of(*weight.shape)[0] == (1 if columns == 96 else 2)
+    x = torch.randn(SPLIT_ROWS + 8, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    bias = torch.randn(40, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    whole = coded_linear(x, weight, bias, config)
+    for first, end in ((0, 1), (0, 11), (16, 30), (16, 40), (32, 40), (0, SPLIT_ROWS)):
+        assert torch.equal(coded_linear(x[first:end].contiguous(), weight, bias, config), whole[first:end])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's library sums by a tile's height")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(96, 1056), (4096, 512), (320, 96)])
+def test_a_rows_bits_are_its_own_in_tiles_of_any_height(kind: Kind, rows: int, columns: int) -> None:
+    """Guards heights of tiles that would take other matrix instructions, with the configuration that is served with."""
+    weight, config = weight_of(kind, rows, columns), launch_config(torch.device(DEVICE), kind)
+    x = torch.randn(300, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.bfloat16)
     whole = coded_linear(x, weight, None, config)
-    for first, end in ((0, 1), (0, 11), (16, 30), (16, 40), (32, 40)):
+    for first, end in ((0, 1), (3, 14), (5, 40), (7, 71), (8, 72), (40, 300)):
         assert torch.equal(coded_linear(x[first:end].contiguous(), weight, None, config), whole[first:end])
+
+
+@pytest.mark.parametrize("width", [8, 64, 1000, 4096, 14336, 128256])
+@pytest.mark.parametrize("columns", [32, 512, 1024, 1056, 4096, 11008, 14336])
+def test_parts_cover_all_columns(width: int, columns: int) -> None:
+    """Guards parts that overlap, are empty, or would be cut within a step."""
+    parts, length = parts_of(width, columns)
+    assert (parts - 1) * length < columns <= parts * length
+    assert parts == 1 or (length % STEP == 0 and length >= LEAST_COLUMNS)
 
 
 def test_nothing_beside_the_matrix_is_read() -> None:

@@ -1,6 +1,7 @@
 """Products of 8-bit floats by PyTorch against their specification, which rounds activations as they do."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 from kernels import scaled_linear as scaled
 from kernels.coded_weight import CodedWeight
+from kernels.float8_linear import float8_linear, launch_config, round_rows
 from kernels.linear import linear
 from kernels.scaled_linear import Float8Error, Float8Weight, find_way, from_codes, reference, rounded
+from tests.kernels.cases import DEVICE
 
 CPU = torch.device("cpu")
 
@@ -23,21 +26,27 @@ def coded(rows: int, columns: int, each: int) -> CodedWeight:
 
 
 def made(weight: CodedWeight, way: scaled.Way = "unit") -> Float8Weight:
+    if way == "tile":
+        weight = CodedWeight("f8", weight.codes.to(DEVICE), weight.scales.to(DEVICE))
     found = from_codes(weight, way)
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize(("columns", "each"), [(96, 96), (256, 128), (128, 128), (384, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products(columns: int, each: int, dtype: torch.dtype) -> None:
-    """Guards scales of another row or block, the order of both scales, the bias, and rows that are padded."""
-    coarse = made(coded(48, columns, each))
-    assert coarse.part == each and coarse.way == "unit"
+@pytest.mark.parametrize(("columns", "each"), [(96, 96), (256, 128), (128, 128), (384, 128), (1152, 128)])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [("unit", torch.float32), ("unit", torch.bfloat16), ("tile", torch.float32), ("tile", torch.float16)],
+)
+def test_products(columns: int, each: int, way: scaled.Way, dtype: torch.dtype) -> None:
+    """Guards scales of another row or block, the order of both scales, the bias, rows that are padded, and parts that
+    have a program each."""
+    coarse = made(coded(48, columns, each), way)
+    assert coarse.part == each and coarse.way == way
     noise = torch.Generator().manual_seed(1)
-    bias = torch.randn(48, generator=noise)
+    bias = torch.randn(48, generator=noise).to(coarse.codes.device)
     for rows in (1, 3, 8, 21):
-        x = (torch.randn(rows, columns, generator=noise) * torch.rand(rows, 1, generator=noise) * 30).to(dtype)
+        x = (torch.randn(rows, columns, generator=noise) * torch.rand(rows, 1, generator=noise) * 30).to(bias.device, dtype)
         for own in (None, bias):
             got, want = linear(x, coarse, own), reference(x, coarse, own)
             allowed = (2e-6 if dtype == torch.float32 else 8e-3) * float(want.abs().max())
@@ -83,12 +92,38 @@ def test_a_rows_bits_are_its_own() -> None:
             assert torch.equal(linear(x[first:end], weight), whole[first:end])
 
 
-def test_a_row_that_is_no_number_spoils_no_other() -> None:
-    weight = made(coded(48, 96, 96))
-    x = torch.ones(4, 96)
-    x[1, 3] = float("nan")
+@pytest.mark.parametrize(("columns", "each"), [(96, 96), (1152, 1152), (1152, 128)])
+def test_a_rows_bits_are_its_own_in_tiles(columns: int, each: int) -> None:
+    """Guards parts of the columns that many rows would add up in another order. In the interpreter's library rows must
+    keep their place in tiles of one height."""
+    few = made(coded(48, columns, each), "tile")
+    x = torch.randn(80, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    own = round_rows(x, few.part, scaled._LEAST, scaled.MOST)
+    config = replace(launch_config(x.device), rows=16)
+    whole = float8_linear(own, few.codes, few.scales, None, x.dtype, config)
+    for first, end in ((0, 1), (16, 30), (0, 64), (32, 80)):
+        some = own[0][first:end], own[1][first:end]
+        assert torch.equal(float8_linear(some, few.codes, few.scales, None, x.dtype, config), whole[first:end])
+
+
+@pytest.mark.parametrize("part", [96, 32])
+def test_rows_are_rounded_alike(part: int) -> None:
+    """Guards the kernel that rounds: its codes and scales are those of the specification, to the bit."""
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(4)) * torch.logspace(-30, 30, 9)[:, None]
+    x[3], x[4, 5:9] = 0.0, torch.tensor([448.0, 17.0, -19.0, -0.0])
+    codes, scales = round_rows(x.to(DEVICE), part, scaled._LEAST, scaled.MOST)
+    want, want_scales = rounded(x, part)
+    assert torch.equal(codes.cpu().view(torch.uint8), want.view(torch.uint8)) and torch.equal(scales.cpu(), want_scales)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("way", ["unit", "tile"])
+def test_a_row_that_is_no_number_spoils_no_other(way: scaled.Way) -> None:
+    weight = made(coded(48, 96, 96), way)
+    x = torch.ones(4, 96, device=weight.codes.device)
+    x[1, 3], x[3, 95] = float("nan"), float("-inf")
     got = linear(x, weight)
-    assert got[1].isnan().all() and got[[0, 2, 3]].isfinite().all()
+    assert got[[1, 3]].isnan().all() and got[[0, 2]].isfinite().all()
 
 
 def test_weights_that_stay_as_they_are() -> None:

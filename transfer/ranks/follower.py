@@ -42,8 +42,8 @@ def serve(
             link.say(MoverOpened((), f"{type(error).__name__}: {error}"))
             return
         service.run()
-    except TransferError as error:
-        fail(f"moves no blocks any more: {error}")
+    except Exception as error:  # nobody looks at this thread, and the worker would wait for what it was to move
+        fail(f"moves no blocks any more: {type(error).__name__}: {error}")
 
 
 class RankMover:

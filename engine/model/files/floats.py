@@ -64,5 +64,11 @@ def mxfp4(packed: Bytes, scales: Bytes) -> Codes:
     """Return the codes of MXFP4: `packed` `[rows, columns / 2]`, the even column in the low half of a byte, and biased
     exponents `scales` `[rows, columns / 32]`, of which 255 is no number."""
     pairs = nibbles(packed[..., None])[..., 0]
-    codes = TWICE_E2M1[pairs.reshape(len(packed), -1)]
-    return Codes(codes, np.ldexp(np.float32(0.5), scales.astype(np.int32) - 127).astype(np.float32), None, "q8")
+    return Codes(TWICE_E2M1[pairs.reshape(len(packed), -1)], half_powers(scales), None, "q8")
+
+
+def half_powers(exponents: Bytes) -> FloatArray:
+    """Return half the powers of two that biased exponents stand for; 255 is no number."""
+    powers = np.ldexp(np.float32(0.5), exponents.astype(np.int32) - 127).astype(np.float32)
+    powers[exponents == 255] = np.nan
+    return powers

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from engine.model.codes import GROUP, Codes, FloatArray, Form, nibbles
+from engine.model.files.floats import TWICE_E2M1, half_powers
 
 Bytes = NDArray[np.uint8]
 Blocks = NDArray[np.void]  # structured, [rows, blocks per row]
@@ -95,6 +96,11 @@ def _q6_k(blocks: Blocks) -> Codes:
     return Codes(codes, scales.reshape(rows, -1), None, "h8")
 
 
+def _mxfp4(blocks: Blocks) -> Codes:
+    """An exponent, then the columns' halves of bytes as in Q4_0."""
+    return Codes(TWICE_E2M1[_four_bits(blocks["codes"])], half_powers(blocks["exponent"]), None, "q8")
+
+
 def _eight_groups(blocks: Blocks) -> tuple[FloatArray, FloatArray]:
     """Return scales and offsets of eight groups a block, 0 to 63 times the block's: the first four of each in the low
     six bits of four bytes; of the others the upper two bits stand above those, the lower four in bytes of their own.
@@ -130,4 +136,5 @@ _FORMATS: dict[GGMLQuantizationType, tuple[Form, np.dtype[np.void], Callable[[Bl
         _block(("low", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), _SCALE),
         _q6_k,
     ),
+    GGMLQuantizationType.MXFP4: ("q8", _block(("exponent", "u1"), ("codes", "u1", 16)), _mxfp4),
 }

@@ -37,10 +37,33 @@ class HeaderSizes(NamedTuple):
 def family_options(file: GGUFFile, architecture: str, sizes: HeaderSizes) -> Options:
     """Return the fields of a `ModelConfig` that only some families set. Raises ModelError."""
     metadata = _Metadata(file, architecture)
-    if metadata.number("attention.temperature_scale", 0.0) and architecture != "mistral3":
-        raise ModelError(file.path, f"metadata {architecture}.attention.temperature_scale is not supported")
     table = _rope_table(file, metadata, sizes.head_dim)
-    return _READERS.get(architecture, _plain)(metadata, sizes, table)
+    found = _READERS.get(architecture, _plain)(metadata, sizes, table)
+    of_all = {"rope.freq_base_swa": (table.theta,), "rope.dimension_count_swa": (table.dims or sizes.head_dim,)}
+    of_all |= dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), (sizes.head_dim,))
+    softmax = {"expert_gating_func": (0, 3 if architecture == "gpt-oss" else 1)}
+    for key, plain in (_PLAIN | of_all | softmax).items():
+        metadata.check_plain(key, plain)
+    return found
+
+
+_PLAIN: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), (0, 1)),
+    **dict.fromkeys(("expert_group_count", "expert_group_used_count", "attention.output_scale"), (0, 1)),
+    **dict.fromkeys(("rope.scaling.alpha", "rope.scaling.attn_factor"), (0, 1)),
+    "attention.causal": (1,),
+}
+_PLAIN |= dict.fromkeys(
+    (
+        "attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "attention.scale",
+        "attention.temperature_scale", "attention.sliding_window_pattern", "attention.clamp_kqv",
+        "attention.max_alibi_bias", "attention.shared_kv_layers", "attention.kv_lora_rank", "use_parallel_residual",
+        "swiglu_clamp_exp", "rope.dimension_sections",
+    ),
+    (0,),
+)  # fmt: skip
+"""Keys that change answers, with the values at which they change none: all that a family may say of those that its
+reader does not ask for."""
 
 
 class _Metadata:
@@ -71,9 +94,25 @@ class _Metadata:
             raise ModelError(self.file.path, f"metadata {self.name(key)} is {value}, not a number above 0")
         return value
 
+    def check_plain(self, key: str, plain: tuple[float, ...]) -> None:
+        """Raise ModelError for a key that the family's reader has passed over, and that is not one of these values."""
+        name = self.name(key)
+        if self.file.was_asked(name) or (value := self.file.get(name)) is None:
+            return
+        if not set(value if isinstance(value, list) else [value]) <= set(plain):
+            raise ModelError(self.file.path, f"metadata {name} is {value!r}, which is not known of this family")
+
     def cap(self, key: str, default: float) -> float:
         """Return a factor that 0 leaves out, as its writers mean it."""
         return 0.0 if self.number(key, default) == 0 else self.factor(key, default)
+
+    def rope_scaling(self) -> tuple[object, float]:
+        """Return the kind and its factor. A factor without a kind is a linear one, and stood under another key once."""
+        factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 0.0))
+        kind = self.file.get(self.name("rope.scaling.type"), "linear" if factor not in (0, 1) else "none")
+        if kind in ("linear", "yarn"):
+            self.number("rope.scaling.factor", factor or None)
+        return kind, factor
 
     def window(self, default: int | None = None) -> int:
         if (window := self.whole("attention.sliding_window", default)) < 0:
@@ -103,21 +142,23 @@ def _rope_table(file: GGUFFile, metadata: _Metadata, head_dim: int) -> RopeTable
     table = RopeTable(
         theta=metadata.number("rope.freq_base", 10000.0), dims=0 if dims == head_dim else dims
     )
-    if ROPE_FACTORS in file:
+    kind, factor = metadata.rope_scaling()
+    if ROPE_FACTORS in file and kind == "none":
         return msgspec.structs.replace(table, scaling=FactorsRope(factors=_factors(file, ROPE_FACTORS)))
-    if LONG_FACTORS in file:
+    if LONG_FACTORS in file and kind in ("none", "longrope"):
         scaling = LongRope(
             short=_factors(file, SHORT_FACTORS),
             long=_factors(file, LONG_FACTORS),
             original_context_tokens=metadata.whole("rope.scaling.original_context_length"),
         )
         return msgspec.structs.replace(table, scaling=scaling, scale=metadata.number("rope.scaling.attn_factor", 1.0))
-    kind = file.get(metadata.name("rope.scaling.type"), "none")
+    for factors in (ROPE_FACTORS, LONG_FACTORS):
+        if factors in file:
+            raise ModelError(file.path, f"rope scaling {kind!r} beside tensor {factors} is not supported")
     if kind == "none":
         return table
     if kind not in ("linear", "yarn"):
         raise ModelError(file.path, f"rope scaling {kind!r} is not supported")
-    factor = metadata.number("rope.scaling.factor")
     if kind == "linear":
         return msgspec.structs.replace(table, scaling=LinearRope(factor=factor))
     scale = yarn_scale(factor)

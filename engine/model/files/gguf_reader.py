@@ -120,12 +120,13 @@ class GGUFFile:
             raise ModelError(path, f"cannot be read: {error.strerror}") from error
         except _BROKEN as error:
             raise ModelError(path, f"not a sound GGUF file: {error}") from error
-        self._read = set[str]()
+        self._read, self._asked = set[str](), set[str]()
         self._fields = reader.fields
         self._tensors: dict[str, ReaderTensor] = {item.name: item for item in reader.tensors}
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a metadata value as plain Python, or `default` where the file does not have it."""
+        self._asked.add(key)
         field = self._fields.get(key)
         if field is None:
             return default
@@ -133,6 +134,9 @@ class GGUFFile:
             return field.contents()
         except _BROKEN as error:
             raise ModelError(self.path, f"metadata {key}: {error}") from error
+
+    def was_asked(self, key: str) -> bool:
+        return key in self._asked
 
     def need(self, key: str) -> Any:
         value = self.get(key)

@@ -140,6 +140,8 @@ def _smollm3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
     windows = [0] * layers
     if flag(raw, "use_sliding_window") and raw.get("sliding_window"):
         windows = _windows(path, raw, layers, [FULL if rotates[at] else SLIDING for at in range(layers)])
+    elif not (kinds := set(_layer_types(path, raw))) <= {FULL}:
+        raise ModelError(path, f"layer_types {sorted(kinds)} without use_sliding_window are not supported, only {FULL}")
     (parameters,) = rope_parameters(path, raw).values()
     options = tuple(
         LayerOptions(window=window, rope=0 if turns else None)

@@ -101,6 +101,8 @@ class Quantization:
         groups = said.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(one, dict) for one in groups.values()):
             raise ModelError(self._config, "quantization_config.config_groups is not a table of groups")
+        if said.get("transform_config"):
+            raise ModelError(self._config, "quantization_config.transform_config: rotations are not supported")
         if said.get("kv_cache_scheme"):
             log.warning("%s: kv_cache_scheme is not applied; the type of KV is `engine.kv_dtype`", self._config)
         found = []

@@ -30,13 +30,14 @@ def open_tiers(
     device: EngineDevice,
     name: str,
     on_event: Callable[[TierEvent | TiersDied], None],
+    needed_by: str = "",
 ) -> Tiering | None:
     """Open the tiers that `config` asks for; None where there is to be no host tier. `name` is the worker's, for its
-    folder in `disk_dir`.
+    folder in `disk_dir`; `needed_by`: the setting that takes a host tier, if one does.
 
     A folder that cannot be had leaves the disk tier out, with a warning; a rank's pool that this process
-    cannot map, all tiers. Raises ValueError for a disk tier without a folder, or without a host tier of at least four
-    blocks.
+    cannot map, all tiers. Raises ValueError where these are needed, and for a disk tier without a folder, or without a
+    host tier of at least four blocks.
     """
     slots = config.host_bytes // device.layout.block_bytes
     if config.disk_bytes and not config.disk_dir:
@@ -46,6 +47,8 @@ def open_tiers(
     try:
         parts = _parts(device)
     except ValueError as error:
+        if needed_by:
+            raise ValueError(f"{needed_by} takes a host tier, and this worker can have none: {error}") from error
         log.warning("no lower tiers: %s", error)
         return None
     tiers = Tiers(slots, device.layout.block_bytes, config.disk_bytes)

@@ -27,7 +27,7 @@ CASES = {
 """A case of `checkpoints` for every family but Llama and Qwen3, whose models `test_families` has."""
 AS_GGUF = {"mistral": "llama", "olmo3": "olmo2"}
 """Families whose GGUF files say that they are another's."""
-GGUF_KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
+GGUF_KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "MXFP4")
 
 
 def plan(source: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_both_know_the_quantization(kind: str, tmp_path: Path, capsys: pytest.Ca
     assert plan(source, capsys)["weights_bytes"] > 0
 
 
-@pytest.mark.parametrize("change", ["missing", "unread"])
+@pytest.mark.parametrize("change", ["missing", "unread", "no tokenizer", "pickles"])
 def test_the_doctor_refuses_what_a_start_would(change: str, tmp_path: Path) -> None:
     """Guards a traceback of the doctor, and its word that a model runs whose start says no."""
     save_hf(build("mistral"), tmp_path / "model")
@@ -85,7 +85,25 @@ def test_the_doctor_refuses_what_a_start_would(change: str, tmp_path: Path) -> N
     tensors[bias] = torch.ones(64)
     if change == "missing":
         del tensors[bias], tensors[norm]
-    save_file(tensors, file)
+    if change in ("missing", "unread"):
+        save_file(tensors, file)
+    elif change == "pickles":
+        file.rename(file.with_name("pytorch_model.bin"))
+    else:
+        (tmp_path / "model" / "tokenizer.json").unlink()
     said = configured_model(str(tmp_path / "model"))
-    told = f"tensor {norm} is missing" if change == "missing" else f"tensor {bias}: the family mistral has no place"
-    assert said.level == "fail" and told in said.found
+    told = {
+        "missing": f"tensor {norm} is missing",
+        "unread": f"tensor {bias}: the family mistral has no place",
+        "no tokenizer": "tokenizer.json: cannot be read: No such file or directory",
+        "pickles": "holds only pickled weights, which are never loaded",
+    }
+    assert said.level == "fail" and told[change] in said.found
+
+
+def test_the_doctor_refuses_a_config_json_without_its_directory(tmp_path: Path) -> None:
+    """Guards a word that a model runs of what the planner can read and a start cannot."""
+    source = save_hf(build("mistral"), tmp_path / "model")
+    assert configured_model(source).level == "ok"
+    said = configured_model(f"{source}/config.json")
+    assert said.level == "fail" and "config.json: neither a .gguf file nor a directory with config.json" in said.found

@@ -31,6 +31,9 @@ def random_blocks(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndar
     block, size = GGML_QUANT_SIZES[kind]
     noise = np.random.default_rng(seed)
     raw = noise.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    if kind == Kind.MXFP4:
+        raw[..., 0] = noise.choice(np.array([0, 1, 2, *range(112, 124)], np.uint8), raw.shape[:2])
+        return raw.reshape(rows, -1)
     # Each 16-bit scale begins its block, but in Q6_K, where it ends it; a minimum follows where the kind has one.
     places = [size - 2] if kind == Kind.Q6_K else [0, 2] if kind.name[3:] in ("1", "K") else [0]
     for place in places:

@@ -220,6 +220,14 @@ CASES: dict[str, tuple[Change, str]] = {
         said(model_type="smollm3", sliding_window=None, no_rope_layers=[1, 2, 1, 0]),
         r"config.json: no_rope_layers is \[1, 2, 1, 0\], not a list of 0 and 1",
     ),
+    "windows of layers that have none": (
+        said(model_type="smollm3", layer_types=["full_attention", "sliding_attention"] * 2),
+        r"config.json: layer_types \['full_attention', 'sliding_attention'\] without use_sliding_window are not supp",
+    ),
+    "recurrent layers by their types": (
+        said(model_type="smollm3", sliding_window=None, layer_types=["linear_attention"] * 4),
+        r"config.json: layer_types \['linear_attention'\] without use_sliding_window are not supported",
+    ),
     "a temperature below 0": (
         said(model_type="ministral3", rope_parameters=YARN | {"llama_4_scaling_beta": -0.1}),
         "config.json: .*llama_4_scaling_beta is -0.1, not a number above 0",

@@ -125,6 +125,10 @@ CASES: dict[str, tuple[Change, str]] = {
     "no architecture": (without("general.architecture"), "metadata general.architecture is missing"),
     "architecture of numbers": (field("general.architecture", NUMBERS, [1]), r"unknown architecture \[1\]"),
     "another architecture": (field("general.architecture", STR, "mamba"), "architecture 'mamba' is not run: it keeps"),
+    "one file of several": (
+        both(field("split.count", Type.UINT16, 3), field("split.no", Type.UINT16, 1)),
+        r"is number 1 of 3 files of one model \(split.count\): join them first",
+    ),
     "no block_count": (without("llama.block_count"), "metadata llama.block_count is None, not a number"),
     "a block_count of words": (llama("block_count", STR, "1"), "metadata llama.block_count is '1', not a number"),
     "a block_count of true": (llama("block_count", BOOL, True), "metadata llama.block_count is True, not a number"),
@@ -168,7 +172,7 @@ CASES: dict[str, tuple[Change, str]] = {
         "a rope scaling makes no frequencies",
     ),
     "a window below 0": (llama("attention.sliding_window", Type.INT32, -8), "llama.attention.sliding_window is -8"),
-    "a temperature": (llama("attention.temperature_scale", F32, 0.1), "attention.temperature_scale is not supported"),
+    "a temperature": (llama("attention.temperature_scale", F32, 0.1), "temperature_scale is 0.1.*, which is not"),
     "experts without theirs": (llama("expert_count", U32, 4), "metadata llama.expert_used_count is None, not a number"),
     "a thousand million experts": (
         both(llama("expert_count", U32, 10**9), llama("expert_used_count", U32, 1)),

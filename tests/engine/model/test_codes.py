@@ -29,6 +29,7 @@ FORMS: dict[Kind, Form] = {
     Kind.Q5_1: "a8",
     Kind.Q5_K: "a8",
     Kind.Q6_K: "h8",
+    Kind.MXFP4: "q8",
 }
 NAMES = {"embedding", "layers.0.qkv", "layers.0.output", "layers.0.gate_up", "layers.0.down"}
 
@@ -70,7 +71,7 @@ def test_codes_are_the_values_of_the_file(kind: Kind) -> None:
         assert (bits(wanted) != bits(got)).any()
         wanted = wanted + np.float32(0)
     assert np.array_equal(bits(got), bits(wanted))
-    assert len(np.unique(codes.codes)) == {"5": 32, "6": 64, "8": 256}.get(kind.name[1], 16)
+    assert len(np.unique(codes.codes)) == {"5": 32, "6": 64, "8": 256, "X": 15}.get(kind.name[1], 16)
 
 
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.name)

@@ -26,6 +26,7 @@ from engine.model.prepared.loading import map_weights
 from engine.model.prepared.panels import panel_weights
 from engine.storage.paged import PagedKV
 from engine.types import BlockId
+from kernels.coded_weight import CodedWeight
 from kernels.launch import interpreted
 from kernels.native import native
 from kernels.panels import PanelStack, pack_stack, unpack
@@ -162,13 +163,13 @@ def test_a_dense_model_split_into_experts_is_the_dense_model(kernels: str, tmp_p
         torch.testing.assert_close(found[1][which], found[0][which], atol=2e-5, rtol=0)
 
 
-def quantized(path: Path, kind: gguf.GGMLQuantizationType) -> str:
-    """A Mixtral whose experts are quantized, and nothing else."""
-    model = build("mixtral", intermediate_size=64)
+def quantized(path: Path, kind: gguf.GGMLQuantizationType, model: Any = None) -> str:
+    """A mixture, Mixtral where none is given, whose experts' matrices are quantized, and nothing else."""
+    model = build("mixtral", intermediate_size=64) if model is None else model
     plain = gguf.GGUFWriter.add_tensor
 
     def add(writer: Any, name: str, values: np.ndarray, **more: Any) -> None:
-        if "_exps" in name:
+        if "_exps.weight" in name:
             plain(writer, name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             plain(writer, name, values, **more)
@@ -256,6 +257,21 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(torch.stack([unpack(stack[at]) for at in range(stack.count)]), found[f"layers.2.{name}"])
     gate, up = (model.model.layers[2].mlp.experts.gate_up_proj[..., at::2].transpose(1, 2) for at in (0, 1))
     assert torch.equal(found["layers.2.experts_gate_up"], torch.cat([gate, up], 1))
+
+
+def test_experts_in_mxfp4_of_a_gguf_file(tmp_path: Path) -> None:
+    """Guards the GGUF files of gpt-oss that everybody has, in whose blocks a byte's halves are columns 16 apart, from
+    being widened: they come to the very codes of a directory in MXFP4."""
+    model = build("gpt-oss")
+    folder = prepare(save_mxfp4(model, tmp_path / "packed"), tmp_path / "c")
+    again = prepare(quantized(tmp_path / "model.gguf", gguf.GGMLQuantizationType.MXFP4, model), tmp_path / "c")
+    wanted, found = map_weights(folder), map_weights(again)
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+    codes = {name for name, stored in wanted.stored.items() if isinstance(stored, CodedWeight)}
+    assert len(codes) == 2 * model.config.num_hidden_layers
+    assert {name for name, stored in found.stored.items() if isinstance(stored, CodedWeight)} == codes
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3moe-unnormalised"])

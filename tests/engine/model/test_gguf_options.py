@@ -6,9 +6,9 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.model.config import ModelError, YarnRope
+from engine.model.config import LinearRope, ModelError, YarnRope
 from engine.model.files.gguf_model import GGUFModel
-from engine.model.files.gguf_options import HeaderSizes, Options, family_options
+from engine.model.files.gguf_options import LONG_FACTORS, ROPE_FACTORS, HeaderSizes, Options, family_options
 from engine.model.files.gguf_reader import GGUFFile
 
 Number = int | float | str
@@ -165,3 +165,65 @@ def test_a_cap_of_0_is_none(tmp_path: Path) -> None:
     said: dict[str, Number] = {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
     found = options(tmp_path, "gemma2", MISTRAL_7B, said)
     assert (found["attention_softcap"], found["final_softcap"]) == (0.0, 0.0)
+
+
+PASSED_OVER: list[tuple[str, str, Number]] = [
+    ("llama", "logit_scale", 16.0),
+    ("qwen2", "attention.scale", 0.5),
+    ("qwen3", "final_logit_softcapping", 30.0),
+    ("gemma3", "attn_logit_softcapping", 50.0),
+    ("granite", "attn_logit_softcapping", 50.0),
+    ("gemma2", "embedding_scale", 12.0),
+    ("llama", "attention.clamp_kqv", 8.0),
+    ("smollm3", "use_parallel_residual", 1),
+    ("llama", "attention.sliding_window_pattern", 6),
+    ("qwen3", "rope.freq_base_swa", 200.0),
+    ("gemma3", "attention.key_length_swa", 64),
+    ("phi3", "rope.scaling.attn_factor", 1.25),
+    ("qwen3moe", "expert_gating_func", 2),
+    ("gpt-oss", "expert_gating_func", 1),
+    ("qwen3moe", "expert_group_count", 8),
+    ("qwen3moe", "expert_weights_scale", 2.5),
+    ("gpt-oss", "swiglu_clamp_exp", 10.0),
+]
+
+
+@pytest.mark.parametrize(("architecture", "key", "value"), PASSED_OVER)
+def test_a_key_that_would_change_answers_and_is_not_obeyed_is_refused(
+    architecture: str, key: str, value: Number, tmp_path: Path
+) -> None:
+    """Guards files of a family's name that are of another's kind: run as the family, they would be wrong in silence."""
+    header: dict[str, Number] = {"attention.sliding_window": 0} if architecture != "llama" else {}
+    name = key.replace(".", r"\.")
+    with pytest.raises(ModelError, match=rf"model.gguf: metadata {architecture}\.{name} is .*, which is not known of"):
+        options(tmp_path, architecture, MISTRAL_7B, header | {key: value})
+
+
+def test_what_says_a_keys_usual_value_is_taken(tmp_path: Path) -> None:
+    """Guards sound files, whose writers say that nothing is scaled, grouped or otherwise in local layers."""
+    said: dict[str, Number] = {
+        "logit_scale": 1.0, "embedding_scale": 0.0, "expert_group_count": 1, "expert_gating_func": 1,
+        "attn_logit_softcapping": 0.0, "rope.freq_base": 5e5, "rope.freq_base_swa": 5e5, "rope.dimension_count": 128,
+        "rope.dimension_count_swa": 128, "attention.key_length_swa": 128, "rope.scaling.factor": 1.0,
+        "rope.scaling.attn_factor": 1.0, "attention.causal": 1,
+    }  # fmt: skip
+    (table,) = options(tmp_path, "qwen3moe", MISTRAL_7B, said)["ropes"]
+    assert (table.theta, table.scaling, table.scale) == (5e5, None, 1.0)
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_kind_is_linear(key: str, tmp_path: Path) -> None:
+    """Guards the files of 2023, which name no kind: passed over, their long contexts would be noise."""
+    (table,) = options(tmp_path, "llama", MISTRAL_7B, {key: 4.0})["ropes"]
+    assert table.scaling == LinearRope(factor=4.0)
+    (table,) = options(tmp_path, "llama", MISTRAL_7B, {key: 4.0, "rope.scaling.type": "none"})["ropes"]
+    assert table.scaling is None
+
+
+@pytest.mark.parametrize("tensor", [ROPE_FACTORS, LONG_FACTORS])
+def test_a_scaling_beside_a_table_of_factors_is_refused(tensor: str, tmp_path: Path) -> None:
+    """Guards a scaling passed over where a tensor has factors of its own."""
+    header: dict[str, Number] = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    path = save(tmp_path, "llama", header, tensor)
+    with pytest.raises(ModelError, match=rf"model.gguf: rope scaling 'linear' beside tensor {tensor} is not supp"):
+        family_options(GGUFFile(path), "llama", MISTRAL_7B)

@@ -210,6 +210,7 @@ def test_tensors_that_are_wrong(
         ("fp8-blocks", {"weight_block_size": [128]}, r"weight_block_size is \[128\], not rows and columns"),
         ("fp8-blocks", {"fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         ("w4a16", {"format": "nvfp4-pack-quantized"}, "group_0: format 'nvfp4-pack-quantized' is not supported"),
+        ("w4a16", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config: rotations are not"),
         ("w4a16", {"config_groups": []}, "config_groups is not a table of groups"),
         ("w4a16", {"config_groups": {"g": {"weights": {"num_bits": 2}}}}, "g.weights.num_bits 2 is not supported"),
         (

@@ -157,7 +157,7 @@ def test_nobody_waits_on_for_a_rank_that_does_not_come(folder: Path, how: signal
         (pid,) = device.ranks.pids
         texts = read(device)
         group, plain = device.ranks, device.ranks.order
-        group._wait_s = 3.0  # now that all that is slow under other work has been done
+        group.wait_s = 3.0  # now that all that is slow under other work has been done
 
         def struck(order: object) -> None:
             plain(order)  # type: ignore[arg-type]
@@ -258,7 +258,10 @@ def test_without_maps_of_the_others_there_are_no_lower_tiers(
     """Guards a worker that keeps a part of its blocks, or does not start, where devices cannot be mapped."""
     monkeypatch.setenv(UNMAPPED_VARIABLE, "1")
     with opened(folder) as device:
-        assert open_tiers(TierConfig(host_bytes=1 << 20), device, "worker", lambda event: None) is None
+        tiers = TierConfig(host_bytes=1 << 20)
+        assert open_tiers(tiers, device, "worker", lambda event: None) is None
+        with pytest.raises(ValueError, match=r"preemption: swap takes a host tier.* a pool without a name"):
+            open_tiers(tiers, device, "worker", lambda event: None, needed_by="decode.preemption: swap")
     assert "no lower tiers: a pool without a name" in caplog.text
 
 

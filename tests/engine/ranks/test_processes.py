@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from engine.model.prepared.cache import prepare
 from engine.ranks.device_orders import DeviceOrder
 from engine.ranks.group import RankGroup
 from engine.ranks.orders import ANNOUNCEMENT, RankOrder, digest_of
-from engine.ranks.sums import RankError
+from engine.ranks.sums import RankError, memory_file, set_wait
 from engine.step import StepPlan
 from engine.types import BlockId
 from tests.engine.model.checkpoints import build, save_hf
@@ -220,6 +222,52 @@ def test_a_rank_that_opens_otherwise_is_named(
     with pytest.raises(RankError, match=said) as caught:
         opened(tiny, tensor_parallel=2, rank_pools=pools)
     assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("size", [8, 1 << 13], ids=["without generations", "without its last blocks"])
+def test_a_rank_whose_pool_is_smaller_than_it_says_is_named(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Guards generations and tiers of blocks that a rank does not have, and an error that names nobody."""
+    hear = RankGroup._hear
+
+    def shrunk(self: RankGroup, rank: int, kind: Any, files: list[int] | None = None) -> Any:
+        said = hear(self, rank, kind, files)
+        if files and rank == 2:
+            smaller = memory_file("smaller", size)
+            os.dup2(smaller, files[0])
+            os.close(smaller)
+        return said
+
+    monkeypatch.setattr(RankGroup, "_hear", shrunk)
+    with pytest.raises(RankError, match="another pool than it says") as caught:
+        opened(tiny, tensor_parallel=3, rank_pools="own")
+    assert caught.value.rank == 2
+
+
+def test_a_rank_that_is_not_understood_is_named(three: EngineDevice) -> None:
+    """Guards an error that names nobody where a rank says what is no record."""
+    group, order = group_of(three), RankOrder("logits")
+    link = group._orders[2]
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    group._orders[2] = here
+    there.send(b"\xc1")
+    try:
+        with pytest.raises(RankError, match="not understood") as caught:
+            group.order(order)
+        assert caught.value.rank == 2
+    finally:
+        group._orders[2] = link
+        here.close()
+        there.close()
+
+
+def test_a_wait_as_short_as_can_be_is_one() -> None:
+    """Guards a limit that is rounded to none, which a socket takes for no limit at all."""
+    here, there = socket.socketpair()
+    with here, there:
+        set_wait(here, 1e-9)
+        assert struct.unpack("@ll", here.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)) > (0, 0)
 
 
 @pytest.mark.parametrize(

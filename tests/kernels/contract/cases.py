@@ -20,9 +20,12 @@ from tests.kernels.contract.other_cases import (
     coded_case,
     convert_case,
     copy_case,
+    float8_case,
     mask_case,
+    merge_parts_case,
     norm_case,
     rope_case,
+    round_case,
     silu_case,
     widen_case,
 )
@@ -43,6 +46,7 @@ BUILDERS = {
     "choose": choose_case,
     "mask_logits": mask_case,
     "coded_linear": coded_case,
+    "float8_linear": float8_case,
     "route_experts": route_case,
     "plan_experts": count_case,
     "gate_up_experts": gate_up_case,
@@ -52,8 +56,12 @@ BUILDERS = {
     "combine_experts": combine_case,
 }
 
+OF_HOPPER = ("float8_linear",)
+"""Kernels that sm_80 has no instructions for."""
+
 BESIDE = {
     "convert_blocks": (widen_case,),
+    "float8_linear": (round_case, merge_parts_case),
     "plan_experts": (place_case,),
     "sample": (weigh_case, gather_case),
 }
@@ -71,6 +79,6 @@ def entry_cases(arch: int) -> list[Case]:
     return [
         build(key, config)
         for key, config in configs.TABLE.items()
-        if key.arch == arch
+        if key.arch == arch and (key.kernel not in OF_HOPPER or arch >= 90)
         for build in (BUILDERS[key.kernel], *BESIDE.get(key.kernel, ()))
     ]

@@ -24,7 +24,7 @@ PATTERNS = {
     "async_copies": r"\bLDGSTS\S*\.128",
     "half_copies": r"\bLDGSTS\S*\.64",
     "byte_loads": r"\bLDS\.[US]8",
-    "matrix": r"\b(?:HMMA|HGMMA|IMMA|IGMMA)",
+    "matrix": r"\b(?:HMMA|HGMMA|QMMA|QGMMA|IMMA|IGMMA)",
     "spill_instructions": r"\b(?:STL|LDL)\b",
 }
 

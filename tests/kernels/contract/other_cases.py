@@ -9,9 +9,11 @@ from kernels import (
     block_copy,
     coded_linear,
     configs,
+    float8_linear,
     mask_logits,
     rms_norm,
     rope_kv_write,
+    scaled_linear,
     silu_mul,
 )
 from kernels.block_shape import BlockShape
@@ -80,7 +82,7 @@ def coded_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "codes_ptr": "*i8" if key.dtype == "q8" else "*u8",
             "scales_ptr": "*fp32",
             **offsets,
-            "out_ptr": "*bf16",
+            "out_ptr": "*fp32",
             "count": "i32",
         },
         constants={
@@ -88,15 +90,66 @@ def coded_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "bias_ptr": None,
             "WIDTH": 4096,
             "COLUMNS": 4096,
+            "LENGTH": coded_linear.parts_of(4096, 4096)[1],
             "KIND": key.dtype,
             "PART": 32,
             "OFFSETS": bool(offsets),
             "BIAS": False,
+            "SPLIT": True,
             "ROWS": coded_linear.FEW_ROWS,
             "TILE": config.tile,
             "STEP": coded_linear.STEP,
         },
         warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def float8_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """A decode step's product with scales of blocks, of at most 16 rows."""
+    return Case(
+        name=case_name(key),
+        kernel=float8_linear.float8_linear_kernel,
+        types={
+            **dict.fromkeys(("x_ptr", "codes_ptr"), "*fp8e4nv"),
+            **dict.fromkeys(("x_scales_ptr", "scales_ptr", "out_ptr"), "*fp32"),
+            "count": "i32",
+        },
+        constants={
+            "bias_ptr": None,
+            "WIDTH": 4096,
+            "COLUMNS": 4096,
+            "LENGTH": coded_linear.parts_of(4096, 4096)[1],
+            "SCALED": 128,
+            "BIAS": False,
+            "SPLIT": True,
+            "ROWS": coded_linear.FEW_ROWS,
+            "TILE": config.tile,
+            "STEP": float8_linear.STEP,
+        },
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def round_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=f"{case_name(key)}, rounding",
+        kernel=float8_linear.round_rows_kernel,
+        types={"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"},
+        constants={"COLUMNS": 14336, "PART": 14336, "PAD": 16384, "LEAST": scaled_linear._LEAST, "MOST": 448.0},
+        warps=8,
+        stages=config.stages,
+    )
+
+
+def merge_parts_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=f"{case_name(key)}, parts",
+        kernel=coded_linear.merge_parts_kernel,
+        types={"parts_ptr": "*fp32", "out_ptr": "*bf16", "count": "i32"},
+        constants={"bias_ptr": None, "WIDTH": 4096, "PARTS": 8, "BIAS": False, "TILE": coded_linear.MERGE_TILE},
+        warps=4,
         stages=config.stages,
     )
 

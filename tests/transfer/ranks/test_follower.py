@@ -25,7 +25,7 @@ from transfer.handoff.negotiation import Agreement
 from transfer.host.loopback import FaultKind, LoopbackHub, LoopbackTransport, ScriptedFault
 from transfer.mover import Mover
 from transfer.ranks import follower
-from transfer.ranks.links import Alive, FromMover, MoveLink, MoverOpened, OpenMover
+from transfer.ranks.links import Alive, DescribeTo, FromMover, MoveLink, MoverOpened, OpenMover
 from transfer.registry import LOOPBACK, open_transports
 from transfer.transport import KVMemory, Move, Transport
 from worker.opening import open_movers
@@ -130,6 +130,19 @@ def test_a_rank_whose_transfer_thread_is_stuck_says_why_it_ends(monkeypatch: pyt
         assert "the transfer thread is stuck in one call" in rank.why[0]
     finally:
         go_on.set()
+        rank.close()
+
+
+def test_a_rank_that_cannot_do_what_it_is_told_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a thread that ends without a word, whose rank goes on computing: nobody moves its blocks any more."""
+    rank = Rank(monkeypatch, lambda memory: {"loopback": LoopbackTransport(memory, ME, LoopbackHub())})
+    try:
+        rank.link.say(DescribeTo(1, "tcp", (PEER,)))
+        until_s = time.monotonic() + 5.0
+        while not rank.why and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert rank.why == ["moves no blocks any more: KeyError: 'tcp'"]
+    finally:
         rank.close()
 
 

@@ -138,7 +138,7 @@ def save_gguf(path: Path, kind: Kind) -> str:
     return str(path)
 
 
-GGUF_KINDS = ("BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
+GGUF_KINDS = ("BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "MXFP4")
 
 
 @pytest.mark.parametrize("form", [*FORMATS, *(f"gguf {kind}" for kind in GGUF_KINDS)])
