@@ -46,10 +46,13 @@ def test_products(columns: int, each: int, way: scaled.Way, dtype: torch.dtype) 
     noise = torch.Generator().manual_seed(1)
     bias = torch.randn(48, generator=noise).to(coarse.codes.device)
     for rows in (1, 3, 8, 21):
-        x = (torch.randn(rows, columns, generator=noise) * torch.rand(rows, 1, generator=noise) * 30).to(bias.device, dtype)
+        x = torch.randn(rows, columns, generator=noise) * torch.rand(rows, 1, generator=noise) * 30
+        x = x.to(bias.device, dtype)
         for own in (None, bias):
             got, want = linear(x, coarse, own), reference(x, coarse, own)
-            allowed = (2e-6 if dtype == torch.float32 else 8e-3) * float(want.abs().max())
+            # A card's matrix units keep fewer bits of their sums of 128 products.
+            exact = dtype == torch.float32 and not x.is_cuda
+            allowed = (2e-6 if exact else 8e-3) * float(want.abs().max())
             assert got.dtype == dtype and got.shape == want.shape
             assert float((got.double() - want).abs().max()) <= allowed
 
