@@ -18,7 +18,7 @@ LEAST = 300
 NOT_PROSE = ("|", "#", "`", "<", "-", "1.", " ")
 PASSAGE = "\N{SYMBOL FOR START OF TEXT}"
 CHARACTERS = 16
-"""Of a page for each token that is wanted: far more than a token has, and far less than a page."""
+"""So many of a page are read for each token that is wanted: far more than a token has."""
 INSTRUCTIONS = (
     "Explain the passage to a new colleague in your own words.",
     "Write a letter to a friend about what the passage says.",
