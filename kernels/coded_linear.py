@@ -63,22 +63,24 @@ def load_weights(
     STEP: tl.constexpr,
 ):
     """Load STEP columns from `start` on of the rows `dims`, widened: float32 `[TILE, STEP]`, 0 for what does not exist.
-    Factors are loaded once a part of PART columns, of which a thread has codes that lie side by side."""
+
+    A part of PART columns has one scale. Codes are loaded part by part of all rows: in shared memory rows are then so
+    close that those which a warp reads at once lie in other banks."""
     PARTS: tl.constexpr = STEP // PART
     BYTES: tl.constexpr = PART // 2 if KIND == "q4" else PART
     part = start // PART + tl.arange(0, PARTS)
     inside = wanted[:, None] & (part < COLUMNS // PART)[None, :]
     at = dims[:, None] * (COLUMNS // PART) + part[None, :]
-    own = (at * BYTES)[:, :, None] + tl.arange(0, BYTES)[None, None, :]
-    codes = tl.load(codes_ptr + own, mask=inside[:, :, None], other=0)
+    own = tl.trans(at * BYTES)[:, :, None] + tl.arange(0, BYTES)[None, None, :]
+    codes = tl.load(codes_ptr + own, mask=tl.trans(inside)[:, :, None], other=0)
     if KIND == "q4":
         # Low half bytes are a part's first columns, high ones the others.
-        codes = tl.permute(tl.join(codes & 15, codes >> 4), (0, 1, 3, 2)).reshape([TILE, PARTS, PART])
+        codes = tl.permute(tl.join(codes & 15, codes >> 4), (0, 1, 3, 2)).reshape([PARTS, TILE, PART])
     wide = widen_e4m3(codes).to(tl.float32) * 256.0 if KIND == "f8" else codes.to(tl.float32)
-    wide *= tl.load(scales_ptr + at, mask=inside, other=0.0)[:, :, None]
+    wide *= tl.trans(tl.load(scales_ptr + at, mask=inside, other=0.0))[:, :, None]
     if OFFSETS:
-        wide += tl.load(offsets_ptr + at, mask=inside, other=0.0)[:, :, None]
-    return wide.reshape([TILE, STEP])
+        wide += tl.trans(tl.load(offsets_ptr + at, mask=inside, other=0.0))[:, :, None]
+    return tl.permute(wide, (1, 0, 2)).reshape([TILE, STEP])
 
 
 @triton.jit(do_not_specialize=["count"])

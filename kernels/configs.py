@@ -65,7 +65,7 @@ DEFAULTS = {
     "choose": KernelConfig(tile=512, warps=16, stages=1),
     "mask_logits": KernelConfig(tile=2048, warps=8, stages=1),
     "coded_linear": KernelConfig(tile=64, warps=4, stages=3, rows=128),
-    "float8_linear": KernelConfig(tile=64, warps=4, stages=4, rows=128),
+    "float8_linear": KernelConfig(tile=128, warps=4, stages=4, rows=64),
     "route_experts": KernelConfig(tile=0, warps=1, stages=1),
     # One pair a thread: with more, what is known of a pair crosses threads by the byte.
     "plan_experts": KernelConfig(tile=512, warps=16, stages=1),

@@ -27,7 +27,7 @@ EXPERTS, CHOSEN, HIDDEN, EXPERT_WIDTH = 128, 8, 2048, 768
 
 
 def products(card: Card) -> Iterator[Line]:
-    """Measure products of every kind of codes, and those of 8-bit floats by PyTorch, for a few and for many rows."""
+    """Measure products of every kind of codes, and those of 8-bit floats, for a few and for many rows."""
     width, columns = _groups(card, WIDTH), _groups(card, COLUMNS)
     plain = card.random(width, columns)
     codes = {kind: coded(card, kind, width, columns) for kind in KINDS}
@@ -47,11 +47,11 @@ def products(card: Card) -> Iterator[Line]:
     try:
         way = find_way(card.device, card.dtype)
     except Float8Error as error:
-        yield {"what": "8-bit floats by PyTorch", "refused": str(error)}
+        yield {"what": "W8A8", "refused": str(error)}
         return
     for what, parts in (("W8A8, scales of rows", 1), ("W8A8, of blocks", max(1, columns // BLOCK))):
         scales = torch.ones(parts, width, dtype=torch.float32, device=card.device)
-        weight8 = Float8Weight(plain.to(torch.float8_e4m3fn), scales, way if parts == 1 else "unit")
+        weight8 = Float8Weight(plain.to(torch.float8_e4m3fn), scales, "unit" if parts > 1 and way == "rows" else way)
         for rows in _rows(card):
             x = card.random(rows, columns)
             theirs = card.timer.seconds(lambda x=x: linear(x, plain))  # type: ignore[misc]
