@@ -17,6 +17,8 @@ LEAST = 300
 """Characters of a paragraph with which a passage may begin."""
 NOT_PROSE = ("|", "#", "`", "<", "-", "1.", " ")
 PASSAGE = "\N{SYMBOL FOR START OF TEXT}"
+CHARACTERS = 16
+"""So many of a page are read for each token that is wanted: far more than a token has."""
 INSTRUCTIONS = (
     "Explain the passage to a new colleague in your own words.",
     "Write a letter to a friend about what the passage says.",
@@ -49,10 +51,12 @@ def text_sessions(text: TextModel, workload: Workload, count: int, seed: str) ->
         asked = ChatMessage("user", f"{PASSAGE}\n\n{draw.choice(INSTRUCTIONS)}")
         head, _, tail = text.render_chat(ChatPrompt(messages=(asked,))).partition(PASSAGE)
         before, behind = text.encode_chat_text(head), text.encode_chat_text(tail)
-        passage = text.encode("\n\n".join(page[at:]), add_special=False)
+        passage = text.encode("\n\n".join(page[at:])[: workload.input_tokens * CHARACTERS], add_special=False)
         ids = before + passage[: workload.input_tokens - len(before) - len(behind)] + behind
-        if len(ids) == workload.input_tokens and len(made) < count:
+        if len(ids) == workload.input_tokens:
             made.append(LoadSession(0.0, (LoadTurn((ids,), workload.output_tokens),)))
+        if len(made) == count:
+            break
     if len(made) < count:
         raise ValueError(f"the pages have {len(made)} passages of {workload.input_tokens} tokens, not {count}")
     return made

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from benchmarks.gpu.absent import stand_in
+from tests.quick_interpreter import quicken
 
 # A machine with a GPU may lack packages that the workers import (`tests/gpu`); before anything of ours is imported.
 stand_in()
@@ -50,6 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup() -> None:
+    # Nobody imports triton for this: by now, who needs it has.
+    quicken()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,7 +21,7 @@ def reused(cluster: Cluster, names: list[str]) -> float:
     """The share of prompt tokens found in a cache by later turns of conversations whose turns go to these routers in
     turn."""
     cached = prompts = 0
-    texts = [f"{'/'.join(names)} {talk} " * 40 for talk in range(TALKS)]
+    texts = [f"{'/'.join(names)} {talk} " * 20 for talk in range(TALKS)]
     for turn in range(TURNS):
         url = f"http://{cluster.routers[names[turn % len(names)]].own}/v1/completions"
 

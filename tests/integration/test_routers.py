@@ -213,7 +213,7 @@ def test_streams_of_a_killed_router_go_on_at_the_other(serving: Serving) -> None
     assert whole_text(zero, body) == wanted
 
 
-RATE, BURST, SECONDS = 40.0, 40, 6.0
+RATE, BURST, SECONDS = 40.0, 40, 4.0
 LAG_S = 0.1
 """Within which each router knows what the other has used."""
 

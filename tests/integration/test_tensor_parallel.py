@@ -5,8 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cluster.cli.command import run
 from cluster.config import ClusterConfig
 from engine.backends.workspace import trial_row
 from engine.config import EngineConfig
@@ -100,7 +99,9 @@ def served(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Degrees
     served.close()
 
 
-def test_handoffs_between_degrees_are_exact(served: Degrees, demo_model: Path) -> None:
+def test_handoffs_between_degrees_are_exact(
+    served: Degrees, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Guards against heads in the wrong place of a block, and a block sent before every rank has written it."""
     for worker, ranks in zip(("prefill-0", "decode-0"), served.degrees, strict=True):
         assert len(served.ranks(worker)) == ranks - 1
@@ -109,7 +110,8 @@ def test_handoffs_between_degrees_are_exact(served: Degrees, demo_model: Path) -
     for worker, ranks in zip(("prefill-0", "decode-0"), served.degrees, strict=True):
         its_ranks_are_told(served, worker, ranks)
     if served.degrees == (3, 3):
-        the_plan_says_what_ranks_hold(demo_model)
+        held = [rank.weights_bytes for rank in served.cluster.workers["decode-0"].ranks]
+        the_plan_says_what_ranks_hold(held, capsys)
     assert tokens == in_slices(demo_model, *served.degrees)
     if served.degrees == (3, 3):
         a_rank_that_is_killed_ends_its_worker(served, tokens)
@@ -134,21 +136,13 @@ def its_ranks_are_told(served: Degrees, worker: str, ranks: int) -> None:
         assert (seen["headrace_rank_wait_seconds_total", (("what", what),)] > 0) is (ranks > 1)
 
 
-def the_plan_says_what_ranks_hold(demo_model: Path) -> None:
+def the_plan_says_what_ranks_hold(held: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     """Guards `headrace plan`, by the setting and by the flag, against a model that is divided otherwise."""
-    device = open_device(msgspec.structs.replace(ranked(3), model_dir=str(demo_model), deterministic="off"))
-    assert device.ranks is not None and device.matchers is not None
-    try:
-        for flags in (["--set", "engine.tensor_parallel=3"], ["--tp", "3", "--dtype", "float32"]):
-            told = subprocess.run(
-                [sys.executable, "-m", "cluster.cli", "plan", "--json", *flags], capture_output=True, check=True
-            )
-            planned = json.loads(told.stdout)["weights_bytes"]
-            assert device.ranks.weights_bytes == [pytest.approx(planned, rel=0.05)] * 3
-    finally:
-        device.ranks.close()
-        device.matchers.close()
-        device.kv.close()
+    for flags in (["--set", "engine.tensor_parallel=3"], ["--tp", "3", "--dtype", "float32"]):
+        capsys.readouterr()
+        assert run(["plan", "--json", *flags]) == 0
+        planned = json.loads(capsys.readouterr().out)["weights_bytes"]
+        assert held == [pytest.approx(planned, rel=0.05)] * 3
 
 
 def a_rank_that_is_killed_ends_its_worker(served: Degrees, tokens: list[int]) -> None:

@@ -71,7 +71,7 @@ def test_a_rows_bits_are_its_own(kind: Kind, columns: int) -> None:
 def test_a_rows_bits_are_its_own_in_tiles_of_any_height(kind: Kind, rows: int, columns: int) -> None:
     """Guards heights of tiles that would take other matrix instructions, with the configuration that is served with."""
     weight, config = weight_of(kind, rows, columns), launch_config(torch.device(DEVICE), kind)
-    x = torch.randn(300, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.bfloat16)
+    x = torch.randn(300, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.bfloat16)  # on a GPU
     whole = coded_linear(x, weight, None, config)
     for first, end in ((0, 1), (3, 14), (5, 40), (7, 71), (8, 72), (40, 300)):
         assert torch.equal(coded_linear(x[first:end].contiguous(), weight, None, config), whole[first:end])

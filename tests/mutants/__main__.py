@@ -10,6 +10,8 @@ when the tests have changed. Mutants that nobody can tell from the original are 
     make mutants ARGS="--only router/core/policy.py"        # those of some files
     make mutants ARGS="--seconds 0"                         # without the simulator
     make mutants ARGS="--seconds 0 --quick 3"               # a first look: three seconds of tests each, the quickest
+    make mutants ARGS="--seconds 0 --tests tests/router/core/test_policy.py --only router/core/policy.py"
+                                                            # what one file of tests notices
     make mutants ARGS="--show KEY"                          # one mutant as a difference
 
 Exit status 1: fewer were found than the goal says, or one could not be judged.
@@ -50,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="how many at once")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the simulator for each survivor (0: none)")
     parser.add_argument("--quick", type=float, default=0.0, help="seconds of tests for each mutant (0: all tests)")
+    parser.add_argument("--tests", action="append", default=[], metavar="PATH", help="judge by these tests alone")
     parser.add_argument("--results", type=Path, default=FOLDER / "results.jsonl")
     parser.add_argument("--goal", type=float, default=95.0, help="per cent that must be found")
     parser.add_argument("--show", metavar="KEY", help="print one mutant and its result")
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [mutant for mutant in chosen if not any(entry.covers(mutant) for entry in listed)]
     if not args.report:
         print(_plan(len(every), len(chosen), len(wanted), args), flush=True)
-        _by_tests(wanted, args.results, args.jobs, args.quick)
+        _by_tests(wanted, args.results, args.jobs, args.quick, args.tests)
         if args.seconds > 0:
             _by_simulator(wanted, files, args.results, args.jobs, args.seconds, args.seed)
     counts = report.count(chosen, listed, Results(args.results))
@@ -90,18 +93,18 @@ def _is_below(path: str, places: list[str]) -> bool:
     return any(path == place or path.startswith(f"{place.rstrip('/')}/") for place in places)
 
 
-def _by_tests(wanted: list[Mutant], path: Path, jobs: int, quick_s: float) -> None:
+def _by_tests(wanted: list[Mutant], path: Path, jobs: int, quick_s: float, only: list[str]) -> None:
     for package in PACKAGES:
-        known, tests = Results(path), digest_of_tests(package, quick=quick_s > 0)
+        known, tests = Results(path), digest_of_tests(package, quick=quick_s > 0, only=only)
         due = [m for m in wanted if m.package == package and known.is_due(m, "tests", tests)]
         if not due:
             continue
-        print(f"{package}: {len(due)} mutants against {PACKAGES[package][0]}", flush=True)
+        print(f"{package}: {len(due)} mutants against {(only or PACKAGES[package])[0]}", flush=True)
         with tempfile.NamedTemporaryFile("w", suffix=".keys") as keys:
             keys.write("\n".join(mutant.key for mutant in due))
             keys.flush()
             command = [sys.executable, "-m", "tests.mutants.runner", package, keys.name, str(path), str(jobs)]
-            command.append(str(quick_s))
+            command += [str(quick_s), *only]
             subprocess.run(command, cwd=ROOT, check=True)
 
 

@@ -78,6 +78,6 @@ def digest(places: Iterable[str], root: Path = ROOT) -> str:
     return sums.hexdigest()[:16]
 
 
-def digest_of_tests(package: str, *, quick: bool = False) -> str:
-    """Return a digest of a package's tests; `quick`: only some of them were asked."""
-    return digest(PACKAGES[package]) + (" quick" if quick else "")
+def digest_of_tests(package: str, *, quick: bool = False, only: Iterable[str] = ()) -> str:
+    """Return a digest of a package's tests; `quick`: only some of them were asked; `only`: of these places."""
+    return " ".join([digest(PACKAGES[package]), *(["quick"] if quick else []), *only])

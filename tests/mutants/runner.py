@@ -1,9 +1,10 @@
 """Judge mutants of one package by the tests that mirror it: `python -m tests.mutants.runner PACKAGE KEYS RESULTS JOBS
-QUICK`.
+QUICK [PATHS]`.
 
 The tests are collected once, in a process that has imported everything. Each mutant gets a fork of it, changes the
 running code there and runs only the tests that enter its function: those of the file's own test file first, then the
-quickest of the package's folder, and of others as long as there is time; with QUICK, as many as take so many seconds.
+quickest of the package's folder, and of others as long as there is time; with QUICK, as many as take so many seconds;
+with PATHS, those of these folders and files alone.
 Which tests enter which function is asked of one run without a mutant, and again of each file that has changed since. A
 test that fails there, since the machine is busy, is named and left out; with more than FEW_FAIL of them, no mutant is
 judged.
@@ -17,7 +18,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -72,6 +73,8 @@ class MutantRunner:
     sources: dict[str, Source]
     quick_s: float = 0.0
     """The seconds that one mutant's tests may take; 0.0: all of them are run."""
+    only: Sequence[str] = ()
+    """The places of the tests; none: those of the package."""
     tests: str = ""
     """A digest of the tests as they were collected."""
     enters: dict[Place, list[tuple[str, float]]] = field(default_factory=dict)
@@ -90,7 +93,7 @@ class MutantRunner:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Failed("the tests cannot be collected")
-        self.tests = digest_of_tests(self.package, quick=self.quick_s > 0)
+        self.tests = digest_of_tests(self.package, quick=self.quick_s > 0, only=self.only)
         files = {str(ROOT / path) for path in self.sources}
         functions = running(files)
         self._measure(session, files)
@@ -309,15 +312,16 @@ def _size_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def main(package: str, keys: Path, results: Path, jobs: int, quick_s: float) -> int:
+def main(package: str, keys: Path, results: Path, jobs: int, quick_s: float, only: Sequence[str]) -> int:
     wanted = set(keys.read_text().split())
     own = {source.path: source for source in sources() if source.path.startswith(f"{package}/")}
     mutants = [mutant for source in own.values() for mutant, _ in source.mutants if mutant.key in wanted]
-    runner = MutantRunner(package, mutants, Results(results), jobs, own, quick_s)
+    runner = MutantRunner(package, mutants, Results(results), jobs, own, quick_s, only)
     options = ["-x", "-q", "-s", "--no-header", "--no-summary", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    places = [str(ROOT / place) for place in PACKAGES[package]]
+    places = [str(ROOT / place) for place in only or PACKAGES[package]]
     return int(pytest.main([*options, "-m", LEFT_OUT, "-k", UNFORKED, *places], plugins=[runner]))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])))
+    package, keys, results, jobs, quick_s, *only = sys.argv[1:]
+    sys.exit(main(package, Path(keys), Path(results), int(jobs), float(quick_s), only))

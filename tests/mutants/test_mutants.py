@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -96,6 +97,7 @@ def test_what_is_not_there_cannot_be_changed(door: ModuleType) -> None:
         put(door, "close", "door.state = MOVES[door.state, 'close'] => pass")
 
 
+@cache
 def every() -> list[Mutant]:
     return [mutant for source in sources() for mutant, _ in source.mutants]
 
@@ -162,6 +164,7 @@ def test_mutants_of_one_file_from_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     command = [sys.executable, "-m", "tests.mutants", "--only", "prefill_worker/scheduler/order.py"]
     command += ["--sample", "6", "--seed", "4", "--seconds", "0", "--results", str(path), "--goal", "50"]
+    command += ["--tests", "tests/prefill_worker"]  # the files that the rest is left to take half a minute
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.match(r"\d+ of \d+ mutants \(seed 4\), of which \d+ are listed as equivalent\.\n", done.stdout)
@@ -189,7 +192,8 @@ def test_a_first_look_asks_the_nearest_tests_for_so_long(tmp_path: Path, quick_s
     }
     judges.enters = {place: list(names.values()), ("other.py", mutant.function, 1): [("other", 0.0)]}
     assert [name[-1] for name, _ in judges._chosen(mutant)] == list(expected)
-    assert digest_of_tests("router/core", quick=True) != digest_of_tests("router/core")
+    whole = digest_of_tests("router/core")
+    assert whole != digest_of_tests("router/core", quick=True) and whole != digest_of_tests("router/core", only=["a"])
 
 
 @pytest.mark.parametrize("failed", [0, 3, 4])

@@ -4,9 +4,9 @@ compute in tests/integration/test_colocated_fake.py, and every order of events i
 import pytest
 
 from decode_worker.scheduler.request import RequestState
-from engine.messages import Ended
+from engine.messages import Cancel, Ended
 from engine.step import DrawnRun
-from engine.types import BeamParams
+from engine.types import BeamParams, FinishReason, RequestId
 from tests.decode_worker.scheduler.bench import POOL, Fetching
 
 
@@ -264,3 +264,20 @@ def test_behind_a_run_that_came_meanwhile_no_token_of_the_step_under_way_is_awai
     bench._do(bench.scheduler.complete(third, [60], bench.now))
     assert request.output == [1, *run, 60] and request.known == 9 + len(run)
     bench.scheduler.check()
+
+
+def test_what_a_step_says_of_one_that_has_ended_meanwhile_is_nobodys() -> None:
+    """Guards a client that cancels: tokens came behind the end of its answer, which counted as written."""
+    bench = Fetching()
+    assert bench.place("a", _prompt(1)) and bench.place("b", _prompt(2))
+    bench.step()
+    batch = bench.scheduler.batch
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert plan is not None and len(plan.rows) == 2
+    request, before = bench.request("a"), batch.generated_tokens
+    bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    told, known = len(bench.told), request.known
+    assert request.state is RequestState.ENDING
+    followed = batch.complete(plan, [50, 51])
+    assert [(one.record.request, token) for one, token in followed] == [("b", 51)]
+    assert request.known == known and batch.generated_tokens == before and len(bench.told) == told

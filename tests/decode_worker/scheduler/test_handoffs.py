@@ -124,3 +124,19 @@ def test_late_words_of_a_handoff_change_nothing_and_are_counted() -> None:
         "first token: unknown handoff": 1,
         "prefill failed: unknown handoff": 1,
     }
+
+
+def test_what_was_forced_behind_a_first_token_is_computed_before_it_counts() -> None:
+    """Guards an answer that goes on from what nobody has computed: of a first token and those that follow from it, only
+    the prompt has landed."""
+    bench = Fetching()
+    bench.place("a", PROMPT, POOL)
+    handoff = bench.asked().handoff
+    bench.land(handoff)
+    bench.name_token(handoff, token=42, more=[43, 44])
+    request = bench.request("a")
+    assert request.tokens == [*PROMPT, 42, 43, 44] and request.known == len(PROMPT)
+    plan = bench.step()
+    assert plan is not None
+    (row,) = plan.rows
+    assert (row.start, row.end) == (len(PROMPT), len(PROMPT) + 3)

@@ -563,3 +563,19 @@ def test_without_tiers_nothing_is_remembered_of_what_was_cached() -> None:
     for number in range(50):
         kv.release(_run(kv, [number] * 9))
     assert not kv._identities and not kv._above and not kv._below
+
+
+def test_what_a_step_writes_on_is_held_once() -> None:
+    """Guards blocks of new content, indexed while the next step is under way: each had a second holder until that step
+    ended, as if it had come in another's place."""
+    kv = KVCacheManager(8, 4, "m")
+    lease = kv.acquire(b"", range(8), match_limit=7, room_tokens=8)
+    assert lease is not None
+    kv.launched([lease])
+    kv.commit(lease, list(range(8)))
+    assert [kv.pool.refs(block) for block in lease.blocks] == [1, 1] and not lease.displaced
+    kv.ended([lease])
+    assert [kv.pool.refs(block) for block in lease.blocks] == [1, 1]
+    kv.release(lease)
+    kv.check()
+    assert kv.pool.counts()["cached"] == 2

@@ -96,3 +96,14 @@ def test_an_identity_names_tokens_namespace_and_model() -> None:
         assert second is not None
         chains += [first.identity, second.identity]
     assert len(set(chains)) == 6
+
+
+def test_a_shorter_tail_that_somebody_holds_does_not_give_way() -> None:
+    """Guards a block that is read: it stood in the line of those that may be evicted, since a longer one came."""
+    cache = RadixCache(4, "m")
+    _insert(cache, [1, 2], 1)
+    cache.occupy(BlockId(1))
+    assert cache.insert(cache.root(NAME), [1, 2, 3], BlockId(2)) is not None
+    assert cache.idle == 0
+    with pytest.raises(KeyError):
+        cache.evict(NAME)

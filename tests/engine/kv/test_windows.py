@@ -529,3 +529,18 @@ def test_a_block_takes_the_place_of_the_one_numbered_before_it() -> None:
     kv.check()
     kv.release(other)
     assert kv.pool.counts()["cached"] == 2 and kv.pool.free == 6
+
+
+@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1]], ids=["windows", "all tokens"])
+def test_what_is_only_promised_has_nothing_cached(groups: tuple[LayerGroup, ...]) -> None:
+    """Guards what lands in a fork whose parent is gone: it is reserved from its first block on, and computed from its
+    first token."""
+    kv = KVCacheManager(BLOCKS, SIZE, "m", groups=groups, ahead_tokens=AHEAD)
+    lease = kv.promise(b"", 3, to_share=1)
+    assert lease is not None and lease.cached_tokens == 0
+    kv.extend(lease, 10, migrating=True)
+    assert len(lease.blocks) == 3
+    kv.check()
+    kv.landed(lease)
+    kv.release(lease)
+    kv.check()

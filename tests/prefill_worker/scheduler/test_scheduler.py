@@ -631,3 +631,16 @@ def test_what_nobody_had_to_wait_for_was_no_quarantine() -> None:
     bench.start("whole", _tokens(100, 2))
     bench.run()
     assert bench.scheduler.is_idle and bench.scheduler.source.take_quarantined() == []
+
+
+def test_a_prompt_that_is_computed_leaves_the_line_before_it_has_landed() -> None:
+    """Guards whoever comes next: a prompt whose reader takes its time would be counted among those that compute."""
+    bench = Bench(chunk_tokens=64)
+    bench.land = False
+    handoff = bench.start("a", _tokens(48, 1))
+    bench.run()
+    line = bench.scheduler.line
+    assert "a" in bench.first_at and bench.pool["active"] == 3
+    assert not line.running and not line.waiting and not line.backlog_tokens
+    bench.tell(FromReader(PEER, Stop(handoff)))
+    assert bench.pool["active"] == 0

@@ -90,3 +90,8 @@ def test_another_choice_is_compared_by_its_predicted_cost() -> None:
         assert found.same == ((other.prefill, other.decode) == (decision.choice.prefill, decision.choice.decode))
     assert compare(decision, None) == (False, 0.0)
     assert compare(msgspec.structs.replace(decision, choice=None), None) == (True, 0.0)
+
+
+def test_a_decision_says_how_many_workers_it_looked_at() -> None:
+    decision = made("least-cost", 3)[0]
+    assert decision.views == len({view.name for view in (*decision.prefills, *decision.decodes)}) > 1

@@ -475,3 +475,22 @@ def test_a_prompt_that_was_cached_to_its_end_still_costs_one_token(tokens: int) 
     share.serve(RequestId("a1"), 500)
     share.began(RequestId("a1"), tokens)
     assert spent(share, "a") == 1.0
+
+
+def test_where_too_many_owe_their_debts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the bound of what is remembered, to the tenant: so many may owe, and not one more."""
+    monkeypatch.setattr(fair_share, "MAX_TENANTS", 3)
+    for owing, remembered in ((3, ["a", "b", "c"]), (4, ["y"])):
+        share = FairShare()
+        names = ["a1", "b1", "c1", "d1"][:owing]
+        enter(share, *names)
+        served(share, 5000)
+        for name in names:
+            share.left(RequestId(name))
+        share._level = 100.0  # all of them owe
+        enter(share, "y1")
+        served(share, 1)
+        share.left(RequestId("y1"))
+        share._accounts["y"].spent = 0.0  # one that does not
+        enter(share, "z1")
+        assert sorted(share._accounts) == [*remembered, "z"]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from router.core.policies import POLICIES, make_policy, settings
-from router.core.policy import MANY_PAIRS, Cost, DecodeView, Demand, LeastCost, PrefillView, cost
+from router.core.policy import MANY_PAIRS, Cost, DecodeView, Demand, LeastCost, PrefillView, _Cheapest, cost
 
 DEMAND = Demand(prompt_tokens=100, prompt_blocks=7, blocks=10, most_blocks=10)
 
@@ -386,3 +386,20 @@ def test_who_has_the_blocks_itself_waits_for_no_move_though_it_has_measured_none
     sides = [msgspec.structs.replace(decode(name), s_per_block={}) for name in ("d", "e")]
     choice = LeastCost(Random(seed)).choose(DEMAND, [prefill("d")], sides)
     assert choice is not None and (choice.prefill.name, choice.decode.name, choice.cost.move_s) == ("d", "d", 0.0)
+
+
+def test_readers_that_cannot_be_the_cheapest_are_not_looked_at() -> None:
+    """Guards a decision's time where workers differ: behind the first that costs too much, all cost as much or more."""
+
+    class Looked(list[PrefillView]):
+        count = 0
+
+        def __getitem__(self, at: object) -> object:  # type: ignore[override]
+            self.count += 1
+            return super().__getitem__(at)  # type: ignore[index]
+
+    views = Looked(prefill(f"p{n}", queue=10 * n) for n in range(50))
+    found = _Cheapest(1)
+    readers = [(0.1 * n, n) for n in range(50)]
+    found.add_row(views, readers, decode(), (2, 0.0, 0.004), 0)
+    assert found.ties == [1] and views.count <= 2

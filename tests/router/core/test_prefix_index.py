@@ -458,3 +458,17 @@ def test_what_a_use_leaves_of_a_stretch_stays_held(common: int) -> None:
     index.insert("a", blocks([1, 1, 1, 1]))
     index.check()
     assert index.depths(blocks(prompt)) == {"a": 3}, "the oldest use's last block goes first"
+
+
+def test_a_use_takes_its_blocks_out_of_every_stretch_along_it() -> None:
+    """Guards the count of a chain that several uses have cut up: what lies below the first of them counted twice, and
+    cost others their place."""
+    index = PrefixIndex()
+    index.add("a", 8)
+    for prompt in ([0, 0, 0, 0], [0, 0, 1], [0, 0, 0, 0]):
+        index.insert("a", blocks(prompt))
+        index.check()
+    assert index.held_blocks("a") == 5
+    index.insert("a", blocks([1, 1, 1]))
+    assert index.held_blocks("a") == 8
+    assert index.depths(blocks([0, 0, 0, 0])) == {"a": 4} and index.depths(blocks([0, 0, 1])) == {"a": 3}

@@ -64,3 +64,14 @@ def test_a_stash_that_was_dropped_is_nobodys_failure() -> None:
         failed += stashes.stored(stored)
     assert len(stores) == 2 and failed == [kept]
     assert not stashes.kept
+
+
+def test_no_more_is_kept_than_is_asked_for() -> None:
+    """Guards host memory: of a longer sequence a block beyond the last that was computed was copied too."""
+    tiers = Tiers(4, 1000)
+    kv = KVCacheManager(8, SIZE, "m", tiers)
+    stashes = Stashes(kv, tiers)
+    lease = _computed(kv, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
+    stash = stashes.put(lease, 2 * SIZE - 1)
+    assert stash is not None and stash.identities == (lease.path[0].identity,)
+    stashes.check()
