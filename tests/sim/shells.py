@@ -220,7 +220,7 @@ def _open_device(config: object, limits: object, *rest: object) -> SimpleNamespa
 
 
 def _open_tiers(
-    config: object, device: Any, name: str, on_event: Callable[[TierEvent], None]
+    config: object, device: Any, name: str, on_event: Callable[[TierEvent], None], needed_by: str = ""
 ) -> SimpleNamespace | None:
     return tiering.open_tiers(_world, device.kv, on_event)
 
