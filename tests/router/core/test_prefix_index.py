@@ -472,3 +472,16 @@ def test_a_use_takes_its_blocks_out_of_every_stretch_along_it() -> None:
     index.insert("a", blocks([1, 1, 1]))
     assert index.held_blocks("a") == 8
     assert index.depths(blocks([0, 0, 0, 0])) == {"a": 4} and index.depths(blocks([0, 0, 1])) == {"a": 3}
+
+
+def test_a_run_of_nothing_changes_nothing() -> None:
+    """Guards a router against a worker that tells of no block: there is no path, and nothing above was used."""
+    index = PrefixIndex()
+    index.add("a", 2)
+    index.learn("a", b"", b"")
+    for prompt in ([1], [2]):
+        index.insert("a", blocks(prompt))
+    index.learn("a", short(blocks([1])), b"")
+    index.insert("a", blocks([3]))
+    index.check()
+    assert [index.match("a", blocks([n])) for n in (1, 2, 3)] == [0, 1, 1], "the oldest use has given way"

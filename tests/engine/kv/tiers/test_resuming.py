@@ -8,7 +8,7 @@ from engine.identity import in_group
 from engine.kv.groups import LayerGroup
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Loaded, Store, Stored, TierLoad
-from engine.kv.tiers.fetches import Fetches
+from engine.kv.tiers.fetches import MAX_FETCHES, Fetches
 from engine.kv.tiers.resuming import resuming
 from engine.kv.tiers.stashes import Stashes
 from engine.kv.tiers.tiers import Tiers
@@ -278,3 +278,14 @@ def test_without_room_for_a_prefix_and_its_tails_nothing_is_pinned() -> None:
     assert rig.tiers.host.room == before and not rig.tiers.take_commands()
     rig.kv.release(held)
     assert rig.fetches.wanted(b"", PROMPT, 40, FAST) is not None
+
+
+def test_of_prefixes_with_tails_so_many_at_once() -> None:
+    """Guards the pool: every prompt that waits would hold the blocks that it loads."""
+    rig, prompts = Rig(host_blocks=80), [list(range(100 * n, 100 * n + 17)) for n in range(1, MAX_FETCHES + 2)]
+    for prompt in prompts:
+        rig.serve(prompt)
+    rig.push_down()
+    fetches = [rig.fetches.wanted(b"", prompt, 16, FAST) for prompt in prompts]
+    assert [fetch is None for fetch in fetches] == [False] * MAX_FETCHES + [True]
+    rig.fetches.check()
