@@ -38,9 +38,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     probabilities leave the 0.001 that the others keep to; `float32`: with the very bits of the widened weights. `auto`
     is `integer`, on every processor (`docs/cpu.md` has what each gains and costs). Weights without such codes are
     multiplied in float32 in any case. `fp8`, on the CPU and on a GPU, with any kernels: a checkpoint in FP8 multiplies
-    activations that are rounded to FP8 too (`torch._scaled_mm`; `docs/models.md` has what that loses), and everything
-    else as with `auto`; refused where the device has no such product, and for models without such weights. Workers
-    that share requests should agree."""
+    activations that are rounded to FP8 too (`docs/models.md` has what that loses), and everything else as with `auto`;
+    refused where the device has no such product, and for models without such weights. Workers that share requests
+    should agree."""
     block_size: int = 16
     """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024

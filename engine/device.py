@@ -416,10 +416,10 @@ def arithmetic_of(config: EngineConfig, native: Native | None, model: Llama, lay
     slices that they are made of."""
     integers = f" in integers of {model.integer} bits" if model.integer else ""
     parts = [] if native is None else [f"native {native.sources}{integers}"]
-    if native is None or model.is_float8 or not attends_to(TORCH_DTYPES[layout.dtype], layout.head_dim):
+    if native is None or model.float8_ways or not attends_to(TORCH_DTYPES[layout.dtype], layout.head_dim):
         parts.append(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
-    if model.is_float8:
-        parts.append("activations in 8-bit floats")
+    if model.float8_ways:
+        parts.append(f"activations in 8-bit floats by {' and '.join(model.float8_ways)}")
     if (slices := max(config.tensor_parallel, config.sum_slices)) > 1:
         parts.append(f"sums of {slices} slices")
     return ", ".join(parts)

@@ -72,8 +72,10 @@ def _told(told: Mapping[str, Any]) -> str:
     if told.get("goals"):
         parts += ["**Goals**", _lines(told["goals"])]
     for name, lines in told["results"].items():
-        taken = told["parts"][name]["took_s"]
-        parts.append(f"**`{name}`** ({taken:.0f} s)")
+        part = told["parts"][name]
+        # Of a run that was made again for a few parts, with what had changed.
+        other = f", revision {part['revision']}" if "revision" in part else ""
+        parts.append(f"**`{name}`** ({part['took_s']:.0f} s{other})")
         if name in told["failures"]:
             parts.append(f"Failed: {_cell(told['failures'][name])}")
         if lines:

@@ -125,7 +125,7 @@ class Llama:
             (item.integer for item in weights.values() if isinstance(item, Panels | PanelStack)), default=0
         )
         dtype = TORCH_DTYPES[config.dtype]
-        self.is_float8 = any(isinstance(item, Float8Weight) for item in weights.values())
+        self.float8_ways = sorted({item.way for item in weights.values() if isinstance(item, Float8Weight)})
         """Some of its products round activations to 8-bit floats."""
         self._embedding = _matrix(weights["embedding"])
         self._norm = _norm_weight(_plain(weights["norm"]).to(dtype), config)

@@ -328,9 +328,10 @@ class RankGroup:
             time.sleep(0.01)
         for rank in self._others:
             self._take_failure(rank)
-        told = next(iter(self._said.values()), None)
-        if told is not None:
-            return RankError(told.rank, f"{told.problem}{self._how(told.rank)}")
+        for rank, told in sorted(self._said.items(), key=lambda said: said[1].problem == "has ended"):
+            if told.rank:
+                return RankError(told.rank, f"{told.problem}{self._how(told.rank)}")
+            return RankError(rank, f"says that rank 0 {told.problem}{self._how(rank)}")  # which decides who differs
         # Who waits for a stopped rank is as silent as that one.
         stopped = [rank for rank in self._others if self._is_stopped(rank)]
         rank = stopped[0] if stopped and error.problem == "does not answer" else error.rank

@@ -92,6 +92,14 @@ def whole(raw: Mapping[str, Any], name: str) -> int:
     return int(value)
 
 
+def number(raw: Mapping[str, Any], name: str) -> float:
+    """Return a field that is a number, or the word for one. Raises KeyError where it is missing, and TypeError."""
+    try:
+        return float(raw[name])
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is {raw[name]!r}, not a number") from error
+
+
 def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """Return a field that is true or false; null counts as false. Raises TypeError: a word such as "no" would count as
     true."""

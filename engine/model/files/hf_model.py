@@ -10,7 +10,7 @@ from engine.model.codes import Codes
 from engine.model.config import PICKLES, Activation, ModelConfig, ModelError, layer_count
 from engine.model.families import Family, Source
 from engine.model.files import experts
-from engine.model.files.checkpoint import check_unread, find_family, flag, most_of, read_json, whole
+from engine.model.files.checkpoint import check_unread, find_family, flag, most_of, number, read_json, whole
 from engine.model.files.hf_options import DEFAULTS, family_options, head_size
 from engine.model.files.hf_quantization import Quantization
 from engine.model.files.hf_rope import context_tokens
@@ -237,7 +237,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             intermediate=whole(raw, "intermediate_size"),
             vocab=whole(raw, "vocab_size"),
             context_tokens=context_tokens(raw),
-            norm_eps=float(raw["rms_norm_eps"]),
+            norm_eps=number(raw, "rms_norm_eps"),
             tied=flag(raw, "tie_word_embeddings", family.tied),
             qkv_bias=family.qkv_bias or bias,
             output_bias=bias and not family.qkv_bias,

@@ -51,8 +51,24 @@ def family_options(path: Path, family: str, raw: Raw) -> Options:
     def table(parameters: Parameters) -> RopeTable:
         return rope_table(path, parameters, context, head_dim)
 
+    for name, plain in _PLAIN.items():
+        if name not in _OBEYED.get(family, ()) and (value := raw.get(name)) is not None and value not in plain:
+            raise ModelError(path, f"{name} {value!r} is not known of this family")
     read = _READERS.get(family, _no_window)
     return read(path, raw, layers, table)
+
+
+_GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_PLAIN: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(_GRANITE, (1,)),
+    **dict.fromkeys(("n_group", "topk_group", "routed_scaling_factor"), (1,)),
+    **dict.fromkeys((*_CAPS, "clip_qkv", "alibi", "rope_interleaved", "n_shared_experts"), (0,)),
+    "scoring_func": ("softmax",),
+}
+"""Fields that change answers, with the values at which they change none: all that a family may say of them unless it is
+among `_OBEYED`."""
+_OBEYED = {"granite": _GRANITE, "gemma2": _CAPS, "gemma3": _CAPS[1:]}
 
 
 def head_size(raw: Raw) -> int:
@@ -172,7 +188,7 @@ def _gemma3(path: Path, raw: Raw, layers: int, table: Table) -> Options:
 def _gemma(path: Path, raw: Raw) -> Options:
     if flag(raw, "use_bidirectional_attention"):
         raise ModelError(path, "use_bidirectional_attention: only causal attention is supported")
-    caps = {"attention_softcap": "attn_logit_softcapping", "final_softcap": "final_logit_softcapping"}
+    caps = dict(zip(("attention_softcap", "final_softcap"), _CAPS, strict=True))
     return {ours: 0.0 if raw.get(name) is None else factor(raw, name, 0.0) for ours, name in caps.items()} | {
         "embed_scale": whole(raw, "hidden_size") ** 0.5,
         "attention_scale": factor(raw, "query_pre_attn_scalar", 256.0) ** -0.5,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import LinearRope, Llama3Rope, LongRope, ModelError, RopeScaling, RopeTable, YarnRope
-from engine.model.files.checkpoint import flag, whole
+from engine.model.files.checkpoint import flag, number, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
@@ -25,6 +25,8 @@ def rope_parameters(
     said = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(said, dict):
         raise ModelError(path, f"rope_parameters {said!r} is not a table")
+    if wrong := [kind for kind in LAYER_TYPES if kind in said and not isinstance(said[kind], dict)]:
+        raise ModelError(path, f"rope_parameters.{wrong[0]} {said[wrong[0]]!r} is not a table")
     nested = {kind: said[kind] for kind in LAYER_TYPES if isinstance(said.get(kind), dict)}
     theta, share = raw.get("rope_theta") or default_theta, raw.get("partial_rotary_factor")
     original = raw.get("original_max_position_embeddings")
@@ -52,7 +54,9 @@ def context_tokens(raw: dict[str, Any]) -> int:
     if not isinstance(said, dict) or said.get("rope_type", said.get("type")) != "yarn":
         return longest
     factor, original = said.get("factor"), said.get("original_max_position_embeddings")
-    return max(longest, int(float(factor) * int(original))) if factor and original else longest
+    if not factor or not original:
+        return longest
+    return max(longest, int(number(said, "factor") * whole(said, "original_max_position_embeddings")))
 
 
 def rope_table(path: Path, parameters: Parameters, context_tokens: int, head_dim: int) -> RopeTable:

@@ -291,6 +291,24 @@ CASES: dict[str, tuple[Change, str]] = {
     "a size and a half": (said(intermediate_size=96.5), "intermediate_size is 96.5, not a whole number"),
     "a context without end": (said(max_position_embeddings=1 << 40), "context_tokens is 1099511627776, must"),
     "rms_norm_eps of 0": (said(rms_norm_eps=0), "config.json: norm_eps is 0.0, must be above 0"),
+    "rms_norm_eps of a list": (said(rms_norm_eps=[1e-5]), r"config.json: .*rms_norm_eps is \[1e-05\], not a number"),
+    "a context times a list": (
+        said(rope_parameters=YARN | {"factor": [4.0]}),
+        r"config.json: .*factor is \[4.0\], not a number",
+    ),
+    "a rotary table of a list": (
+        said(model_type="gemma3_text", sliding_window=8, rope_parameters={"full_attention": [1]}),
+        r"config.json: rope_parameters.full_attention \[1\] is not a table",
+    ),
+    "scores capped in Gemma 3": (
+        said(model_type="gemma3_text", sliding_window=8, attn_logit_softcapping=50.0),
+        "config.json: attn_logit_softcapping 50.0 is not known of this family",
+    ),
+    "experts chosen by groups": (said(**MIXTURE, n_group=4), "config.json: n_group 4 is not known of this family"),
+    "experts chosen by sigmoid": (said(**MIXTURE, scoring_func="sigmoid"), "json: scoring_func 'sigmoid' is not"),
+    "experts scaled": (said(**MIXTURE, routed_scaling_factor=2.5), "json: routed_scaling_factor 2.5 is not known"),
+    "clipped keys": (said(clip_qkv=8.0), "config.json: clip_qkv 8.0 is not known of this family"),
+    "factors of another family": (said(logits_scaling=8.0), "config.json: logits_scaling 8.0 is not known of this fam"),
     "rms_norm_eps of no number": (said(rms_norm_eps="nan"), "config.json: norm_eps is nan, not a finite number"),
     "theta of 0": (said(rope_parameters={"rope_theta": 0.0}), "a rotary table has theta 0.0"),
     "theta without end": (said(rope_parameters={"rope_theta": "inf"}), "theta is inf, not a finite number"),
@@ -387,6 +405,9 @@ HARMLESS: dict[str, Change] = {
     "a head that is the embedding": tied,
     "the publisher's own format": also_in("consolidated.safetensors"),
     "sizes with a point": said(hidden_size=64.0),
+    "fields that change nothing": said(
+        rope_interleaved=False, n_group=1, scoring_func="softmax", logits_scaling=1.0, residual_multiplier=1
+    ),
 }
 
 

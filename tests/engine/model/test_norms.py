@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
@@ -13,6 +14,9 @@ from engine.backends.attention import TorchAttention
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import map_weights
+from kernels.configs import KernelConfig
+from kernels.launch import interpreted
+from kernels.rms_norm import rms_norm
 from tests.engine.model.checkpoints import build, save_gguf, save_hf
 from tests.engine.model.test_every_family import one_thread, prompt_of
 from tests.engine.model.test_families import Ours
@@ -64,7 +68,24 @@ def test_llamas_is_rounded_once_where_the_reference_rounds_twice() -> None:
     torch.testing.assert_close(ours, theirs(x), rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("case", ["qwen2", "gemma3", "olmo2"])
+@pytest.mark.skipif(not interpreted(), reason="for Triton's interpreter")
+@pytest.mark.parametrize("kind", [Gemma3RMSNorm, Olmo2RMSNorm, GptOssRMSNorm])
+@torch.inference_mode()
+def test_so_does_tritons_kernel(kind: Any) -> None:
+    """Guards the same on a GPU's kernel, in float16: the interpreter has no bfloat16."""
+    x, weight = _rows()
+    x, is_gemma = x.half(), kind is Gemma3RMSNorm
+    theirs = kind(WIDTH, EPS).half()
+    theirs.weight.data.copy_(weight if is_gemma else weight + 1)
+    held = theirs.weight.float() + 1.0 if is_gemma else theirs.weight
+    ours = rms_norm(x, held, EPS, KernelConfig(tile=32, warps=4, stages=1, rows=2))
+    # Sums are added in another order, so that a value in ten thousand is rounded the other way.
+    assert (ours == theirs(x)).float().mean() > 0.999
+    twice = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)).half() * held.half()
+    assert (twice == theirs(x)).float().mean() < 0.9, "where it is rounded would make no difference"
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gemma3", "olmo2", "gpt-oss"])
 @torch.inference_mode()
 def test_a_model_in_16_bits_is_as_near_to_32_as_the_reference(case: str, tmp_path: Path) -> None:
     """Guards a rounding that no other test sees, of each kind of norm in a whole model: logits in bfloat16 are no

@@ -197,6 +197,15 @@ def test_ranks_at_different_sums_say_so(three: EngineDevice) -> None:
     assert "sum" in str(error)
 
 
+def test_a_rank_that_finds_rank_0_at_another_sum_is_the_one_that_is_named(three: EngineDevice) -> None:
+    """Guards an error that blames rank 0, which decides where the others should be, or a rank that only noticed."""
+    group = group_of(three)
+    dict(group.sums._links)[2].send(struct.pack("<QQ", 99, 4))
+    error = failing(three)
+    assert error.rank == 2
+    assert "says that rank 0 computes another step" in str(error)
+
+
 def differing(**option: object) -> Callable[..., None]:
     """Return what opens a group whose other ranks have another option than rank 0."""
     original = RankGroup.__init__

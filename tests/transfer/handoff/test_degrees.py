@@ -3,6 +3,7 @@ heads, real processes as ranks, real transfer threads; and ranks that are killed
 handoff."""
 
 import mmap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -345,6 +346,78 @@ def test_with_pools_of_their_own_nothing_lands_or_is_fenced_until_every_rank_has
     finally:
         faults.thaw(rank)
         pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_rank_with_its_own_pool_that_is_frozen_for_a_while_is_waited_for(
+    devices: Devices, role: str, kind: str
+) -> None:
+    """Guards a part that is lost, or lands twice, where its rank is stopped at any step of a handoff and goes on."""
+    wanted = devices.answer(Degrees(2, 2, 2))
+    prefill, decode = devices.of(2, 2, "p", "own"), devices.of(2, 2, "d", "own")
+    device = prefill if role == "prefill" else decode
+    assert device.ranks is not None
+    (rank,) = device.ranks.pids
+    pair, states = devices.joined(kind, prefill, decode), list[str]()
+
+    def freeze(now: str) -> None:
+        if now == step:
+            faults.freeze(rank)
+            states.append(faults.process_state(rank))
+            thaw.start()
+
+    try:
+        for step in Story.STEPS:
+            tokens, thaw = read(prefill), threading.Timer(0.3, faults.thaw, (rank,))
+            Story(pair, Blocks(decode)).run(freeze)
+            thaw.join()
+            assert answer(decode, tokens) == wanted, step
+        assert states == ["T"] * len(Story.STEPS)
+    finally:
+        faults.thaw(rank)
+        pair.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("step", Story.STEPS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_a_killed_rank_has_not_moved_never_lands(devices: Devices, role: str, step: str) -> None:
+    """Guards a chunk that counts as landed without the parts of a rank that is gone: before all has landed, nothing
+    does any more, and after that every block is whole. Its worker ends by that rank's name."""
+    prefill, decode = (devices.opened(2, tensor_parallel=2, rank_pools="own") for _ in range(2))
+    lost = prefill if role == "prefill" else decode
+    assert lost.ranks is not None
+    (rank,) = lost.ranks.pids
+    tokens = read(prefill)
+    pair, here = devices.joined("tcp", prefill, decode), Blocks(decode)
+
+    def kill(now: str) -> None:
+        if now == step:
+            faults.kill(rank)
+            if now not in ("landed", "released"):
+                raise _StoppedError
+
+    try:
+        story, blocks = Story(pair, here), FULL // 2
+        with suppress(_StoppedError):
+            story.run(kill)
+        if step in ("before", "offered", "reading"):
+            pair.at_prefill(pair.sender.offer(story.handoff, story._blocks[0 if step == "before" else blocks :]))
+            for _ in range(60):
+                pair.turn()
+                time.sleep(0.005)
+            assert Arrived(story.handoff) not in pair.told
+        elif role == "prefill":
+            assert answer(decode, tokens) == devices.answer(Degrees(2, 2, 2))
+        with pytest.raises(RankError, match="SIGKILL") as found:
+            drawn(lost, PROMPT, 0, SOURCES)
+        assert found.value.rank == 1
+    finally:
+        pair.close()
+        close(prefill)
+        close(decode)
 
 
 class _StoppedError(Exception):
