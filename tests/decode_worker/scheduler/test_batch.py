@@ -3,11 +3,14 @@ compute in tests/integration/test_colocated_fake.py, and every order of events i
 
 import pytest
 
+from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.request import RequestState
+from engine.config import EngineConfig
 from engine.messages import Cancel, Ended
 from engine.step import DrawnRun
 from engine.types import BeamParams, FinishReason, RequestId
 from tests.decode_worker.scheduler.bench import POOL, Fetching
+from worker.config import DecodeConfig
 
 
 def _prompt(number: int, length: int = 8) -> list[int]:
@@ -281,3 +284,22 @@ def test_what_a_step_says_of_one_that_has_ended_meanwhile_is_nobodys() -> None:
     followed = batch.complete(plan, [50, 51])
     assert [(one.record.request, token) for one, token in followed] == [("b", 51)]
     assert request.known == known and batch.generated_tokens == before and len(bench.told) == told
+
+
+def test_a_row_has_as_many_drafts_as_are_configured() -> None:
+    config = DecodeConfig(engine=EngineConfig(draft_tokens=3))
+    assert Batch(config, Fetching().scheduler.kv, frozenset()).drafting.most == 3
+
+
+def test_a_prompts_token_is_predicted_beside_those_that_run() -> None:
+    """Guards what a router is told of prompts here: they are as slow as beside this batch, not a larger one."""
+    bench = Fetching()
+    batch, asked = bench.scheduler.batch, list[int]()
+    batch.pace.s_per_token = lambda rows: asked.append(rows) or 0.5  # type: ignore[method-assign, func-returns-value]
+    assert batch.s_per_prompt_token == 0.5
+    for number, name in enumerate("ab", 1):
+        assert bench.place(name, _prompt(number))
+        bench.step()
+        bench.step()
+    asked.clear()
+    assert len(batch.running) == 2 and batch.s_per_prompt_token == 0.5 and asked == [2]

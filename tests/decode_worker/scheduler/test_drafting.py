@@ -392,3 +392,14 @@ def test_what_is_tried_is_one_draft_of_whoever_is_read_soonest() -> None:
     made.costs.proposed(Proposed([], forwards=((1, 9.0),)))
     drafter.behind.update({one.record.request: 20, other.record.request: 5})
     assert made._wanted(drafter, [(one, 3), (other, 3)], 1, 8) == ({other: 1}, True)
+
+
+def test_of_a_request_that_had_no_step_nothing_is_told() -> None:
+    """Guards the figures of drafts: requests that were only ranked would count among those that had none drawn."""
+    made, ranked, stepped = _drafting(), _request(), _request()
+    for request in (ranked, stepped):
+        made._guessed(request)
+    made.stepped(stepped, 3, 2)
+    for request in (ranked, stepped):
+        made.forget(request)
+    assert [(one.drafted, one.drawn, one.steps) for one in made.take_outcomes()] == [(3, 2, 1)]

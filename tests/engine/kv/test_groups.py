@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from engine.identity import IDENTITY_BYTES, in_group
-from engine.kv.groups import LayerGroup, index_and_group, layer_groups, migrated, place
+from engine.kv.groups import LayerGroup, group_names, index_and_group, layer_groups, migrated, place
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 
@@ -165,3 +165,9 @@ def test_a_charge_is_the_most_that_is_ever_held(window: int) -> None:
     for size, ahead in ((size, ahead) for size in (1, 2, 3, 4, 5) for ahead in range(12)):
         held = [-(-(tokens + ahead) // size) - group.first_kept(tokens, size) for tokens in range(60)]
         assert group.most_blocks(size, ahead) == max(*held, group.tail_blocks(size, ahead + 1)), (size, ahead)
+
+
+def test_operators_are_told_which_group_sees_what() -> None:
+    """Guards the names in metrics: a model without windows has one group, and that sees all."""
+    assert group_names(()) == ["0 all"]
+    assert group_names([LayerGroup((0,)), LayerGroup((1,), 6)]) == ["0 all", "1 window 6"]

@@ -579,3 +579,18 @@ def test_what_a_step_writes_on_is_held_once() -> None:
     kv.release(lease)
     kv.check()
     assert kv.pool.counts()["cached"] == 2
+
+
+def test_a_fork_of_a_block_that_is_not_committed_is_refused() -> None:
+    """Guards the border: of two whole blocks the first alone is indexed, so only that can be shared."""
+    kv = KVCacheManager(8, 4, "m")
+    parent = kv.acquire(b"", range(9), match_limit=8, room_tokens=9)
+    assert parent is not None
+    kv.commit(parent, list(range(4)))
+    child = kv.promise(b"", 2)
+    assert child is not None
+    with pytest.raises(ValueError, match="2 whole blocks to fork, 1 committed"):
+        kv.fork(parent, child, 8)
+    assert not child.blocks
+    kv.fork(parent, child, 4)
+    kv.check()

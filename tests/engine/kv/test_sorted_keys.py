@@ -33,3 +33,13 @@ def test_neighbours_are_found_across_pieces() -> None:
     assert len(keys._pieces) > 1
     for low in range(0, 4 * PIECE_KEYS - 2, 2):
         assert keys.around(b"%04d" % (low + 1)) == [b"%04d" % low, b"%04d" % (low + 2)]
+
+
+def test_the_last_key_of_a_piece_that_was_split_is_found_in_it() -> None:
+    """Guards the border of two pieces: the key below it would be taken for the last one of the first."""
+    keys = SortedKeys(b"%04d" % number for number in range(2 * PIECE_KEYS))
+    last = b"%04d" % (PIECE_KEYS - 1)
+    assert [piece[-1] for piece in keys._pieces] == keys._lasts and keys._lasts[0] == last
+    keys.remove(last)
+    assert list(keys) == [b"%04d" % number for number in range(2 * PIECE_KEYS) if number != PIECE_KEYS - 1]
+    assert keys.around(last) == [b"%04d" % (PIECE_KEYS - 2), b"%04d" % PIECE_KEYS]

@@ -544,3 +544,16 @@ def test_what_is_only_promised_has_nothing_cached(groups: tuple[LayerGroup, ...]
     kv.landed(lease)
     kv.release(lease)
     kv.check()
+
+
+def test_a_fork_that_was_promised_nothing_is_promised_nothing() -> None:
+    """Guards room that a stash would keep from others: of a window that ends with its blocks it shares none."""
+    kv = KVCacheManager(BLOCKS, SIZE, "m", groups=(LayerGroup((0,)), LayerGroup((1,), 1)), ahead_tokens=AHEAD)
+    parent = _lease(kv, list(range(8)))
+    _compute(kv, parent, list(range(8)))
+    stash = kv.promise(b"", 0)
+    assert stash is not None
+    before = kv.available
+    kv.fork(parent, stash, 8)
+    assert kv.available == before and stash.charges == [0]
+    kv.check()

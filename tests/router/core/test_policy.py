@@ -403,3 +403,9 @@ def test_readers_that_cannot_be_the_cheapest_are_not_looked_at() -> None:
     readers = [(0.1 * n, n) for n in range(50)]
     found.add_row(views, readers, decode(), (2, 0.0, 0.004), 0)
     assert found.ties == [1] and views.count <= 2
+
+
+def test_round_robin_takes_decode_workers_in_turn_too() -> None:
+    policy = make_policy("round-robin", 0)
+    choices = [policy.choose(DEMAND, [prefill()], [decode(name) for name in "abc"]) for _ in range(4)]
+    assert [choice.decode.name for choice in choices if choice is not None] == ["a", "b", "c", "a"]

@@ -472,3 +472,28 @@ def test_a_use_takes_its_blocks_out_of_every_stretch_along_it() -> None:
     index.insert("a", blocks([1, 1, 1]))
     assert index.held_blocks("a") == 8
     assert index.depths(blocks([0, 0, 0, 0])) == {"a": 4} and index.depths(blocks([0, 0, 1])) == {"a": 3}
+
+
+def test_a_run_of_nothing_changes_nothing() -> None:
+    """Guards a router against a worker that tells of no block: there is no path, and nothing above was used."""
+    index = PrefixIndex()
+    index.add("a", 2)
+    index.learn("a", b"", b"")
+    for prompt in ([1], [2]):
+        index.insert("a", blocks(prompt))
+    index.learn("a", short(blocks([1])), b"")
+    index.insert("a", blocks([3]))
+    index.check()
+    assert [index.match("a", blocks([n])) for n in (1, 2, 3)] == [0, 1, 1], "the oldest use has given way"
+
+
+def test_what_was_told_in_part_and_is_used_again_counts_whole() -> None:
+    """Guards the counts of a worker that told what it held before it was used: they outlived its uses, tidied away, and
+    made those that came after them as small."""
+    index = PrefixIndex()
+    index.add("a", 2)
+    index.recall("a", b"", short(blocks([1, 2, 3])))
+    for _ in range(40):
+        index.insert("a", blocks([1, 2]))
+    index.check()
+    assert index.held_blocks("a") == 2 and index.match("a", blocks([1, 2])) == 2

@@ -206,3 +206,17 @@ def test_a_worker_that_comes_back_in_another_role_is_in_that_one_alone() -> None
     assert [[w.name for w in registry.role(role)] for role in ("prefill", "decode")] == [["p0"], ["d0", "x"]]
     registry.leave("x")
     assert [w.name for w in registry.live("decode", 0.0)] == ["d0"]
+
+
+def test_what_a_report_has_counted_is_not_taken_back_when_it_is_sent_again() -> None:
+    """Guards a worker's queue, and its room, against a request that is offered to it twice: they would shrink."""
+    parts = Parts()
+    worker = parts.join("d0")
+    parts.registry.dispatched("d0", A, 30, 4)
+    parts.registry.accepted("d0", A)
+    parts.report("d0", active=4, waiting_tokens=30)
+    assert (worker.queue_tokens, worker.used_blocks) == (30, 4)
+    parts.registry.dispatched("d0", A, 10, 1)
+    assert (worker.queue_tokens, worker.used_blocks) == (40, 5)
+    parts.registry.dispatched("d0", A, 20, 2)
+    assert (worker.queue_tokens, worker.used_blocks) == (50, 6), "no report has counted the one before"

@@ -5,13 +5,15 @@ import pytest
 
 from engine import identity
 from engine.identity import in_group
-from engine.kv.groups import LayerGroup
+from engine.kv.groups import GONE, LayerGroup
 from engine.kv.manager import KVCacheManager
+from engine.kv.radix_cache import Node
 from engine.kv.tiers.commands import Loaded, Store, Stored, TierLoad
-from engine.kv.tiers.fetches import Fetches
-from engine.kv.tiers.resuming import resuming
+from engine.kv.tiers.fetches import MAX_FETCHES, Fetches
+from engine.kv.tiers.resuming import _lacking, resuming
 from engine.kv.tiers.stashes import Stashes
 from engine.kv.tiers.tiers import Tiers
+from engine.types import BlockId
 
 SIZE, CHUNK, BLOCKS = 4, 8, 40
 FAST = 1e-6
@@ -278,3 +280,36 @@ def test_without_room_for_a_prefix_and_its_tails_nothing_is_pinned() -> None:
     assert rig.tiers.host.room == before and not rig.tiers.take_commands()
     rig.kv.release(held)
     assert rig.fetches.wanted(b"", PROMPT, 40, FAST) is not None
+
+
+def test_of_prefixes_with_tails_so_many_at_once() -> None:
+    """Guards the pool: every prompt that waits would hold the blocks that it loads."""
+    rig, prompts = Rig(host_blocks=80), [list(range(100 * n, 100 * n + 17)) for n in range(1, MAX_FETCHES + 2)]
+    for prompt in prompts:
+        rig.serve(prompt)
+    rig.push_down()
+    fetches = [rig.fetches.wanted(b"", prompt, 16, FAST) for prompt in prompts]
+    assert [fetch is None for fetch in fetches] == [False] * MAX_FETCHES + [True]
+    rig.fetches.check()
+
+
+def test_a_router_is_told_of_no_windows_tail_that_was_forgotten() -> None:
+    """Guards what a router hears where host memory is small: names that it was never given, each a lookup."""
+    rig, prompts = Rig(host_blocks=12), [list(range(100 * n, 100 * n + 16)) for n in range(4)]
+    for prompt in prompts:
+        rig.serve(prompt)
+        rig.push_down()
+    known = {name for prompt in prompts for name in identity.chain(identity.root(b"", "m"), prompt, SIZE)}
+    told = rig.kv.take_evicted()
+    assert told and set(told) <= known
+
+
+def test_a_tail_on_the_device_is_asked_of_no_tier() -> None:
+    """Guards a prefix whose tails are here alone: it would be taken for one that is nowhere."""
+    rig, asked = Rig(), list[bytes]()
+    rig.tiers.can_load = lambda name: bool(asked.append(name))  # type: ignore[method-assign, func-returns-value]
+    here = Node(None, b"", BlockId(1), NAMES[0], [BlockId(2), BlockId(3)])
+    partly = Node(here, b"", BlockId(4), NAMES[1], [BlockId(5), GONE])
+    assert _lacking(rig.tiers, GROUPS, [here, partly], NAMES, 1, SIZE) == [] == asked
+    assert _lacking(rig.tiers, GROUPS, [here, partly], NAMES, 2, SIZE) == 1
+    assert asked == [in_group(NAMES[1], 2)]
