@@ -191,8 +191,8 @@ class RunDir:
             holding = {int(line.split()[-4]) for line in locks.read_text().splitlines() if " FLOCK " in line}
             for pid in holding - {os.getpid()}:
                 with suppress(OSError):
-                    files = [os.readlink(file.path) for file in os.scandir(f"/proc/{pid}/fd")]
-                    if path in files and (found := ProcessIdentity.of("supervisor", pid)) is not None:
+                    is_open = any(_leads_to(f"/proc/{pid}/fd/{fd}", path) for fd in os.listdir(f"/proc/{pid}/fd"))
+                    if is_open and (found := ProcessIdentity.of("supervisor", pid)) is not None:
                         yield found
 
     def tell_fault(self, fault: str) -> None:
@@ -243,3 +243,11 @@ def _default(environ: Mapping[str, str]) -> Path:
     if runtime:
         return Path(runtime) / "headrace"
     return Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
+
+
+def _leads_to(link: str, path: str) -> bool:
+    """Return whether a process's descriptor is of this file; of one that was closed meanwhile, it is not."""
+    try:
+        return os.readlink(link) == path
+    except OSError:
+        return False

@@ -47,6 +47,32 @@ def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     assert not rundir(tmp_path).is_held
 
 
+def test_a_holder_is_found_while_it_closes_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `down` after a full disk, which finds the supervisor by its lock alone: its descriptors come and go while
+    they are read."""
+    code = (
+        "import sys; from pathlib import Path; from tests.cluster.test_rundir import rundir\n"
+        "with rundir(Path(sys.argv[1])).hold(): print('held', flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        seen: list[str] = []
+
+        def readlink(path: str) -> str:
+            seen.append(path)
+            if len(seen) == 1:
+                raise FileNotFoundError(path)
+            return plain(path)
+
+        plain = os.readlink
+        monkeypatch.setattr(os, "readlink", readlink)
+        found = [one.pid for one in rundir(tmp_path).processes()]
+        monkeypatch.undo()
+        holder.kill()
+    assert len(seen) > 1 and holder.pid in found
+
+
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     """Guards against a socket in a folder of the temporary one that somebody else has made first."""
     (tmp_path / "run").mkdir(mode=0o755)
