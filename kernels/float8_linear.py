@@ -100,8 +100,8 @@ def launch_config(device: torch.device) -> KernelConfig:
 
 
 def round_rows(x: Tensor, part: int, least: float, most: float) -> tuple[Tensor, Tensor]:
-    """Round `x` `[n, columns]`, contiguous, as `scaled_linear.rounded` does: codes; scales `[n, columns / part]`. Raises
-    TypeError for bfloat16 in the interpreter."""
+    """Round `x` `[n, columns]`, contiguous, as `scaled_linear.rounded` does: codes; scales `[n, columns / part]`.
+    Raises TypeError for bfloat16 in the interpreter."""
     check_interpretable(x)
     count, columns = x.shape
     codes = torch.empty(count, columns, dtype=torch.float8_e4m3fn, device=x.device)

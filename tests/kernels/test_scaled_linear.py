@@ -1,5 +1,5 @@
-"""Products of 8-bit floats, by our kernels and by PyTorch, against their specification, which rounds activations as they
-do."""
+"""Products of 8-bit floats, by our kernels and by PyTorch, against their specification, which rounds activations as
+they do."""
 
 from collections.abc import Callable
 from dataclasses import replace
