@@ -30,7 +30,8 @@ from kernels.quantize import widen_e4m3
 STEP = 128
 """Columns in one step."""
 FEW_ROWS = 16
-"""Up to so many rows of x have a tile of their own height."""
+"""Up to so many rows of x have a tile of their own height. In 32 bits all have: taller ones take more shared memory
+than most GPUs have."""
 SPLIT_ROWS = 64
 """Up to so many rows of x, each part of the columns has a program of its own."""
 PROGRAMS = 400
@@ -168,7 +169,8 @@ def coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None, config: Ke
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x) == 0:
         return out
-    rows = min(config.rows, next((most for most in (FEW_ROWS, SPLIT_ROWS) if len(x) <= most), config.rows))
+    most_rows = min(config.rows, FEW_ROWS) if x.dtype == torch.float32 else config.rows
+    rows = min(most_rows, next((most for most in (FEW_ROWS, SPLIT_ROWS) if len(x) <= most), most_rows))
     parts, length = parts_of(width, columns)
     split = parts > 1 and len(x) <= SPLIT_ROWS
     summed = torch.empty(parts, len(x), width, dtype=torch.float32, device=x.device) if split else out

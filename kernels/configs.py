@@ -181,7 +181,9 @@ def default_config(key: ConfigKey) -> KernelConfig:
     """Return the configuration of a shape without an entry: by head size and stored type, with room for the group.
     Raises KeyError for an unknown kernel, ValueError where no program could hold one query of a whole group."""
     if key.kernel not in _BY_HEAD:
-        return DEFAULTS[key.kernel]
+        config = DEFAULTS[key.kernel]
+        # Without wgmma, a tile of 128 rows of x spills registers (Triton 3.7.1: up to 296 instructions; of 64, 4).
+        return replace(config, rows=64) if (key.kernel, key.arch) == ("coded_linear", 80) else config
     padded, group = (1 << (size - 1).bit_length() for size in (max(64, key.head_dim), key.group))
     row_bytes = padded * (4 if key.dtype == "float32" else 2)
     if padded > 512 or group * row_bytes > _QUERY_BYTES:

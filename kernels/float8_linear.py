@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.coded_linear import FEW_ROWS, SPLIT_ROWS, merge_parts, parts_of
 from kernels.configs import ConfigKey, KernelConfig, config_for
-from kernels.launch import arch_of
+from kernels.launch import arch_of, check_interpretable
 from kernels.quantize import encode_e4m3
 
 STEP = 128
@@ -100,7 +100,9 @@ def launch_config(device: torch.device) -> KernelConfig:
 
 
 def round_rows(x: Tensor, part: int, least: float, most: float) -> tuple[Tensor, Tensor]:
-    """Round `x` `[n, columns]`, contiguous, as `scaled_linear.rounded` does: codes; scales `[n, columns / part]`."""
+    """Round `x` `[n, columns]`, contiguous, as `scaled_linear.rounded` does: codes; scales `[n, columns / part]`.
+    Raises TypeError for bfloat16 in the interpreter."""
+    check_interpretable(x)
     count, columns = x.shape
     codes = torch.empty(count, columns, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(count, columns // part, dtype=torch.float32, device=x.device)

@@ -119,6 +119,8 @@ def scaled_linear(x: Tensor, weight: Float8Weight, bias: Tensor | None = None) -
     RuntimeError where the device has no such product (`find_way`)."""
     if x.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"{tuple(x.shape)} does not fit {weight.shape[1]} columns")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"a bias of {tuple(bias.shape)} does not fit {weight.shape[0]} rows")
     count = len(x)
     if not count:
         return x.new_empty(0, weight.shape[0])
@@ -183,11 +185,17 @@ def find_way(device: torch.device, dtype: torch.dtype) -> Way:
 def _problem(x: Tensor, weight: Float8Weight, bias: Tensor) -> str:
     """Return why a product cannot be had, or differs from its specification by more than its type rounds; empty: it
     holds."""
+    name = "torch._scaled_mm"
+    refusals: tuple[type[Exception], ...] = (RuntimeError, NotImplementedError, AttributeError, TypeError)
+    if weight.way == "tile":
+        from kernels.launch import REFUSED
+
+        name, refusals = "Triton", (*refusals, *REFUSED)
     try:
         got = scaled_linear(x, weight, bias)
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        return f"torch._scaled_mm: {str(error).splitlines()[0]}"
+    except refusals as error:
+        return f"{name}: {str(error).splitlines()[0]}"
     want = reference(x, weight, bias)
     allowed = (1e-5 if x.dtype == torch.float32 else 2e-2) * float(want.abs().max())
     found = float((got.double() - want).abs().max())
-    return "" if found <= allowed else f"torch._scaled_mm is off by {found:.3g}, where {allowed:.3g} is rounding"
+    return "" if found <= allowed else f"{name} is off by {found:.3g}, where {allowed:.3g} is rounding"

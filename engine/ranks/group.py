@@ -394,8 +394,8 @@ class RankGroup:
         return said
 
     def _take_failure(self, rank: int) -> None:
-        """Read what a rank may have said at its end, if it is there."""
-        with suppress(OSError):
+        """Read what a rank may have said at its end, if it is there and is understood."""
+        with suppress(OSError, msgspec.MsgspecError):
             while raw := self._orders[rank].recv(_SAID_BYTES, socket.MSG_DONTWAIT):
                 if isinstance(said := _decoder.decode(raw), RankFailed):
                     self._said.setdefault(rank, said)

@@ -1,5 +1,6 @@
 """The quantized product of the GPU against its specification, in every form of codes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,23 @@ def test_a_rows_bits_are_its_own_in_tiles_of_any_height(kind: Kind, rows: int, c
     whole = coded_linear(x, weight, None, config)
     for first, end in ((0, 1), (3, 14), (5, 40), (7, 71), (8, 72), (40, 300)):
         assert torch.equal(coded_linear(x[first:end].contiguous(), weight, None, config), whole[first:end])
+
+
+@pytest.mark.parametrize(("dtype", "heights"), [(torch.float32, [16] * 3), (torch.float16, [16, 64, 128])])
+def test_tiles_of_32_bits_stay_low(dtype: torch.dtype, heights: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a model in 32 bits against tiles that only the largest GPUs have shared memory for: 128 rows take 172 KiB
+    of sm_80's 163."""
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, _: object) -> Callable[..., None]:
+            return lambda *_, **constants: seen.append(constants["ROWS"])
+
+    monkeypatch.setattr("kernels.coded_linear.coded_linear_kernel", Kernel())
+    weight, config = weight_of("f8", 40, 96), replace(CONFIG, rows=128)
+    for rows in (1, 64, 300):
+        coded_linear(torch.zeros(rows, 96, dtype=dtype, device=DEVICE), weight, None, config)
+    assert seen == heights
 
 
 @pytest.mark.parametrize("width", [8, 64, 1000, 4096, 14336, 128256])

@@ -74,8 +74,8 @@ def test_kernels_keep_the_house_rules(path: Path) -> None:
 
 def test_no_bfloat16_where_kernels_are_interpreted() -> None:
     """Guards against a test that passes on garbage: the interpreter computes on bfloat16's bit patterns. The contract
-    only compiles, and `scaled_linear` is PyTorch's alone, so both may name the type, and so may a test for a GPU alone,
-    in a line that says so."""
+    only compiles, and `scaled_linear` has ways that are PyTorch's alone, so both may name the type, and so may a test
+    for a GPU alone, in a line that says so."""
     without = {Path(__file__).name, "test_scaled_linear.py"}
     wrong = [
         f"{path.name}:{number}"

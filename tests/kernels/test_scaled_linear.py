@@ -1,4 +1,5 @@
-"""Products of 8-bit floats by PyTorch against their specification, which rounds activations as they do."""
+"""Products of 8-bit floats, by our kernels and by PyTorch, against their specification, which rounds activations as
+they do."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from kernels import scaled_linear as scaled
 from kernels.coded_weight import CodedWeight
@@ -138,6 +140,10 @@ def test_weights_that_stay_as_they_are() -> None:
     assert from_codes(CodedWeight("q8", fine.codes.view(torch.int8), fine.scales), "unit") is None
     with pytest.raises(ValueError, match="does not fit 96 columns"):
         linear(torch.zeros(3, 32), made(coded(48, 96, 96)))
+    for way in ("unit", "tile"):
+        coarse = made(coded(48, 96, 96), way)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"a bias of \(47,\) does not fit 48 rows"):
+            linear(torch.zeros(3, 96, device=coarse.codes.device), coarse, torch.zeros(47))
     with pytest.raises(ValueError, match="with scales"):
         Float8Weight(fine.codes, fine.scales)
     assert linear(torch.zeros(0, 96), made(coded(48, 96, 96))).shape == (0, 48)
@@ -157,3 +163,19 @@ def test_a_device_without_such_a_product(
     monkeypatch.setattr(torch, "_scaled_mm", product)
     with pytest.raises(Float8Error, match=message):
         find_way(CPU, torch.float32)
+
+
+def test_tiles_that_triton_refuses_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a worker that would not start where PyTorch has a product and Triton has none: its errors are no
+    RuntimeErrors."""
+    refused = OutOfResources(116736, 101376, "shared memory")
+    monkeypatch.setattr("kernels.float8_linear.float8_linear", lambda *_: (_ for _ in ()).throw(refused))
+    weight = made(coded(48, 96, 96), "tile")
+    x = torch.ones(3, 96, device=weight.codes.device)
+    assert "Triton: out of resource: shared memory" in scaled._problem(x, weight, x.new_zeros(48))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="for Triton's interpreter")
+def test_tiles_of_bfloat16_are_refused_by_the_interpreter() -> None:
+    with pytest.raises(TypeError, match="interpreter computes garbage"):
+        linear(torch.ones(3, 96, dtype=torch.bfloat16), made(coded(48, 96, 96), "tile"))

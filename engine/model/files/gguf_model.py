@@ -34,7 +34,7 @@ class GGUFModel:
         self._file = GGUFFile(path)
         if self._file.get("split.count", 1) not in (0, 1):
             part, parts = self._file.get("split.no"), self._file.get("split.count")
-            raise ModelError(path, f"is number {part!r} of {parts!r} files of one model (split.count): join them first")
+            raise ModelError(path, f"has split.no {part!r}, of {parts!r} files of one model: join them first")
         architecture = self._file.need("general.architecture")
         self.family = find_family(path, "gguf", "architecture", architecture)
         if self.family is LLAMA and self._file.get(f"{architecture}.expert_count", 0):

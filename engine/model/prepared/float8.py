@@ -10,7 +10,7 @@ from kernels.scaled_linear import Float8Error, Float8Weight, find_way, from_code
 
 
 def float8_weights(stored: Mapping[str, object], device: torch.device, dtype: torch.dtype) -> dict[str, Float8Weight]:
-    """Return those of a model's matrices that PyTorch multiplies in 8-bit floats, but for experts'; their codes are not
+    """Return those of a model's matrices that are multiplied in 8-bit floats, but for experts'; their codes are not
     copied. `stored`: matrices by name, of which those in codes count. Raises ValueError where there are none, and where
     the device has no such product."""
     coded = {

@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "another architecture": (field("general.architecture", STR, "mamba"), "architecture 'mamba' is not run: it keeps"),
     "one file of several": (
         both(field("split.count", Type.UINT16, 3), field("split.no", Type.UINT16, 1)),
-        r"is number 1 of 3 files of one model \(split.count\): join them first",
+        "has split.no 1, of 3 files of one model: join them first",
     ),
     "no block_count": (without("llama.block_count"), "metadata llama.block_count is None, not a number"),
     "a block_count of words": (llama("block_count", STR, "1"), "metadata llama.block_count is '1', not a number"),

@@ -262,6 +262,9 @@ def test_a_rank_that_is_not_understood_is_named(three: EngineDevice) -> None:
     group._orders[2] = here
     there.send(b"\xc1")
     try:
+        error = group.explained(RankError(2, "does not answer"))
+        assert (error.rank, error.problem.partition(" (")[0]) == (2, "does not answer")
+        there.send(b"\xc1")
         with pytest.raises(RankError, match="not understood") as caught:
             group.order(order)
         assert caught.value.rank == 2
