@@ -65,7 +65,7 @@ DEFAULTS = {
     "choose": KernelConfig(tile=512, warps=16, stages=1),
     "mask_logits": KernelConfig(tile=2048, warps=8, stages=1),
     "coded_linear": KernelConfig(tile=64, warps=4, stages=3, rows=128),
-    "float8_linear": KernelConfig(tile=128, warps=4, stages=4, rows=64),
+    "float8_linear": KernelConfig(tile=128, warps=8, stages=4, rows=64),
     "route_experts": KernelConfig(tile=0, warps=1, stages=1),
     # One pair a thread: with more, what is known of a pair crosses threads by the byte.
     "plan_experts": KernelConfig(tile=512, warps=16, stages=1),
@@ -182,8 +182,8 @@ def default_config(key: ConfigKey) -> KernelConfig:
     Raises KeyError for an unknown kernel, ValueError where no program could hold one query of a whole group."""
     if key.kernel not in _BY_HEAD:
         config = DEFAULTS[key.kernel]
-        # Without wgmma, a tile of 128 rows of x spills registers (Triton 3.7.1: up to 296 instructions; of 64, 4).
-        return replace(config, rows=64) if (key.kernel, key.arch) == ("coded_linear", 80) else config
+        # Without wgmma, a tile of 128 rows of x spills registers (Triton 3.7.1: up to 296 instructions; of 64, 4; of 32, none).
+        return replace(config, rows=32) if (key.kernel, key.arch) == ("coded_linear", 80) else config
     padded, group = (1 << (size - 1).bit_length() for size in (max(64, key.head_dim), key.group))
     row_bytes = padded * (4 if key.dtype == "float32" else 2)
     if padded > 512 or group * row_bytes > _QUERY_BYTES:

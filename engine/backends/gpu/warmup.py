@@ -20,6 +20,7 @@ from engine.plan import MAX_LOGPROBS
 from engine.runner import Runner
 from engine.step import Row, StepPlan, only
 from engine.types import BlockId
+from kernels.coded_linear import FEW_ROWS, SPLIT_ROWS
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,12 @@ def single_tokens(reach: Reach) -> StepPlan:
     return StepPlan((msgspec.structs.replace(reach.row(1, 2), allowed=only(1)),))
 
 
+def some_tokens(reach: Reach) -> StepPlan | None:
+    """A short chunk: products with quantized weights have tiles for few rows, for some, and for many."""
+    count = min(SPLIT_ROWS, reach.limits.chunk_tokens, reach.context_tokens)
+    return StepPlan((reach.row(count, count),)) if count > FEW_ROWS else None
+
+
 def shared_prefix(reach: Reach) -> StepPlan | None:
     """Rows of one token that read the same blocks."""
     end = -(-reach.share_tokens // reach.block_size) * reach.block_size + 1
@@ -75,7 +82,13 @@ def shared_prefix(reach: Reach) -> StepPlan | None:
     return StepPlan((reach.row(1, end), reach.row(1, end)))
 
 
-STEPS: tuple[Callable[[Reach], StepPlan | None], ...] = (largest_step, single_tokens, shared_prefix, copied_block)
+STEPS: tuple[Callable[[Reach], StepPlan | None], ...] = (
+    largest_step,
+    single_tokens,
+    some_tokens,
+    shared_prefix,
+    copied_block,
+)
 
 
 def warm_up(runner: Runner, reach: Reach, steps: Sequence[Callable[[Reach], StepPlan | None]] = STEPS) -> None:

@@ -18,9 +18,11 @@ from tests.kernels.contract.launched import launched_cases
 from tests.kernels.contract.measure import Case, Watched
 from tests.kernels.contract.other_cases import (
     coded_case,
+    coded_tall_case,
     convert_case,
     copy_case,
     float8_case,
+    float8_tall_case,
     mask_case,
     merge_parts_case,
     norm_case,
@@ -61,7 +63,8 @@ OF_HOPPER = ("float8_linear",)
 
 BESIDE = {
     "convert_blocks": (widen_case,),
-    "float8_linear": (round_case, merge_parts_case),
+    "coded_linear": (coded_tall_case,),
+    "float8_linear": (float8_tall_case, round_case, merge_parts_case),
     "plan_experts": (place_case,),
     "sample": (weigh_case, gather_case),
 }

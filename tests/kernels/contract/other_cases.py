@@ -105,6 +105,21 @@ def coded_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
     )
 
 
+def coded_tall_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """A prompt's product, in tiles of the table's height, which go through all parts."""
+    few = coded_case(key, config)
+    types = {**few.types, "out_ptr": "*bf16"}
+    constants = {**few.constants, "SPLIT": False, "ROWS": config.rows}
+    return replace(few, name=f"{few.name}, many rows", types=types, constants=constants)
+
+
+def float8_tall_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    few = float8_case(key, config)
+    types = {**few.types, "out_ptr": "*bf16"}
+    constants = {**few.constants, "SPLIT": False, "ROWS": config.rows}
+    return replace(few, name=f"{few.name}, many rows", types=types, constants=constants)
+
+
 def float8_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
     """A decode step's product with scales of blocks, of at most 16 rows."""
     return Case(

@@ -12,12 +12,15 @@ from engine.backends.gpu.runner import TritonOpener
 from engine.backends.gpu.warmup import STEPS
 from engine.config import StepLimits
 from engine.model.llama import load_model
+from engine.model.prepared.cache import prepare
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from tests.engine.backends.gpu.recording import FakeRecorder
 from tests.engine.backends.gpu.test_step import SMALL, prepared
-from tests.engine.model.test_families import BASE
+from tests.engine.model.hf_quantized import SIZES, save_quantized
+from tests.engine.model.test_families import BASE, reference
+from tests.engine.model.test_hf_quantized import FORMATS
 from tests.kernels.cases import DEVICE
 from tests.kernels.specializations import Key, launched
 
@@ -68,7 +71,7 @@ class Started:
 
 def start(side: tuple[Path, str], limits: StepLimits, monkeypatch: pytest.MonkeyPatch) -> Started:
     folder, kv_dtype = side
-    model = load_model(folder, device=DEVICE)
+    model = load_model(folder, device=DEVICE, coded=True)
     shape = model.config
     layout = shape.kv_layout(BLOCK, kv_dtype)
     recorder, warmed = FakeRecorder(), dict[str, set[Key]]()
@@ -160,8 +163,30 @@ def test_serving_compiles_nothing(side: tuple[Path, str], monkeypatch: pytest.Mo
             "decode_kernel", "merge_kernel", "prefill_kernel", "rope_kv_write_kernel", "rms_norm_kernel",
             "silu_mul_kernel", "copy_blocks_kernel", "tops_kernel", "weigh_kernel", "gather_kernel", "choose_kernel",
         }  # fmt: skip
-        for step in started.warmed:
-            rest = [keys for name, keys in started.warmed.items() if name != step]
+        # Quantized weights alone need some tokens (below).
+        warmed = {name: keys for name, keys in started.warmed.items() if name != "some_tokens"}
+        for step in warmed:
+            rest = [keys for name, keys in warmed.items() if name != step]
             if served - started.recorded.union(*rest):
                 needed.add(step)
-    assert needed == {step.__name__ for step in STEPS}
+    assert needed == {step.__name__ for step in STEPS} - {"some_tokens"}
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8-rows"])
+def test_serving_quantized_weights_compiles_nothing(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards products with codes, whose tiles follow the number of rows: a chunk of each height is there at the start,
+    on a worker that has recorded none of them."""
+    source = save_quantized(reference(**SIZES), tmp_path / "model", FORMATS[form]())
+    folder = prepare(source, tmp_path / "cache", "float16", mapped=False)
+    limits = StepLimits(chunk_tokens=96, prompts=2)
+    started = start((folder, "float16"), limits, monkeypatch)
+    chance, kinds = Random(7), set[Key]()
+    for tokens in (1, 2, 16, 17, 40, 64, 65, 96):
+        with launched() as served:
+            started.runner.run(StepPlan((made(chance, tokens, tokens, chance.sample(range(BLOCKS), 6)),)))
+        assert served - started.all == set(), tokens
+        kinds |= {key for key in served if key[0] == "coded_linear_kernel"}
+    assert len(kinds) >= 3
+    assert any(key in started.warmed["some_tokens"] for key in kinds)
