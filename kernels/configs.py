@@ -182,7 +182,7 @@ def default_config(key: ConfigKey) -> KernelConfig:
     Raises KeyError for an unknown kernel, ValueError where no program could hold one query of a whole group."""
     if key.kernel not in _BY_HEAD:
         config = DEFAULTS[key.kernel]
-        # Without wgmma, higher tiles of x spill registers: of 128 rows up to 296 instructions, of 64 four (Triton 3.7.1).
+        # Without wgmma, higher tiles of x spill registers: of 128 rows up to 296 times, of 64 four (Triton 3.7.1).
         return replace(config, rows=32) if (key.kernel, key.arch) == ("coded_linear", 80) else config
     padded, group = (1 << (size - 1).bit_length() for size in (max(64, key.head_dim), key.group))
     row_bytes = padded * (4 if key.dtype == "float32" else 2)
