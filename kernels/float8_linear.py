@@ -129,9 +129,11 @@ def float8_linear(
     config: KernelConfig,
 ) -> Tensor:
     """Multiply rounded rows (`round_rows`) with `codes` `[rows, columns]` and `scales` `[parts, rows]`: `[n, rows]` of
-    `dtype`. There is at least one row."""
+    `dtype`. There is at least one row. Raises ValueError for parts that are no multiple of STEP columns."""
     own, own_scales = rounded
     count, (width, columns) = len(own), codes.shape
+    if len(scales) > 1 and columns // len(scales) % STEP:
+        raise ValueError(f"scales of {columns // len(scales)} columns, where a step takes {STEP}")
     rows = min(config.rows, next((most for most in (FEW_ROWS, SPLIT_ROWS) if count <= most), config.rows))
     parts, length = parts_of(width, columns)
     split = parts > 1 and count <= SPLIT_ROWS

@@ -111,6 +111,13 @@ def test_a_rows_bits_are_its_own_in_tiles(columns: int, each: int) -> None:
         assert torch.equal(float8_linear(some, few.codes, few.scales, None, x.dtype, config), whole[first:end])
 
 
+def test_tiles_want_scales_of_whole_steps() -> None:
+    """Guards a step of 128 columns that would take the first scale of several."""
+    weight = Float8Weight(coded(48, 192, 64).codes.view(torch.float8_e4m3fn).to(DEVICE), torch.ones(3, 48), "tile")
+    with pytest.raises(ValueError, match="scales of 64 columns"):
+        linear(torch.ones(2, 192, device=DEVICE), weight)
+
+
 @pytest.mark.parametrize("part", [96, 32])
 def test_rows_are_rounded_alike(part: int) -> None:
     """Guards the kernel that rounds: its codes and scales are those of the specification, to the bit."""
