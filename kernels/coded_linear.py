@@ -13,7 +13,10 @@ the same one, and a row of x has the same bits, beside any number of others.
 Specification: `reference` below.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -169,25 +172,37 @@ def coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None, config: Ke
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x) == 0:
         return out
-    most_rows = min(config.rows, FEW_ROWS) if x.dtype == torch.float32 else config.rows
-    rows = min(most_rows, next((most for most in (FEW_ROWS, SPLIT_ROWS) if len(x) <= most), most_rows))
+    heights = replace(config, rows=min(config.rows, FEW_ROWS)) if x.dtype == torch.float32 else config
+    operands = (x, weight.codes, weight.scales, weight.offsets)
+    own = {"KIND": weight.kind, "PART": GROUP // FACTORS[weight.kind][0], "OFFSETS": weight.offsets is not None}
+    sum_in_parts(coded_linear_kernel, operands, columns, bias, out, heights, own)
+    return out
+
+
+def sum_in_parts(
+    kernel: Any,
+    operands: tuple[Tensor | None, ...],
+    columns: int,
+    bias: Tensor | None,
+    out: Tensor,
+    config: KernelConfig,
+    own: Mapping[str, object],
+) -> None:
+    """Launch a product whose columns are summed in parts, into `out` `[n, rows]`, of at least one row; for few rows
+    each part by itself. `own`: the kernel's constants beside those of all such products; `operands` come first."""
+    count, width = out.shape
+    rows = min(config.rows, next((most for most in (FEW_ROWS, SPLIT_ROWS) if count <= most), config.rows))
     parts, length = parts_of(width, columns)
-    split = parts > 1 and len(x) <= SPLIT_ROWS
-    summed = torch.empty(parts, len(x), width, dtype=torch.float32, device=x.device) if split else out
-    coded_linear_kernel[(triton.cdiv(len(x), rows), triton.cdiv(width, config.tile), parts if split else 1)](
-        x,
-        weight.codes,
-        weight.scales,
-        weight.offsets,
+    split = parts > 1 and count <= SPLIT_ROWS
+    summed = torch.empty(parts, count, width, dtype=torch.float32, device=out.device) if split else out
+    kernel[(triton.cdiv(count, rows), triton.cdiv(width, config.tile), parts if split else 1)](
+        *operands,
         None if split else bias,
         summed,
-        len(x),
+        count,
         WIDTH=width,
         COLUMNS=columns,
         LENGTH=length,
-        KIND=weight.kind,
-        PART=GROUP // FACTORS[weight.kind][0],
-        OFFSETS=weight.offsets is not None,
         BIAS=bias is not None and not split,
         SPLIT=split,
         ROWS=rows,
@@ -195,10 +210,10 @@ def coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None, config: Ke
         STEP=STEP,
         num_warps=config.warps,
         num_stages=config.stages,
+        **own,
     )
     if split:
         merge_parts(summed, bias, out)
-    return out
 
 
 def parts_of(width: int, columns: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 """The product of `kernels.scaled_linear` in tiles: 8-bit floats (E4M3) times 8-bit floats, in two launches or three.
 
     round_rows_kernel      s = max |x| / 448 of a row's PART columns; q = E4M3(x / s)
-    float8_linear_kernel   sums of q * code over 128 columns, in 32 bits, each times s and W's scale, added up
+    float8_linear_kernel   sums of q * code over STEP columns, in 32 bits, each times s and W's scale, added up
 
 Columns come in parts, as in `kernels.coded_linear`: of few rows each part has a program, and its `merge_parts` adds up.
 It takes matrix units for 8-bit floats: compute capability 8.9 and up. Specification: `kernels.scaled_linear.reference`.
@@ -15,14 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.coded_linear import FEW_ROWS, SPLIT_ROWS, merge_parts, parts_of
+from kernels.coded_linear import STEP, sum_in_parts
 from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.launch import arch_of, check_interpretable
 from kernels.quantize import encode_e4m3
-
-STEP = 128
-"""Columns in one step: those of a block's scale, and as many as a matrix unit's sums of 8-bit floats stay exact
-enough for."""
 
 
 @triton.jit
@@ -134,31 +130,7 @@ def float8_linear(
     count, (width, columns) = len(own), codes.shape
     if len(scales) > 1 and columns // len(scales) % STEP:
         raise ValueError(f"scales of {columns // len(scales)} columns, where a step takes {STEP}")
-    rows = min(config.rows, next((most for most in (FEW_ROWS, SPLIT_ROWS) if count <= most), config.rows))
-    parts, length = parts_of(width, columns)
-    split = parts > 1 and count <= SPLIT_ROWS
     out = torch.empty(count, width, dtype=dtype, device=own.device)
-    summed = torch.empty(parts, count, width, dtype=torch.float32, device=own.device) if split else out
-    float8_linear_kernel[(triton.cdiv(count, rows), triton.cdiv(width, config.tile), parts if split else 1)](
-        own,
-        own_scales,
-        codes,
-        scales,
-        None if split else bias,
-        summed,
-        count,
-        WIDTH=width,
-        COLUMNS=columns,
-        LENGTH=length,
-        SCALED=columns // len(scales),
-        BIAS=bias is not None and not split,
-        SPLIT=split,
-        ROWS=rows,
-        TILE=config.tile,
-        STEP=STEP,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
-    if split:
-        merge_parts(summed, bias, out)
+    scaled = {"SCALED": columns // len(scales)}
+    sum_in_parts(float8_linear_kernel, (own, own_scales, codes, scales), columns, bias, out, config, scaled)
     return out

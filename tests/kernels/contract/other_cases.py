@@ -140,7 +140,7 @@ def float8_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "SPLIT": True,
             "ROWS": coded_linear.FEW_ROWS,
             "TILE": config.tile,
-            "STEP": float8_linear.STEP,
+            "STEP": coded_linear.STEP,
         },
         warps=config.warps,
         stages=config.stages,
