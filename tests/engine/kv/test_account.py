@@ -4,11 +4,11 @@ The account has no numbers of blocks, no tree, no queue of losers and no counts:
 there is. After every step of a random run both must say the same, to the block and in the same order: what is free,
 promised and cached, what was evicted, who holds how much. So a border that is off by one is seen where it is crossed,
 and not only where it does harm (test_machine.py knows what a slot must hold). Layer groups are in
-test_window_machine.py, tiers in tiers/test_machine.py.
+test_window_machine.py, loads and disks in tiers/test_machine.py.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -17,6 +17,7 @@ import pytest
 from engine.identity import blocks as names_of
 from engine.kv.ledger import BlockLedger
 from engine.kv.manager import KVCacheManager, Lease
+from engine.kv.tiers.tiers import Tiers
 
 SIZE, BLOCKS = 3, 14
 SPACES = (b"", b"one", b"two")
@@ -55,9 +56,58 @@ def _needed(tokens: int) -> int:
     return len(range(0, tokens, SIZE))
 
 
+def _beyond(space: bytes, asking: bytes, count: int, those: Iterable[bytes], own: dict[bytes, int]) -> int:
+    return sum(one == space for one in those) + count * (space == asking) - own.get(space, 0)
+
+
+def _loser(asking: bytes, count: int, those: list[bytes], idle: list[bytes], own: dict[bytes, int]) -> bytes:
+    """Return who gives way: whoever has the most beyond its own; of equals whoever asks."""
+    excess = {space: _beyond(space, asking, count, those, own) for space in idle}
+    losers = [space for space in excess if excess[space] == max(excess.values())]
+    return asking if asking in losers else min(losers)
+
+
+class Host:
+    """The tier below: whole blocks by name. Those that are to be copied down are in no line until they are."""
+
+    def __init__(self, size: int, own: dict[bytes, int]) -> None:
+        self.size, self.own = size, own
+        self.stored: list[Name] = []
+        self.line: list[Name] = []
+        self.saving: list[Name] = []
+        self.forgotten: list[Name] = []
+
+    def demote(self, name: Name) -> bool:
+        space, _ = name
+        if name in self.line:
+            self.line.remove(name)
+            self.line.append(name)
+        if name in self.stored:
+            return True
+        if len(self.stored) == self.size and not self.line:
+            return False
+        those, idle = [of for of, _ in self.stored], [of for of, _ in self.line]
+        is_beyond = space in self.own and space in idle and _beyond(space, space, 1, those, self.own) > 0
+        if is_beyond or len(self.stored) == self.size:
+            loser = space if is_beyond else _loser(space, 1, those, idle, self.own)
+            first = next(one for one in self.line if one[0] == loser)
+            self.line.remove(first)
+            self.stored.remove(first)
+            self.forgotten.append(first)
+        self.stored.append(name)
+        self.saving.append(name)
+        return True
+
+    def saved(self) -> None:
+        self.line += self.saving
+        self.saving = []
+
+
 class Account:
-    def __init__(self, own: dict[bytes, int]) -> None:
+    def __init__(self, own: dict[bytes, int], host: Host) -> None:
         self.own = own
+        self.host = host
+        self.lower: list[Name] = []
         self.living: list[Block] = []
         self.line: list[Block] = []
         self.index: dict[Name, Block] = {}
@@ -101,20 +151,28 @@ class Account:
         block = next(one for one in self.line if one.space == space)
         assert block.name is not None
         self._drop(block)
-        self.evicted.append((space, block.name))
+        name = space, block.name
+        if len(block.name) % SIZE or not self.host.demote(name):
+            self.evicted.append(name)
+        else:
+            self.lower = [*(one for one in self.lower if one != name), name]
+
+    def take_evicted(self) -> list[Name]:
+        """Return what is nowhere any more."""
+        gone = [name for name in (*self.evicted, *self.host.forgotten) if name not in self.host.stored]
+        self.evicted, self.host.forgotten = [], []
+        self.lower = [name for name in self.lower if name not in gone]
+        return [name for name in gone if name not in self.index]
 
     def _allocate(self, space: bytes, count: int, state: str) -> list[Block]:
-        def beyond(one: bytes) -> int:
-            return sum(b.space == one for b in self.living) + count * (one == space) - self.own.get(one, 0)
-
         if space in self.own:
             idle = sum(block.space == space for block in self.line)
-            for _ in range(min(max(beyond(space), 0), idle)):
+            excess = _beyond(space, space, count, [block.space for block in self.living], self.own)
+            for _ in range(min(max(excess, 0), idle)):
                 self._evict(space)
         while self.free < count:
-            having = {block.space for block in self.line}
-            losers = [one for one in having if beyond(one) == max(map(beyond, having))]
-            self._evict(space if space in losers else min(losers))
+            those, having = [block.space for block in self.living], [block.space for block in self.line]
+            self._evict(_loser(space, count, those, having, self.own))
         made = [Block(space, state) for _ in range(count)]
         self.living += made
         return made
@@ -292,12 +350,14 @@ class Request:
 class Run:
     """A random run of requests through both."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, host_blocks: int) -> None:
         self.random = Random(seed)
-        own = {b"one": 4} if seed % 2 else {}
-        self.kv, self.account = KVCacheManager(BLOCKS, SIZE, "m"), Account(own)
-        for space, blocks in own.items():
-            self.kv.entitle(space, (blocks + 0.5) / BLOCKS)
+        share = 0.3 * (seed % 2)
+        host = Host(host_blocks, {b"one": int(share * host_blocks)} if share else {})
+        self.account = Account({b"one": int(share * BLOCKS)} if share else {}, host)
+        self.tiers = Tiers(host_blocks, 4096) if host_blocks else None
+        self.kv = KVCacheManager(BLOCKS, SIZE, "m", self.tiers)
+        self.kv.entitle(b"one", share)
         self.kv.tells_cached = True
         self.live: list[Request] = []
         self.under_way: list[list[Request]] = []
@@ -434,13 +494,29 @@ class Run:
         assert {node.identity: node.block for node in kv.cache.nodes()} == indexed
         lines = {space: [self.numbers[b] for b in account.line if b.space == space] for space in SPACES}
         assert dict(kv.cache.shares.lines()) == {space: line for space, line in lines.items() if line}
-        assert kv.take_evicted() == [self._name(name) for name in account.evicted]
-        account.evicted.clear()
+        assert kv.take_evicted() == list(map(self._name, account.take_evicted()))
+        self._same_below()
         told = [(self._name(above) if above[1] else b"", list(map(self._name, run))) for above, run in account.told]
         assert kv.take_cached() == told
         account.told.clear()
         BlockLedger(kv).check()
         kv.check()
+
+    def _same_below(self) -> None:
+        if self.tiers is None:
+            return
+        if self.random.random() < 0.7:
+            self.tiers.take_commands()
+            self.account.host.saved()
+        host, line = self.tiers.host, self.account.host.line
+        assert len(host) == len(self.account.host.stored)
+        assert all(self._name(name) in host for name in self.account.host.stored)
+        lines = {space: [self._name(name) for name in line if name[0] == space] for space in SPACES}
+        assert dict(host.shares.lines()) == {space: names for space, names in lines.items() if names}
+        assert self.kv.lower() == list(map(self._name, self.account.lower))
+        for space, tokens in self.account.lower:
+            above = self._name((space, tokens[:-SIZE])) if tokens[SIZE:] else b""
+            assert self.kv.above(self._name((space, tokens))) == above
 
     def _know_numbers(self) -> None:
         assert len(list(self.kv.leases())) == len(self.account.held)
@@ -458,10 +534,11 @@ class Run:
         return names_of(self.kv.cache.root_identity(space), list(tokens), SIZE)[-1]
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_the_manager_does_what_the_account_says(seed: int) -> None:
+@pytest.mark.parametrize("host_blocks", [0, 7])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_manager_does_what_the_account_says(seed: int, host_blocks: int) -> None:
     """Guards every figure of the pool, and the order in which blocks go: one token, block, holder or turn too many."""
-    run = Run(seed)
+    run = Run(seed, host_blocks)
     for _ in range(300):
         run.step()
         run.same()
