@@ -131,6 +131,18 @@ def test_a_disk_that_fails_is_given_up(hangs: bool) -> None:
     assert not [told for told in _demote(tiers, IDENTS[5:]) if isinstance(told, Spill)]
 
 
+def test_a_load_from_a_disk_that_was_given_up_meanwhile_ends_as_any_other() -> None:
+    """Guards a worker against what its disk was still reading: there is nothing any more to be let go."""
+    tiers = _tiers(segments=2)
+    tiers.adopt([(0, segment_bytes(1, BYTES), IDENTS[:1])])
+    load = _loading(tiers, IDENTS[:1])
+    assert load.places == (OnDisk(0, 0),)
+    tiers.handle(DiskHung("no answer"))
+    tiers.handle(Loaded(load.number, 0, 0.0, 0.0))
+    tiers.check()
+    assert tiers.counts.broken_blocks == 1 and tiers.take_forgotten() == IDENTS[:1]
+
+
 @pytest.mark.parametrize("error", ["", "full"])
 def test_what_is_not_whole_is_not_found_on_disk_because_it_was_being_written(error: str) -> None:
     """Guards a wrong answer, and a router that believes in what is nowhere: a load has seen that the block is not whole
