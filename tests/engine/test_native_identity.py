@@ -15,16 +15,19 @@ from engine.native_identity import native_hasher, use_native_identities
 SOURCE = Path(__file__).parents[2] / "kernels" / "host" / "identity.cpp"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library as its sources are now, wherever this is installed."""
+def build(source: Path, library: Path) -> Path:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    library = tmp_path_factory.mktemp("host") / "host.so"
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
+    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
     return library
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library as its sources are now, wherever this is installed."""
+    return build(SOURCE, tmp_path_factory.mktemp("host") / "host.so")
 
 
 @pytest.fixture
@@ -68,16 +71,13 @@ def test_a_process_goes_on_with_it(hasher: Hasher, restored: None) -> None:
     assert [len(packed) // stride for _, packed, stride in calls] == [32, 32, 11]
 
 
-def test_what_names_blocks_otherwise_is_not_used(tmp_path: Path, built: Path) -> None:
+def test_what_names_blocks_otherwise_is_not_used(tmp_path: Path) -> None:
     """Guards against a library of other sources, or of no use, after which no worker would know a router's blocks."""
     (tmp_path / "text.so").write_text("no library")
     assert native_hasher(tmp_path / "text.so") is None
     other = tmp_path / "other.cpp"
     other.write_text(SOURCE.read_text().replace("0x01010000", "0x01010100"))
-    compiler = shutil.which("c++") or shutil.which("g++")
-    assert compiler is not None
-    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", str(other), "-o", str(tmp_path / "other.so")], check=True)
-    assert native_hasher(tmp_path / "other.so") is None
+    assert native_hasher(build(other, tmp_path / "other.so")) is None
 
 
 def test_what_is_installed_is_used(restored: None) -> None:
