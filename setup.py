@@ -64,7 +64,7 @@ def host_library() -> Extension:
         "kernels._native_host",
         sources=sources,
         depends=sources,
-        extra_compile_args=FLAGS,
+        extra_compile_args=[*FLAGS, "-O2"],
         language="c++",
         optional=True,
     )

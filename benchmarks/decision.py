@@ -4,8 +4,8 @@ A decision is all the router does between a request's arrival and its `Place`: i
 walk of the index, views of all workers, the policy, and the bookkeeping; `policy` is the policy's part of it, what it
 takes to hand the decision to its log and to shadows included. Half of the workers prefill. Prompts begin
 like one of 16 others, for a random length; the index is filled to the bounds of all workers before anything is timed,
-so that whatever comes in drives something out. The process is prepared as a router's is: identities in native code where
-that was built, and Python's collector told of what stays. `accepted` is what the router does when a worker takes a
+so that whatever comes in drives something out. The process is prepared as a router's is: identities in native code, if
+there is any, and Python's collector told of what stays. `accepted` is what the router does when a worker takes a
 request: both of its workers are believed to hold the prompt, and to have forgotten as much. Times are of the process's
 own CPU time (`cpu`) and of the wall; where other programs share the cores, the wall's tail is theirs.
 """
