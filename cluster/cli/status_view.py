@@ -44,6 +44,8 @@ def print_status(status: Status, console: Console | None = None) -> None:
     for one in status.processes:
         if one.ranks:
             console.print(ranks_line(one.name, one.ranks), markup=False)
+            if one.ranks[0].sums:
+                console.print(f"{one.name} adds up over its ranks {one.ranks[0].sums}", markup=False)
     for one in status.processes:
         if one.deaths:
             console.print(f"{one.name} died last of: {one.why}", markup=False)

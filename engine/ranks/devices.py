@@ -40,6 +40,10 @@ class Devices(Protocol):
     def join(self, unique_id: bytes, rank: int, ranks: int, is_lost: Callable[[], bool]) -> RankLink:
         """Connect with the others; waits for them, as long as none is known to be lost. Raises RankError."""
 
+    def shared(self, nbytes: int, ranks: int) -> tuple[Tensor, bytes]:
+        """Return uint8 `[nbytes]` of this rank's device, zero, and a name by which the other ranks can `map` it. Raises
+        ValueError where they cannot, or cannot set a word of it."""
+
     def recorder(self, link: RankLink) -> Callable[[], Recorder]:
         """Return what makes recorders of steps with their exchanges."""
 
@@ -49,4 +53,5 @@ class Devices(Protocol):
         """Return a name by which rank 0 can map this rank's pool; empty where there is none."""
 
     def map(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
-        """Return another rank's pool, uint8 `[blocks, block_bytes]`. Raises ValueError where it cannot be had."""
+        """Return another rank's pool, uint8 `[blocks, block_bytes]`, or what it has `shared`, as one block. Raises
+        ValueError where it cannot be had."""

@@ -90,6 +90,8 @@ class RankGroup:
         self.heads = [Share(rank, ranks).kv_heads(model) for rank in range(ranks)]
         """The KV heads that each rank computes with."""
         self.wait_s = config.rank_wait_s
+        self.sums_by = ""
+        """In words, how ranks with a device each add up; empty where they do in memory of the host."""
         self.weights_bytes: list[int] = []
         """By rank, once they are ready."""
         self.pools: list[Callable[[], Tensor]] = []
@@ -120,7 +122,8 @@ class RankGroup:
         for ends in moves.values():
             # Whoever gives a command waits for no stopped rank for longer.
             set_wait(ends[0], self.wait_s, socket.SO_SNDTIMEO)
-        own = {rank: sums[0, rank][0] for rank in self._others}
+        self.links = own = {rank: sums[0, rank][0] for rank in self._others}
+        """By rank, the sockets for sums."""
         self._memory = mmap.mmap(memory_fd, ORDER_BYTES + places_bytes(ranks))
         heads = (model.heads, model.kv_heads)
         self.sums = RankSums(Share(0, ranks), heads, model.vocab, own, bytes_of(self._memory, ORDER_BYTES))
