@@ -19,18 +19,16 @@ s - 2 has ended, and with it all that q reads of that slot. So these launches fo
 may begin before the one before it has ended (no programmatic dependent launch). With one slot, q may still read step
 s - 1 while r, which has what it needs, writes step s.
 
-The step is counted on the device, so that a recorded launch counts on with each replay; it is 64 bits wide, and ends
-with none of us. Nobody waits for ever: a program gives up where the host asks for it (`notes[0]`, which it looks at
-every 256 polls), or after `limit` polls. Then it leaves NaN in x, for no answer may be made of parts that did not come;
-says in `notes[1]` which rank is missing; and neither tells nor waits in any later launch, so that whoever waits for this
-rank finds it missing, too.
+The step is counted on the device, so that a recorded launch counts on with each replay. Nobody waits for ever: a
+program gives up where the host asks for it (`notes[0]`, which it looks at every 256 polls), or after `limit` polls.
+Then it leaves NaN in x, for no answer may be made of parts that did not come; says in `notes[1]` which rank is missing;
+and neither tells nor waits in any later launch, so that whoever waits for this rank finds it missing, too.
 
 A flag is set in the memory of another device, by an exchange: the link between the two must have native atomics.
-Source: one-shot all-reduce over mapped memory, as in vLLM's `custom_all_reduce.cuh`; there flags are counted by block,
-too. Specification: `engine.model.reduction.add_in_order`.
+Source: one-shot all-reduce over mapped memory, as in vLLM's `custom_all_reduce.cuh`. Specification:
+`engine.model.reduction.add_in_order`.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -85,7 +83,7 @@ def rank_sum_kernel(
     while (tl.min(tl.where(there, seen, step), 0) < step) & (polls < limit):
         seen = tl.atomic_add(awaited, 0, mask=there, sem="acquire", scope="sys")
         polls += 1
-        if polls % 256 == 0:
+        if polls % 256 == 0:  # noqa: SIM102 -- together both would be looked at every time
             if tl.load(notes_ptr, volatile=True) != 0:
                 polls = limit
     missing = tl.max(tl.where(there & (seen < step), ranks + 1, 0), 0)

@@ -67,8 +67,8 @@ def open_device_part(
     group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> DevicePart:
-    """Join the others by `name`, which waits for them; then load. `links`: a socket to each other rank. `group`: at rank
-    0, of the others. Raises ValueError, ModelError, RankError."""
+    """Join the others by `name`, which waits for them; then load. `links`: a socket to each other rank. `group`: at
+    rank 0, of the others. Raises ValueError, ModelError, RankError."""
     from engine.ranks.device_group import DeviceGroup
 
     torch.set_num_threads(config.threads)

@@ -89,7 +89,8 @@ def open_one_shot(
         if why := named[rank][1] or mapped[rank][1]:
             log.warning("sums over ranks by NCCL alone: rank %d: %s", rank, why)
             return None, f"by NCCL alone: rank {rank}: {why}"
-    return OneShotSums(share.rank, buffers, most_bytes, device), f"up to {most_bytes >> 10} KiB in one kernel, else NCCL"
+    by = f"up to {most_bytes >> 10} KiB in one kernel, else by NCCL"
+    return OneShotSums(share.rank, buffers, most_bytes, device), by
 
 
 def _told(links: Mapping[int, socket.socket], own: int, word: tuple[bytes, str]) -> dict[int, tuple[bytes, str]]:

@@ -1,5 +1,5 @@
 """One of several ranks, each a process: sums of `engine.ranks.one_shot`, against what all ranks' parts come to.
-`python -m tests.engine.ranks.one_shot_rank SETUP`, a `Setup` as JSON, prints a digest of all sums as they were on this rank.
+`python -m tests.engine.ranks.one_shot_rank SETUP`, a `Setup` as JSON, prints a digest of all sums of this rank.
 On the CPU the kernel is interpreted, over memory of this host that all have mapped."""
 
 import importlib.util
@@ -82,8 +82,8 @@ class OneCard:
 
 
 def take_bfloat16() -> None:
-    """Let the interpreter convert bfloat16 as torch does: its own conversion to it cuts off. Nothing else of the type is
-    computed with in this kernel, so what refuses it there may let it pass."""
+    """Let the interpreter convert bfloat16 as torch does: its own conversion to it cuts off. Nothing else is done with
+    the type in this kernel, so what refuses it there may let it pass."""
     plain = InterpreterBuilder.cast_impl
 
     def cast(self: Any, source: Any, to: Any) -> Any:
@@ -140,7 +140,7 @@ def parts_of(setup: Setup, step: int) -> list[Tensor]:
 
 def checked(setup: Setup, step: int, found: Tensor) -> bytes:
     wanted = add_in_order(parts_of(setup, step))
-    assert torch.equal(found.cpu(), wanted), f"rank {setup.rank}, step {step}: {found.flatten()[:4]}, not {wanted.flatten()[:4]}"
+    assert torch.equal(found.cpu(), wanted), f"rank {setup.rank}, step {step}: {found.flatten()[:4]}, not {wanted}"
     return bytes(found.cpu().view(torch.uint8).numpy().data)
 
 

@@ -60,8 +60,9 @@ def run(ranks: int, steps: int, **options: Any) -> list[subprocess.CompletedProc
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums_have_the_same_bits_on_every_rank(ranks: int) -> None:
-    """Guards the order of ranks, sizes that do not divide, and slots that are overwritten while another rank still reads
-    them: ranks are late at random, also amid the kernel. Of every type, the bits are those of parts added in order."""
+    """Guards the order of ranks, sizes that do not divide, and slots that are overwritten while another rank still
+    reads them: ranks are late at random, also amid the kernel. Of every type, the bits are those of parts added in
+    order."""
     done = run(ranks, steps=3 * len(SHAPES) + 12, seed=ranks)
     assert [one.returncode for one in done] == [0] * ranks, done[0].stderr + done[-1].stderr
     assert len({one.stdout for one in done}) == 1 and done[0].stdout
@@ -174,7 +175,7 @@ def opened(shares: bool, maps: bool, most_bytes: int = MOST_BYTES) -> list[tuple
 
 def test_all_ranks_add_up_in_one_kernel_or_none_does(caplog: pytest.LogCaptureFixture) -> None:
     """Guards ranks that wait for each other in two ways, and a fall back that nobody is told of."""
-    assert all(sums is not None and by == "up to 16 KiB in one kernel, else NCCL" for sums, by in opened(True, True))
+    assert all(sums is not None and by == "up to 16 KiB in one kernel, else by NCCL" for sums, by in opened(True, True))
     for shares, maps, why in (
         (False, True, "GPU 1 has no atomics over its link with GPU 0"),
         (True, False, "cannot map the peer's pool: invalid argument"),
