@@ -83,9 +83,8 @@ def rank_sum_kernel(
     while (tl.min(tl.where(there, seen, step), 0) < step) & (polls < limit):
         seen = tl.atomic_add(awaited, 0, mask=there, sem="acquire", scope="sys")
         polls += 1
-        if polls % 256 == 0:  # noqa: SIM102 -- together both would be looked at every time
-            if tl.load(notes_ptr, volatile=True) != 0:
-                polls = limit
+        asked = tl.load(notes_ptr, mask=polls % 256 == 0, other=0, volatile=True)
+        polls = tl.where(asked != 0, limit, polls)
     missing = tl.max(tl.where(there & (seen < step), ranks + 1, 0), 0)
     came = (missing == 0) & (before >= 0)
     tl.debug_barrier()  # no thread reads before one has seen all flags
@@ -98,8 +97,7 @@ def rank_sum_kernel(
     total = tl.where(came, total, float("nan"))
     tl.store(x_ptr + program * TILE + elements, total.to(x_ptr.dtype.element_ty), mask=inside)
     tl.store(steps_ptr + program, tl.where(came, step, -1))
-    if (missing > 0) & (before >= 0):
-        tl.store(notes_ptr + 1, missing)
+    tl.store(notes_ptr + 1, missing, mask=(missing > 0) & (before >= 0))
 
 
 def programs_of(most_bytes: int) -> int:
