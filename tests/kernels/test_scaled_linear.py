@@ -111,6 +111,17 @@ def test_a_rows_bits_are_its_own_in_tiles(columns: int, each: int) -> None:
         assert torch.equal(float8_linear(some, few.codes, few.scales, None, x.dtype, config), whole[first:end])
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's library sums by a tile's height")
+@pytest.mark.parametrize(("columns", "each"), [(1152, 1152), (1152, 128), (4096, 128)])
+def test_a_rows_bits_are_its_own_in_tiles_of_any_height(columns: int, each: int) -> None:
+    """Guards heights of tiles that would take other matrix instructions, with the configuration that is served with."""
+    weight = made(coded(96, columns, each), "tile")
+    x = torch.randn(300, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.bfloat16)  # on a GPU
+    whole = linear(x, weight)
+    for first, end in ((0, 1), (3, 14), (5, 40), (7, 71), (8, 72), (40, 300)):
+        assert torch.equal(linear(x[first:end].contiguous(), weight), whole[first:end])
+
+
 def test_tiles_want_scales_of_whole_steps() -> None:
     """Guards a step of 128 columns that would take the first scale of several."""
     weight = Float8Weight(coded(48, 192, 64).codes.view(torch.float8_e4m3fn).to(DEVICE), torch.ones(3, 48), "tile")
