@@ -149,6 +149,7 @@ def test_ranks_with_a_pool_each_answer_as_one_process_does(folder: Path, one_sho
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy's: a sum that was given up goes on as NaN
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_nobody_waits_on_for_a_rank_that_does_not_come(folder: Path, how: signal.Signals) -> None:
     """Guards against a device that waits for ever for another one, whose rank was killed or stopped when it had heard
