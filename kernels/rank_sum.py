@@ -37,7 +37,7 @@ from kernels.configs import KernelConfig
 from kernels.launch import check_interpretable
 
 PART_BYTES = 4096
-"""Of x, in one program."""
+"""The part of x that one program adds up."""
 POLLS = 1 << 30
 """How often a program looks for flags before it gives up by itself: by what a look at an L2 cache takes (0.3 to 2 µs on
 such devices, not measured here) five minutes to half an hour. Nobody should come to that: hosts ask before."""

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from engine.backends.gpu.graphs import Recorder
 from engine.backends.gpu.memory import GpuMemory
 from engine.config import EngineConfig
 from engine.ranks.device_sums import Exchange
+from engine.ranks.one_shot import MappedMemory
 from engine.storage.paged import KVTensors
 
 
@@ -25,7 +25,7 @@ class RankLink(Exchange, Protocol):
         """End what waits for other ranks, from any thread, so that whoever waits for the device comes back."""
 
 
-class Devices(Protocol):
+class Devices(MappedMemory, Protocol):
     """The devices of one worker, in one of its processes."""
 
     program: str
@@ -40,10 +40,6 @@ class Devices(Protocol):
     def join(self, unique_id: bytes, rank: int, ranks: int, is_lost: Callable[[], bool]) -> RankLink:
         """Connect with the others; waits for them, as long as none is known to be lost. Raises RankError."""
 
-    def shared(self, nbytes: int, ranks: int) -> tuple[Tensor, bytes]:
-        """Return uint8 `[nbytes]` of this rank's device, zero, and a name by which the other ranks can `map` it. Raises
-        ValueError where they cannot, or cannot set a word of it."""
-
     def recorder(self, link: RankLink) -> Callable[[], Recorder]:
         """Return what makes recorders of steps with their exchanges."""
 
@@ -51,7 +47,3 @@ class Devices(Protocol):
 
     def export(self, kv: KVTensors) -> bytes:
         """Return a name by which rank 0 can map this rank's pool; empty where there is none."""
-
-    def map(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
-        """Return another rank's pool, uint8 `[blocks, block_bytes]`, or what it has `shared`, as one block. Raises
-        ValueError where it cannot be had."""

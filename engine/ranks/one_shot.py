@@ -9,7 +9,7 @@ are those of `engine.ranks.device_sums` without it.
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import torch
@@ -21,12 +21,21 @@ from kernels.configs import ConfigKey, config_for
 from kernels.launch import arch_of
 from kernels.rank_sum import POLLS, buffer_bytes, programs_of, rank_sum
 
-if TYPE_CHECKING:
-    from engine.ranks.devices import Devices
-
 log = logging.getLogger(__name__)
 
 _WORD_BYTES = 64 * 1024
+
+
+class MappedMemory(Protocol):
+    """Memory of devices that ranks map from each other."""
+
+    def shared(self, nbytes: int, ranks: int) -> tuple[Tensor, bytes]:
+        """Return uint8 `[nbytes]` of this rank's device, zero, and a name by which the other ranks can `map` it. Raises
+        ValueError where they cannot, or cannot set a word of it."""
+
+    def map(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
+        """Return another rank's pool, uint8 `[blocks, block_bytes]`, or what it has `shared`, as one block. Raises
+        ValueError where it cannot be had."""
 
 
 class OneShotSums:
@@ -36,7 +45,7 @@ class OneShotSums:
 
     def __init__(self, rank: int, buffers: Sequence[Tensor], most_bytes: int, device: torch.device) -> None:
         self.most_bytes = most_bytes
-        """Of a tensor that it adds up."""
+        """The size of the largest tensor that it adds up."""
         self._rank = rank
         self._buffers = buffers
         addresses = [buffer.data_ptr() for buffer in buffers]
@@ -62,7 +71,7 @@ class OneShotSums:
 
 
 def open_one_shot(
-    share: Share, most_bytes: int, devices: "Devices", device: torch.device, links: Mapping[int, socket.socket]
+    share: Share, most_bytes: int, devices: MappedMemory, device: torch.device, links: Mapping[int, socket.socket]
 ) -> tuple[OneShotSums | None, str]:
     """Agree with the others, over a socket to each. Return what adds up tensors of up to `most_bytes`, None if NCCL
     shall for all; and which of both, in words, with the reason. Raises RankError for a rank that ends meanwhile."""
