@@ -57,6 +57,19 @@ def digest() -> str:
     return found.hexdigest()
 
 
+def host_library() -> Extension:
+    """Return what any process may use: without PyTorch, and for any processor (`engine.native_identity`)."""
+    sources = ["kernels/host/identity.cpp"]
+    return Extension(
+        "kernels._native_host",
+        sources=sources,
+        depends=sources,
+        extra_compile_args=[*FLAGS, "-O2"],
+        language="c++",
+        optional=True,
+    )
+
+
 def library(name: str, flags: list[str]) -> Extension:
     return Extension(
         f"kernels._native_{name}",
@@ -72,5 +85,5 @@ def library(name: str, flags: list[str]) -> Extension:
 
 setup(
     cmdclass={"build_py": BuildPy, "build_ext": BuildExt},
-    ext_modules=[library(name, flags) for name, flags in SETS.items()],
+    ext_modules=[host_library(), *(library(name, flags) for name, flags in SETS.items())],
 )

@@ -4,9 +4,10 @@ A decision is all the router does between a request's arrival and its `Place`: i
 walk of the index, views of all workers, the policy, and the bookkeeping; `policy` is the policy's part of it, what it
 takes to hand the decision to its log and to shadows included. Half of the workers prefill. Prompts begin
 like one of 16 others, for a random length; the index is filled to the bounds of all workers before anything is timed,
-so that whatever comes in drives something out. `accepted` is what the router does when a worker takes a request: both
-of its workers are believed to hold the prompt, and to have forgotten as much. Times are of the process's own CPU time
-(`cpu`) and of the wall; where other programs share the cores, the wall's tail is theirs.
+so that whatever comes in drives something out. The process is prepared as a router's is: identities in native code, if
+there is any, and Python's collector told of what stays. `accepted` is what the router does when a worker takes a
+request: both of its workers are believed to hold the prompt, and to have forgotten as much. Times are of the process's
+own CPU time (`cpu`) and of the wall; where other programs share the cores, the wall's tail is theirs.
 """
 
 import argparse
@@ -19,8 +20,10 @@ from random import Random
 from typing import TypeVar
 
 from benchmarks.routing.cluster import stand_in
+from cluster.processes.collector import spare_collector
 from engine import identity
 from engine.messages import Accepted, Ended, Load, PeerAddress, Place, RequestStats
+from engine.native_identity import use_native_identities
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
@@ -97,6 +100,7 @@ def measure(
     """Return the figures of a router with these workers, each with a pool of `pool_blocks`; its decisions logged and
     shadowed as `router.decision_log` and `router.shadow_policies` would, at `per_s` requests a second if that is set.
     """
+    use_native_identities()
     random = Random(seed)
     before_ms = collect(5)
     rss_before = _rss_bytes()
@@ -118,6 +122,7 @@ def measure(
     gc.collect()
     rss_after = _rss_bytes()
     pauses_ms = collect(5)
+    spare_collector()
     pauses = Pauses()
     gc.callbacks.append(pauses)
     own_s, all_s = time.thread_time(), time.process_time()

@@ -51,12 +51,14 @@ CONNECTIONS = 64
 """Operators' connections; the one that has said nothing for longest goes when there is another."""
 NOTE_S = 0.5
 """How often the list of processes is brought up to date."""
+ALIVE = ("up", "leaving")
+"""States of slots whose latest process runs."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator is told of one slot. `state`: starting, up, leaving, pausing (waits for its next start) or
-    failed. `pid` is 0 before its first process; `why` is the cause of its last death; `ranks` are the processes of a
-    tensor-parallel worker, this one first."""
+    failed. `pid` is that of the latest process, 0 before the first; `why` is the cause of its last death; `ranks` are
+    the processes of a tensor-parallel worker that is there, this one first."""
 
     name: str
     kind: Kind
@@ -186,7 +188,7 @@ class AdminServer:
                 incarnation=f"{up[slot.name].incarnation:016x}" if slot.name in up else "",
                 deaths=slot.deaths,
                 why=slot.why,
-                ranks=up[slot.name].ranks if slot.name in up else [],
+                ranks=up[slot.name].ranks if slot.name in up and slot.state in ALIVE else [],
             )
             for slot in self._cluster.slots()
         ]

@@ -85,6 +85,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     GPUs."""
     rank_wait_s: float = 30.0
     """A rank of them that has not answered for so long has ended, and the worker with it."""
+    one_shot_bytes: int = 256 * 1024
+    """On GPUs, sums over ranks of tensors of up to so many bytes are one kernel over memory that all GPUs of the worker
+    map; larger ones, and all where they cannot, go by NCCL. 0: all by NCCL. The bits are the same. Not measured on
+    cards yet: the default is what vLLM's `custom_all_reduce.cuh` has for up to eight GPUs."""
     sum_slices: int = 1
     """Compute, with one process, each sum in the slices in which so many ranks would, and add these in the order of the
     ranks: the same bits as `tensor_parallel` of that number, which is what its tests compare with."""

@@ -291,7 +291,7 @@ def _open_device_ranks(
         name = devices.unique_id()
         group = RankGroup(config, shape, devices.program, name, limits, transport_bytes)
         closing.callback(group.close)
-        part = open_device_part(config, 0, name, limits, devices, group, progress)
+        part = open_device_part(config, 0, name, limits, devices, group.links, group, progress)
         layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
         arithmetic = arithmetic_of(config, None, part.model, layout)
         _, weights_bytes = group.ready(

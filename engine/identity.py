@@ -13,7 +13,7 @@ block and one partly filled to the same token, both first in their sequence), so
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -31,7 +31,11 @@ _ROOT = b"headrace root"
 _NAMESPACE = b"headrace space"
 _ADAPTER = b"headrace adapter"
 _GROUP = b"headrace group"
-_BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=b"headrace block")
+PERSON = b"headrace block"
+_BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=PERSON)
+
+Hasher = Callable[[bytes, bytes, int], tuple[bytes, ...]]
+"""Names the blocks after a parent: their tokens are packed, and each takes so many bytes of that."""
 
 
 def owner(namespace: bytes) -> bytes:
@@ -89,12 +93,13 @@ def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     for at in range(0, end, PIECE_BLOCKS * stride):
         parent = identities[-1] if identities else root
         piece = packed[at : min(at + PIECE_BLOCKS * stride, end)]
-        hashed = _piece if len(piece) == PIECE_BLOCKS * stride else _hash_piece
+        hashed = _piece if len(piece) == PIECE_BLOCKS * stride else _hasher
         identities.extend(hashed(parent, piece, stride))
     return identities
 
 
-def _hash_piece(parent: bytes, packed: bytes, stride: int) -> tuple[bytes, ...]:
+def hash_piece(parent: bytes, packed: bytes, stride: int) -> tuple[bytes, ...]:
+    """The hasher, unless there is a sooner one."""
     identities = []
     new = _BLOCK.copy
     for start in range(0, len(packed), stride):
@@ -105,8 +110,19 @@ def _hash_piece(parent: bytes, packed: bytes, stride: int) -> tuple[bytes, ...]:
     return tuple(identities)
 
 
-_piece = lru_cache(maxsize=2048)(_hash_piece)
-"""At most 9 MB for blocks of 16 tokens."""
+_hasher: Hasher = hash_piece
+
+
+def hash_with(hasher: Hasher) -> None:
+    """Let `hasher` name the blocks of this process: as `hash_piece` does, and sooner (`engine/native_identity.py`)."""
+    global _hasher
+    _hasher = hasher
+
+
+@lru_cache(maxsize=2048)
+def _piece(parent: bytes, packed: bytes, stride: int) -> tuple[bytes, ...]:
+    """At most 9 MB for blocks of 16 tokens."""
+    return _hasher(parent, packed, stride)
 
 
 def blocks(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:

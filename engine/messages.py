@@ -49,6 +49,7 @@ class RankUse(msgspec.Struct, frozen=True):
 
     pid: int
     weights_bytes: int
+    sums: str = ""  # of a worker on GPUs: how its ranks add up, and why
 
 
 class WorkerInfo(Record, kw_only=True):

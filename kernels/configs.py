@@ -74,6 +74,8 @@ DEFAULTS = {
     "coded_gate_up_experts": KernelConfig(tile=64, warps=4, stages=3, rows=32),
     "coded_down_experts": KernelConfig(tile=64, warps=4, stages=3, rows=32),
     "combine_experts": KernelConfig(tile=1024, warps=4, stages=1),
+    # Its tile is a part of so many bytes, whatever the type: two vectors of 16 a thread.
+    "rank_sum": KernelConfig(tile=0, warps=4, stages=1),
 }
 """The configurations of shapes without an entry; for attention, 16-bit heads of up to 128. There, `rows` are packed
 rows: queries times group."""
@@ -149,6 +151,8 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("down_experts", 0, 0, 0, "bfloat16", None, None),
     *((f"coded_{product}_experts", 0, 0, 0, kind, None, None) for product in ("gate_up", "down") for kind in _CODES),
     ("combine_experts", 0, 0, 0, "bfloat16", None, None),
+    ("rank_sum", 0, 0, 0, "bfloat16", None, None),
+    ("rank_sum", 0, 0, 0, "float32", None, None),
 ]
 
 

@@ -104,7 +104,7 @@ def open_parts(
     weights, ranks = {os.getpid(): device.memory.weights_bytes}, list[RankUse]()
     if device.ranks is not None:
         weights = dict(zip([os.getpid(), *device.ranks.pids], device.ranks.weights_bytes, strict=True))
-        ranks = [RankUse(pid, nbytes) for pid, nbytes in weights.items()]
+        ranks = [RankUse(pid, nbytes, device.ranks.sums_by) for pid, nbytes in weights.items()]
     metrics = WorkerMetrics(device.model, name, role)
     closing.callback(metrics.close)
     metrics.opened(

@@ -73,7 +73,8 @@ class CudaDevices:
     def open(self, config: EngineConfig, rank: int) -> torch.device:
         if not torch.cuda.is_available():
             raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
-        self._device = torch.device("cuda", gpu_of(config, rank, torch.cuda.device_count()))
+        gpu = gpu_of(config, rank, torch.cuda.device_count())
+        self._first, self._device = gpu - rank, torch.device("cuda", gpu)
         torch.cuda.set_device(self._device)
         return self._device
 
@@ -85,6 +86,17 @@ class CudaDevices:
             return RankExchange(
                 NcclExchange(_library(), unique_id, rank, ranks, self._stream, _JOIN_S, is_lost), rank
             )
+
+    def shared(self, nbytes: int, ranks: int) -> tuple[Tensor, bytes]:
+        from transfer.gpu.cuda import CudaDevice
+
+        own = CudaDevice(str(self._device))
+        try:
+            for other in range(self._first, self._first + ranks):
+                own.check_reach(other)
+            return own.shared(nbytes)
+        except TransferError as error:
+            raise ValueError(str(error)) from error
 
     def recorder(self, link: "RankLink") -> "Callable[[], CudaRecorder]":
         from engine.backends.gpu.graphs import CudaRecorder

@@ -43,18 +43,20 @@ def print_status(status: Status, console: Console | None = None) -> None:
     console.print(table)
     for one in status.processes:
         if one.ranks:
-            console.print(ranks_line(one.name, one.ranks), markup=False)
+            console.print("\n".join(ranks_lines(one.name, one.ranks)), markup=False)
     for one in status.processes:
         if one.deaths:
             console.print(f"{one.name} died last of: {one.why}", markup=False)
 
 
-def ranks_line(worker: str, ranks: Sequence[RankUse]) -> str:
-    """Say of which processes a tensor-parallel worker is, rank 0 first, and the weights of each."""
+def ranks_lines(worker: str, ranks: Sequence[RankUse]) -> list[str]:
+    """Say of which processes a tensor-parallel worker is, rank 0 first, and the weights of each; and, on GPUs, by which
+    way they add up."""
     pids = ", ".join(str(rank.pid) for rank in ranks)
     parts = sorted({rank.weights_bytes for rank in ranks})
     weights = " to ".join(format_size(nbytes) for nbytes in dict.fromkeys((parts[0], parts[-1])))
-    return f"{worker} is {len(ranks)} ranks: pids {pids}; {weights} of weights each"
+    sums = [f"{worker} adds up over its ranks {ranks[0].sums}"] if ranks[0].sums else []
+    return [f"{worker} is {len(ranks)} ranks: pids {pids}; {weights} of weights each", *sums]
 
 
 def duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 from cluster.admin import ProcessStatus, Status
 from cluster.admin_client import AdminClient
 from cluster.cli.hints import hints
-from cluster.cli.status_view import STYLES, duration, ranks_line
+from cluster.cli.status_view import STYLES, duration, ranks_lines
 from cluster.processes.spec import LaunchError
 from cluster.sizes import format_size
 from router.status.journal import Recent
@@ -51,7 +51,7 @@ def frame(status: Status, overview: Overview) -> RenderableType:
         _requests(overview),
         _recent(overview.recent),
         _pools(status, overview),
-        *(Text(ranks_line(worker.name, worker.ranks)) for worker in overview.workers if worker.ranks),
+        *(Text(line) for one in overview.workers if one.ranks for line in ranks_lines(one.name, one.ranks)),
         *(Text(line) for line in map(_groups_line, overview.workers) if line),
         *said,
     )

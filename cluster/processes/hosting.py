@@ -15,6 +15,7 @@ from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, ModelSour
 from engine.handshake import Secrets
 from engine.messages import PeerAddress
 from engine.model.config import ModelError
+from engine.native_identity import use_native_identities
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from telemetry import logs, tracing
@@ -47,6 +48,7 @@ class Hosted:
         self._spec = spec
         logs.configure(spec.name, spec.log_level, spec.log_json)
         tracing.configure(spec.tracing, spec.name)
+        use_native_identities()
         _check_model(spec)
         module, _, attribute = spec.factory.partition(":")
         factory = getattr(importlib.import_module(module), attribute)

@@ -38,7 +38,9 @@ class DeviceFollower:
         self._memory = mmap.mmap(setup.memory_fd, ORDER_BYTES + places_bytes(setup.ranks))
         config = msgspec.msgpack.decode(setup.config, type=EngineConfig)
         self._config = of_each(config)
-        self._part: DevicePart = open_device_part(config, setup.rank, setup.link, setup.limits, devices)
+        links = {rank: socket.socket(fileno=fd) for rank, fd in setup.sums_fds.items()}
+        self._part: DevicePart = open_device_part(config, setup.rank, setup.link, setup.limits, devices, links)
+        self._links = links  # as long as they are open, the others do not take this rank for ended
         whole = ModelConfig.load(Path(config.model_dir))
         layout = whole.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
         arithmetic = arithmetic_of(config, None, self._part.model, layout)
@@ -97,6 +99,8 @@ class DeviceFollower:
     def _carry_out(self, order: DeviceOrder) -> None:
         if self._opened is None:
             raise RankError(self._rank, "is told of a step before it has a pool")
+        if self._part.one_shot is not None:
+            self._part.one_shot.check()
         followed = None
         if order.places is not None:
             tokens = torch.empty(order.drawn, dtype=torch.int64, device=self._part.model.device)

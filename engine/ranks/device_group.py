@@ -12,17 +12,24 @@ from engine.batch import Followed
 from engine.ranks.device_orders import DeviceOrder
 from engine.ranks.devices import RankLink
 from engine.ranks.group import RankGroup
+from engine.ranks.one_shot import OneShotSums
 from engine.step import StepPlan
 
 
 class DeviceGroup:
     """Fulfils `engine.backends.gpu.runner.PoolRanks`. Owner: as of `group`."""
 
-    def __init__(self, group: RankGroup, link: RankLink, ranks: int) -> None:
+    def __init__(self, group: RankGroup, link: RankLink, ranks: int, one_shot: OneShotSums | None) -> None:
         self._group = group
         self._link = link
         self._others = range(1, ranks)
-        group.interrupted_by(link.abort)
+        self._one_shot = one_shot
+        group.interrupted_by(self._abort)
+
+    def _abort(self) -> None:
+        if self._one_shot is not None:
+            self._one_shot.abort()
+        self._link.abort()
 
     def open(self, blocks: int) -> None:
         self._group.order(DeviceOrder("open", blocks))
@@ -47,3 +54,5 @@ class DeviceGroup:
     def wait(self, ended: Callable[[], None]) -> None:
         with self._group.waited():
             ended()
+            if self._one_shot is not None:
+                self._one_shot.check()

@@ -1,6 +1,8 @@
 """Opens one rank's part of a model on its device: the link to the other ranks, the weights that it has, and what makes
 its pool of its own heads with the runner over it."""
 
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from engine.model.split import Share
 from engine.ranks.device_sums import DeviceSums
 from engine.ranks.devices import Devices, RankLink
 from engine.ranks.group import RankGroup
+from engine.ranks.one_shot import OneShotSums, open_one_shot
 from engine.ranks.sums import RankError
 
 
@@ -30,6 +33,7 @@ class DevicePart:
     fingerprint: str
     weights_bytes: int
     link: RankLink
+    one_shot: OneShotSums | None
     opener: TritonOpener
     memory: GpuMemory
 
@@ -59,11 +63,12 @@ def open_device_part(
     name: bytes,
     limits: StepLimits | None,
     devices: Devices,
+    links: Mapping[int, socket.socket],
     group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> DevicePart:
-    """Join the others by `name`, which waits for them; then load. `group`: at rank 0, of the others. Raises ValueError,
-    ModelError, RankError."""
+    """Join the others by `name`, which waits for them; then load. `links`: a socket to each other rank. `group`: at
+    rank 0, of the others. Raises ValueError, ModelError, RankError."""
     from engine.ranks.device_group import DeviceGroup
 
     torch.set_num_threads(config.threads)
@@ -72,17 +77,20 @@ def open_device_part(
     device = devices.open(config, rank)
     try:
         link = devices.join(name, rank, ranks, lambda: group is not None and group.has_lost)
+        one_shot, sums_by = open_one_shot(share, config.one_shot_bytes, devices, device, links)
     except RankError as error:
         raise error if group is None else group.explained(error) from error
-    sums = DeviceSums(share, (shape.heads, shape.kv_heads), shape.vocab, link)
+    if group is not None:
+        group.sums_by = sums_by
+    sums = DeviceSums(share, (shape.heads, shape.kv_heads), shape.vocab, link, one_shot=one_shot)
     model = load_model(model_dir, packed=False, device=device, progress=progress, ranks=sums)
     whole = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype), config.groups_layers)
     layout = whole.restricted(share.kv_heads(shape))
-    others: PoolRanks | None = None if group is None else DeviceGroup(group, link, ranks)
+    others: PoolRanks | None = None if group is None else DeviceGroup(group, link, ranks, one_shot)
     opener = TritonOpener(
         *(model, layout, limits or StepLimits(chunk_tokens=16), devices.recorder(link), config.prefill_kernel),
         mixed_tokens=MOST_TOKENS,
         ranks=others,
     )
     weights_bytes = model.weights_bytes + model.table_bytes
-    return DevicePart(model, layout, shape.fingerprint, weights_bytes, link, opener, devices.memory())
+    return DevicePart(model, layout, shape.fingerprint, weights_bytes, link, one_shot, opener, devices.memory())

@@ -1,9 +1,11 @@
-"""Sums over tensor-parallel ranks that have a device each: an `Exchange`, as NCCL is one, moves the parts, and each
-rank adds them up itself, in 32 bits and in the order of the ranks: ((r0 + r1) + r2).
+"""Sums over tensor-parallel ranks that have a device each: parts are moved, and each rank adds them up itself, in 32
+bits and in the order of the ranks: ((r0 + r1) + r2).
 
 So the bits are the same on every rank, for every size of a batch, and those of `engine.ranks.sums`; an all-reduce of
-NCCL's own picks its order by the size of a message. Two ways, of the same bits:
+NCCL's own picks its order by the size of a message. Three ways, of the same bits; by the second and third, an
+`Exchange`, as NCCL is one, moves the parts:
 
+    least   one kernel over memory that all devices map (`engine.ranks.one_shot`), where they can
     small   every rank sends its whole part to every other, and adds up all of it: one exchange
     large   rank r is sent everybody's r-th piece, adds up that one, and sends the sum to all: two exchanges, which move
             as many bytes as a ring would
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from engine.model.reduction import add_in_order
 from engine.model.split import Share
+from engine.ranks.one_shot import OneShotSums
 
 AT_ONCE_BYTES = 256 * 1024
 """Up to here a part is sent whole: one exchange less to wait for. Not measured on a card."""
@@ -34,22 +37,32 @@ class Exchange(Protocol):
 
 
 class DeviceSums:
-    """Fulfils `engine.model.reduction.Reduction`. Has no state but the exchange's."""
+    """Fulfils `engine.model.reduction.Reduction`. Has no state but that of what it is made with."""
 
     def __init__(
-        self, share: Share, heads: tuple[int, int], vocab: int, link: Exchange, at_once_bytes: int = AT_ONCE_BYTES
+        self,
+        share: Share,
+        heads: tuple[int, int],
+        vocab: int,
+        link: Exchange,
+        at_once_bytes: int = AT_ONCE_BYTES,
+        one_shot: OneShotSums | None = None,
     ) -> None:
         self.share = share
         self.heads = heads
         self._columns = [Share(rank, share.ranks).even(vocab) for rank in range(share.ranks)]
         self._link = link
         self._at_once_bytes = at_once_bytes
+        self._one_shot = one_shot
         self._others = [rank for rank in range(share.ranks) if rank != share.rank]
 
     def sum(self, x: Tensor) -> Tensor:
         if not x.is_contiguous():
             raise ValueError("a sum over ranks is of contiguous rows")
         flat = x.view(-1)
+        if self._one_shot is not None and x.nbytes <= self._one_shot.most_bytes:
+            self._one_shot.sum(flat)
+            return x
         if x.nbytes <= self._at_once_bytes:
             self._sum(flat, [flat] * self.share.ranks)
             return x

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from engine.backends.gpu.graphs import Recorder
 from engine.backends.gpu.memory import GpuMemory
 from engine.config import EngineConfig
 from engine.ranks.device_sums import Exchange
+from engine.ranks.one_shot import MappedMemory
 from engine.storage.paged import KVTensors
 
 
@@ -25,7 +25,7 @@ class RankLink(Exchange, Protocol):
         """End what waits for other ranks, from any thread, so that whoever waits for the device comes back."""
 
 
-class Devices(Protocol):
+class Devices(MappedMemory, Protocol):
     """The devices of one worker, in one of its processes."""
 
     program: str
@@ -47,6 +47,3 @@ class Devices(Protocol):
 
     def export(self, kv: KVTensors) -> bytes:
         """Return a name by which rank 0 can map this rank's pool; empty where there is none."""
-
-    def map(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
-        """Return another rank's pool, uint8 `[blocks, block_bytes]`. Raises ValueError where it cannot be had."""

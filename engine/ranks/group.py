@@ -90,6 +90,8 @@ class RankGroup:
         self.heads = [Share(rank, ranks).kv_heads(model) for rank in range(ranks)]
         """The KV heads that each rank computes with."""
         self.wait_s = config.rank_wait_s
+        self.sums_by = ""
+        """In words, how ranks with a device each add up; empty where they do in memory of the host."""
         self.weights_bytes: list[int] = []
         """By rank, once they are ready."""
         self.pools: list[Callable[[], Tensor]] = []
@@ -120,7 +122,8 @@ class RankGroup:
         for ends in moves.values():
             # Whoever gives a command waits for no stopped rank for longer.
             set_wait(ends[0], self.wait_s, socket.SO_SNDTIMEO)
-        own = {rank: sums[0, rank][0] for rank in self._others}
+        self.links = own = {rank: sums[0, rank][0] for rank in self._others}
+        """By rank, the sockets for sums."""
         self._memory = mmap.mmap(memory_fd, ORDER_BYTES + places_bytes(ranks))
         heads = (model.heads, model.kv_heads)
         self.sums = RankSums(Share(0, ranks), heads, model.vocab, own, bytes_of(self._memory, ORDER_BYTES))
@@ -233,11 +236,11 @@ class RankGroup:
     def _lead(self, kv: KVTensors, devices: "Devices | None" = None) -> None:
         for rank in self._others:
             files: list[int] = []
-            mapped = self._hear(rank, PoolMapped, files)
-            if mapped.blocks != kv.blocks or len(files) != 1:
-                raise RankError(rank, f"has a pool of {mapped.blocks} blocks, not of {kv.blocks}")
-            size = kv.blocks, kv.layout.head_bytes * len(self.heads[rank])
             try:
+                mapped = self._hear(rank, PoolMapped, files)
+                if mapped.blocks != kv.blocks or len(files) != 1:
+                    raise RankError(rank, f"has a pool of {mapped.blocks} blocks, not of {kv.blocks}")
+                size = kv.blocks, kv.layout.head_bytes * len(self.heads[rank])
                 kv.file.lead(files[0])
                 if devices is not None:
                     self.pools.append(partial(devices.map, mapped.name, *size))
@@ -246,7 +249,9 @@ class RankGroup:
                     self.pools.append(lambda memory=memory: memory)  # type: ignore[misc]
             except ValueError as error:
                 raise RankError(rank, f"has another pool than it says: {error}") from error
-            os.close(files[0])
+            finally:
+                for fd in files:
+                    os.close(fd)
 
     def _limit_waits(self) -> None:
         self.sums.wait_at_most(self.wait_s)
@@ -296,8 +301,8 @@ class RankGroup:
 
     def _interruption(self) -> RankError | None:
         """Return why devices were interrupted, if they were."""
-        for rank in self._ended:
-            return self.explained(RankError(rank, "has ended"))
+        if self._ended:
+            return self.explained(RankError(next(iter(self._ended)), "has ended"))
         return self.explained(RankError(self._others[0], "does not answer")) if self._is_late else None
 
     def order(self, order: RankOrder | DeviceOrder) -> None:

@@ -23,6 +23,7 @@ Number = TypeVar("Number", np.uint64, np.int32)
 
 _DEAD = -1  # in the place of a parent
 _FIRST_BUCKETS = 1024
+_NOWHERE: Nodes = np.zeros(0, np.int32)
 
 
 class BlockTable:
@@ -40,6 +41,8 @@ class BlockTable:
         self._sets: Nodes = np.zeros(1, np.int32)
         self._free: Nodes = np.zeros(1, np.int32)
         self._free_count, self._fresh = 0, 1
+        self.changes = 0
+        """How often nodes were made or forgotten."""
         # Buckets below `_split` are those of a table of twice the size.
         self._heads: Nodes = np.zeros(2 * _FIRST_BUCKETS, np.int32)
         self._buckets, self._split = _FIRST_BUCKETS, 0
@@ -99,10 +102,13 @@ class BlockTable:
             open_at = open_at[~hit & (after > 0)]
         return found[: _leading(found > 0)]
 
-    def extend(self, keys: Keys, parent: int = 0) -> Nodes:
+    def extend(self, keys: Keys, parent: int = 0, lead: Nodes = _NOWHERE) -> Nodes:
         """Return the nodes of a path below `parent`, those that are missing made, held by nobody yet. Where a key is
-        known as another block's (two have coincided), the path ends before it."""
-        path = self.find(keys)
+        known as another block's (two have coincided), the path ends before it. `lead` is that of `keys`, if it is known
+        already."""
+        path = self.find(keys[len(lead) :])
+        if len(lead):
+            path = np.concatenate((lead, path))
         known = _leading(path > 0)
         above, same = self.parents[path[:known]], 0
         if known and above.item(0) == parent:
@@ -111,6 +117,7 @@ class BlockTable:
         if same < known or not missing:
             return path[:same]
         path = path[: known + _leading(path[known:] == 0)]
+        self.changes += 1
         made = self._allocate(len(path) - known)
         path[known:] = made
         above = path[known - 1 : -1] if known else np.concatenate((np.array([parent], np.int32), made[:-1]))
@@ -134,6 +141,7 @@ class BlockTable:
 
     def _remove(self, nodes: Nodes) -> None:
         """Forget nodes that nobody holds, and below which there are none left."""
+        self.changes += 1
         np.subtract.at(self.children, self.parents[nodes], 1)
         self.parents[nodes] = _DEAD
         buckets = np.sort(self._bucket(self.keys[nodes]))
@@ -158,9 +166,9 @@ class BlockTable:
         if len(dead):
             self._remove(dead)
 
-    def walk(self, keys: Keys) -> list[tuple[int, int]]:
-        """Return (bits, blocks): how many leading blocks of a chain each of these bits holds. Others hold none."""
-        path = self.lead(keys)
+    def walk(self, path: Nodes) -> list[tuple[int, int]]:
+        """Return (bits, blocks): how many leading blocks of a chain each of these bits holds, if `path` is its lead.
+        Others hold none."""
         if not len(path):
             return []
         sets = self._sets[path]

@@ -50,20 +50,18 @@ def bounded(known: float, wanted: float, step: float) -> float:
 class PredictionFactor:
     """How many times longer something takes than predicted. Mutable state: both sums, fading, and the factor."""
 
-    __slots__ = ("_observed_s", "_predicted_s", "value")
+    __slots__ = ("_observed_s", "_predicted_s", "is_known", "value")
 
     def __init__(self) -> None:
         self._observed_s = self._predicted_s = 0.0
+        self.is_known = False
         self.value = 1.0
-
-    @property
-    def is_known(self) -> bool:
-        return self._predicted_s > 0.0
 
     def observed(self, predicted_s: float, seconds: float) -> None:
         """Take in one prediction and what became of it. Predictions of nothing say nothing."""
         if not predicted_s > _LEAST_PREDICTED_S or not 0.0 <= seconds < float("inf"):
             return
+        self.is_known = True
         self._predicted_s += NEWEST * (predicted_s - self._predicted_s)
         self._observed_s += NEWEST * (seconds - self._observed_s)
         moved = bounded(self.value, self._observed_s / self._predicted_s, FACTOR_STEP)
@@ -199,13 +197,13 @@ class Coefficients:
             return 1.0
         return fit.delay.value if fit.delay.is_known else self._pools().delay
 
-    def reading(self, name: str) -> tuple[float, float]:
-        """Return what the price of a prompt on a worker is made of: `s_per_token` and `delay`. Of a prefill worker each
-        is its own only where that stands out from its pool; and of its delay, which is chance for the greater part,
-        only what goes beyond ALIKE."""
+    def reading(self, name: str) -> tuple[float, float, int]:
+        """Return what the price of a prompt on a worker is made of: `s_per_token`, `delay`, and the number of its host.
+        Of a prefill worker each of the first two is its own only where that stands out from its pool; and of its delay,
+        which is chance for the greater part, only what goes beyond ALIKE."""
         pools, fit = self._medians or self._pools(), self._prefills.get(name)
         if fit is None:
-            return self.s_per_token(name), 1.0
+            return self.s_per_token(name), 1.0, self.host(name)
         s_per_token, delay = pools.s_per_token, pools.delay
         own = fit.s_per_token
         if own and (own > s_per_token * ALIKE or s_per_token > own * ALIKE):
@@ -213,7 +211,7 @@ class Coefficients:
         own = fit.delay.value
         if (own > delay * ALIKE or delay > own * ALIKE) and fit.delay.is_known:
             delay = own / ALIKE if own > delay else own * ALIKE
-        return s_per_token, delay
+        return s_per_token, delay, fit.host
 
     def step(self, name: str, measured_s: float) -> tuple[float, float]:
         """Return the time of a step of a decode worker without rows, and what each row adds. `measured_s` is that of
@@ -225,6 +223,11 @@ class Coefficients:
             return step_s, step_s / ASSUMED_ROWS
         factor = fit.steps.value if fit is not None and fit.steps.is_known else 1.0
         return factor * line.alone_s, factor * line.s_per_row
+
+    @property
+    def unmeasured_step_s(self) -> float:
+        """The time of a step without rows, of a decode worker that has run none."""
+        return self._line.alone_s if self._line.s_per_row else self._pools().step_s
 
     def least_s_per_token(self, name: str) -> float:
         """Return the least time of a prompt token on a worker: by its own figures alone, 0.0 where it has none, and
@@ -264,14 +267,14 @@ class Coefficients:
     def _pools(self) -> "_Medians":
         if self._medians is None:
             prefills, decodes = list(self._prefills.values()), list(self._decodes.values())
-            exposures = [[fit.exposure[far] for fit in decodes] for far in (0, 1)]
-            near, far = (_median(one.value for one in ones if one.is_known) or 1.0 for ones in exposures)
+            near = [fit.exposure[0].value for fit in decodes if fit.exposure[0].is_known]
+            far = [fit.exposure[1].value for fit in decodes if fit.exposure[1].is_known]
             self._medians = _Medians(
-                _median(fit.s_per_token for fit in prefills) or _median(fit.s_per_token for fit in decodes),
-                _median(fit.delay.value for fit in prefills if fit.delay.is_known) or 1.0,
-                (near, far),
-                (_median(fit.ways_s[0] for fit in decodes), _median(fit.ways_s[1] for fit in decodes)),
-                _median(fit.step_s for fit in decodes),
+                _median([fit.s_per_token for fit in prefills]) or _median([fit.s_per_token for fit in decodes]),
+                _median([fit.delay.value for fit in prefills if fit.delay.is_known]) or 1.0,
+                (_median(near) or 1.0, _median(far) or 1.0),
+                (_median([fit.ways_s[0] for fit in decodes]), _median([fit.ways_s[1] for fit in decodes])),
+                _median([fit.step_s for fit in decodes]),
             )
         return self._medians
 
@@ -289,5 +292,5 @@ class _Medians(NamedTuple):
 
 def _median(figures: Iterable[float]) -> float:
     """The median of those that are not zero; 0.0 without any."""
-    known = [figure for figure in figures if figure]
+    known = list(filter(None, figures))
     return median(known) if known else 0.0

@@ -114,7 +114,10 @@ class Placer:
             self._reuse.arrivals.came(now, max(record.uncached_tokens, 1) * s_per_token, len(beside))
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
-        decodes = [w for w in self._takers_for(call.record, now) if not w.refused and _applies(w, call.record)]
+        adapter = call.record.adapter
+        decodes = [w for w in self._takers_for(call.record, now) if not w.refused]
+        if adapter:
+            decodes = [w for w in decodes if adapter in w.info.adapters]
         pin = None if call.source is not None else call.pin
         if pin is not None:
             choice = self._best_of(call, held, [w for w in decodes if w.life == pin.decode], pin, now)
@@ -138,8 +141,9 @@ class Placer:
         source = None if call.source is None else self._registry.get(call.source[0])
         best: Choice | None = None
         # Decode workers with the same model and block size are compared at once, then the best of each kind.
-        for key in sorted({w.key for w in decodes}):
-            alike = [w for w in decodes if w.key == key]
+        kinds = sorted({w.key for w in decodes})
+        for key in kinds:
+            alike = decodes if len(kinds) == 1 else [w for w in decodes if w.key == key]
             wanted, found = demand(record, alike[0].info, self._fitted.answer_tokens), held.depths(key)
             roomy = self._roomy(record, alike, found)
             if not roomy:
@@ -167,10 +171,18 @@ class Placer:
 
     def _roomy(self, record: RequestRecord, alike: Sequence[WorkerEntry], found: Mapping[str, int]) -> list[DecodeView]:
         """The views of the decode workers of one kind that may have room. `found`: what each holds of the prompt."""
-        roomy, demands = [], _Demands(record)
+        roomy, demands, unmeasured_s = [], _Demands(record), self._fitted.unmeasured_step_s
         for worker in alike:
-            view = self._decode_view(worker, found.get(worker.name, 0))
-            if _fits(demands[worker.room], view):
+            cached_blocks, view = found.get(worker.name, 0), worker.decode_view
+            # As `_decode_view` would find: of many workers, nearly all are as they were.
+            if (
+                view is None
+                or view.cached_blocks != cached_blocks
+                or not (view.s_per_step or view.alone_s == unmeasured_s)
+            ):
+                view = self._decode_view(worker, cached_blocks)
+            wanted, blocks = demands[worker.room], view.blocks
+            if wanted.blocks - cached_blocks <= blocks - view.used_blocks and wanted.most_blocks <= blocks:  # it fits
                 roomy.append(view)
         return roomy
 
@@ -260,12 +272,12 @@ class Placer:
         self, record: RequestRecord, fingerprint: str, failed: Collection[Life], now: float
     ) -> list[WorkerEntry]:
         """The prefill workers of a model that could read the prompt of `record`, without those that `failed`."""
-        demands = _Demands(record)
+        demands, adapter = _Demands(record), record.adapter
         return [
             w
             for w in self._registry.takers("prefill", now)
             if w.key[0] == fingerprint
-            and _applies(w, record)
+            and (not adapter or adapter in w.info.adapters)
             and demands[w.room].prompt_blocks <= w.info.blocks
             and not (failed and w.life in failed)
         ]
@@ -275,9 +287,11 @@ class Placer:
     ) -> list[PrefillView]:
         delaying: dict[str, float] = {}
         # Workers whose blocks are of one size hold the same beginnings.
-        for key in {w.key for w in readers}:
-            delaying |= self._delaying(call, held, [w for w in readers if w.key == key])
-        return [self._reader_view(call, w, held.blocks(w), wanted, delaying[w.name]) for w in readers]
+        kinds = {w.key for w in readers}
+        for key in kinds:
+            delaying |= self._delaying(call, held, [w for w in readers if len(kinds) == 1 or w.key == key])
+        found = {key: held.depths(key) for key in kinds}
+        return [self._reader_view(call, w, found[w.key].get(w.name, 0), wanted, delaying[w.name]) for w in readers]
 
     def _local_views(
         self,
@@ -305,19 +319,20 @@ class Placer:
     def _reader_view(
         self, call: Call, worker: WorkerEntry, blocks: int, wanted: Demand, delaying: float
     ) -> PrefillView:
-        fitted, name, queue_tokens = self._fitted, worker.name, worker.queue_tokens
-        s_per_token, delay = fitted.reading(name)
+        name, queue_tokens = worker.name, worker.queue_tokens
+        s_per_token, delay, host = self._fitted.reading(name)
         if call.left_behind is not None and call.left_behind[0] is worker.load:
             queue_tokens = max(queue_tokens - call.left_behind[1], 0)
+        cached_tokens, most = blocks * worker.room[0], wanted.prompt_tokens - 1
         return PrefillView(
             name,
-            min(blocks * worker.room[0], wanted.prompt_tokens - 1),
+            cached_tokens if cached_tokens < most else most,
             queue_tokens,
             s_per_token,
             len(worker.own),
             delaying,
             delay,
-            fitted.host(name),
+            host,
         )
 
     def _least_read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:

@@ -23,12 +23,14 @@ RESERVED_BLOCKS = 1 << 24
 class PrefixIndex:
     """Workers by name. The router core owns it, and `ClusterView` and `Router` alone change it."""
 
-    # Mutable state: the table, the caches by name, and whose each bit of the table's sets is.
+    # Mutable state: the table, the caches by name, whose each bit of the table's sets is, and the chain that was looked
+    # for last, with its keys and its lead, and what the table's count of changes was.
 
     def __init__(self) -> None:
         self._table = BlockTable()
         self._caches: dict[str, BelievedCache] = {}
         self._owners: list[tuple[str, int] | None] = []
+        self._latest: tuple[Chain, Keys, Nodes, int] = ((), _keys(()), self._table.lead(_keys(())), 0)
 
     def __repr__(self) -> str:
         held = ", ".join(f"{name}: {h.whole.blocks}/{h.whole.capacity}" for name, h in self._caches.items())
@@ -91,11 +93,21 @@ class PrefixIndex:
 
     def _walk(self, chain: Chain) -> Iterator[tuple[str, int, int]]:
         """Yield (worker, number of a tier, blocks), the fewest first."""
-        for mask, blocks in self._table.walk(_keys(chain)):
+        for mask, blocks in self._table.walk(self._lead(chain)[1]):
             for bit in _bits(mask):
                 owner = self._owners[bit]
                 assert owner is not None, "a set names nobody"
                 yield *owner, blocks
+
+    def _lead(self, chain: Chain) -> tuple[Keys, Nodes]:
+        """The keys of a chain, and the nodes of its leading blocks. What a request was placed by is believed next."""
+        known, keys, lead, changes = self._latest
+        if known is not chain or len(keys) != len(chain):
+            keys, changes = _keys(chain), -1
+        if changes != self._table.changes:
+            lead = self._table.lead(keys)
+            self._latest = chain, keys, lead, self._table.changes
+        return keys, lead
 
     # what is learned
 
@@ -104,7 +116,11 @@ class PrefixIndex:
         cache = self._caches.get(worker)
         if cache is None:
             return
-        path = self._table.extend(_keys(chain[: cache.whole.capacity]))
+        most = cache.whole.capacity
+        keys, lead = self._lead(chain)
+        path = self._table.extend(keys[:most], lead=lead[:most])
+        if len(path) == len(keys):
+            self._latest = chain, keys, path, self._table.changes
         if len(path):
             cache.use(path)
             self._table.mark(path, cache.mask)

@@ -30,7 +30,7 @@ Both are of the latest requests: half of them is of the last HALF_LIFE a worker,
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from router.core.policy import PrefillView, token_s
+from router.core.policy import ASSUMED_S_PER_TOKEN, PrefillView, token_s
 
 HALF_LIFE, SHORTEST = 32, 256
 MOST_BUSY = 0.7
@@ -188,13 +188,20 @@ class Reuse:
             lost, each = self.arrivals.lost(tokens), self.arrivals.delayed(s_per_token, 0.0)
             idle = self.arrivals.delayed(0.0, tokens * s_per_token) * lost - self.missed.of(chain[deeper - 1])
             parts.append((depth, tokens, idle + each * (tokens - lost) * least_tokens, each * lost))
-        others = dict.fromkeys(held, 0.0)
+        others: dict[str, float] = {}
+        known: dict[tuple[int, int], float] = {}  # where there are many workers, most are alike
         for name, blocks in held.items():
-            for depth, tokens, idle, each in parts:
-                if depth < blocks:
-                    break
-                price = idle + each * queues[name]
-                others[name] += price if price > -tokens else -tokens
+            alike = blocks, queues[name]
+            total = known.get(alike)
+            if total is None:
+                total = 0.0
+                for depth, tokens, idle, each in parts:
+                    if depth < blocks:
+                        break
+                    price = idle + each * alike[1]
+                    total += price if price > -tokens else -tokens
+                known[alike] = total
+            others[name] = total
         return others
 
 
@@ -207,9 +214,13 @@ def spare_tokens(prompt_tokens: int, views: Sequence[PrefillView], chosen: Prefi
     """Return for how many tokens' time more `chosen`, one of `views`, could be busy before a prompt had better be read
     by another one; None if there is none. What others lose by that counts."""
 
-    def cost_s(view: PrefillView) -> float:
-        own_tokens = view.queue_tokens + max(prompt_tokens - view.cached_tokens, 1)
-        return (own_tokens + view.delaying_tokens) * token_s(view)
-
-    next_s = min((cost_s(view) for view in views if view.name != chosen.name), default=None)
-    return None if next_s is None else max(next_s - cost_s(chosen), 0.0) / token_s(chosen)
+    # As `token_s` and a sum would have it, written out: every decision asks every prefill worker.
+    here, own_s = chosen.name, 0.0
+    next_s: float | None = None
+    for view in (*views, chosen):
+        uncached = prompt_tokens - view.cached_tokens
+        own_tokens = view.queue_tokens + (uncached if uncached > 1 else 1)
+        own_s = (own_tokens + view.delaying_tokens) * ((view.s_per_token or ASSUMED_S_PER_TOKEN) * view.delay)
+        if (next_s is None or own_s < next_s) and view.name != here:
+            next_s = own_s
+    return None if next_s is None else max(next_s - own_s, 0.0) / token_s(chosen)

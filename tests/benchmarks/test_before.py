@@ -22,6 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     before.main()
 
 
+@pytest.mark.slow
 def test_two_checkouts_are_timed_on_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

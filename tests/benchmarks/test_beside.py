@@ -185,6 +185,7 @@ def test_ours_with_other_settings_is_a_server_of_its_own() -> None:
     assert pool.name == "one pool" and pool.argv == (*plain.argv, "--workers", "2")
 
 
+@pytest.mark.slow
 def test_a_cluster_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole way for the one server that is always there: started, warmed up, measured, stopped."""
     figures = tmp_path / "figures.json"

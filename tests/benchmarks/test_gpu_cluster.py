@@ -146,6 +146,7 @@ def test_a_check_without_teeth_is_not_passed(
     assert judge.verdict([answer])["right"] == 0
 
 
+@pytest.mark.slow
 def test_nccl_that_does_not_work_is_a_line_and_cuda_ipc_an_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

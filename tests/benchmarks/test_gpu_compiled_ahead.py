@@ -62,6 +62,7 @@ def found_by(process: subprocess.Popen[str]) -> list[bool]:
     return list(json.loads(told))
 
 
+@pytest.mark.slow
 def test_what_was_compiled_ahead_is_found_by_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards compiling ahead for nothing: another constant, type or alignment than that of the launch, or another
     folder, and each candidate is compiled a second time while the card waits."""

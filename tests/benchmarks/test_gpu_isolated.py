@@ -31,6 +31,7 @@ def behave(card: Card, task: str) -> Line:
     return {"process": os.getpid(), "device": card.device.type}
 
 
+@pytest.mark.slow
 def test_a_task_that_breaks_its_process_costs_one_task() -> None:
     """Guards all that comes behind an illegal access, and behind a process that is gone or never answers."""
     tasks = ["first", "is refused", "second", "poisons", "third", "dies", "fourth", "hangs", "fifth"]
@@ -60,6 +61,7 @@ def test_tasks_that_nobody_asks_for_any_more_are_not_begun() -> None:
         os.kill(int(told["process"]), 0)
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_loses_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the lines behind the first kernel that the card will not run."""
     fits = correct.CASES[8]

@@ -117,6 +117,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "IN_DRY_RUN", len(FATES))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("faked")
 def test_a_candidate_costs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the figures of a card: an illegal access, a process that dies and a wrong answer cost one candidate each,
@@ -201,6 +202,7 @@ def test_every_entry_is_written_when_it_is_measured(tmp_path: Path, monkeypatch:
     assert main(["--dry-run", "--out", str(tmp_path), "--keys", "sort"]) == 2
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_every_kernel_and_is_not_taken(dry_run: tuple[Path, subprocess.Popen[str]]) -> None:
     """Guards a program that only a card has ever run, and figures of the interpreter in the table of a worker."""
     out, process = dry_run

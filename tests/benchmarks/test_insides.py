@@ -20,6 +20,7 @@ from router.front.api import Finished
 ENGINE = EngineConfig(pool_bytes=4 << 20)
 
 
+@pytest.mark.slow
 def test_migration_counts_blocks_bytes_and_digests(tiny_model: Path) -> None:
     """Guards figures of the wrong request: digests that were never made, made elsewhere, or made where they are off."""
     lines, copy = migration.measure(tiny_model, [1, 70], ["shm"], 2, ENGINE)
@@ -35,6 +36,7 @@ def test_migration_counts_blocks_bytes_and_digests(tiny_model: Path) -> None:
         assert (line.digest_share.median > 0) == digests
 
 
+@pytest.mark.slow
 def test_recovery_kills_and_stays_exact(tiny_model: Path) -> None:
     """Guards a kill that hits the idle worker, and a comparison that compares nothing."""
     lines = recovery.measure(tiny_model, [40], [3], kills=2, output_tokens=200, engine=ENGINE)

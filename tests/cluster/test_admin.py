@@ -18,10 +18,12 @@ from cluster.admin_client import AdminClient, NotRunning
 from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, new_nonce, request_code
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
+from cluster.processes.slots import SlotState
 from cluster.processes.spec import LaunchError
 from cluster.processes.supervisor import RestartConfig
 from cluster.resolve import Setting
 from cluster.rundir import RunDir
+from engine.messages import RankUse
 from tests.cluster.processes.test_launchers import CONFIG, FAKES, eventually
 
 SETTINGS = (Setting("model", "", "default"), Setting("router.namespace_key", "hush", "file x"))
@@ -98,6 +100,22 @@ def test_status_tells_who_runs_and_who_died(served: Served) -> None:
     assert eventually(again, 20.0)
     now = {one.name: one for one in served.client.status().processes}["decode-1"]
     assert now.why == "killed by SIGKILL" and now.incarnation != before.incarnation
+
+
+def test_ranks_of_a_worker_that_has_died_are_told_no_more(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards pids that mean nobody, or somebody else by now: a slot's latest process is told on, its ranks are not."""
+    ranks = [RankUse(11, 1), RankUse(12, 1)]
+    known = {name: msgspec.structs.replace(up, ranks=ranks) for name, up in served.cluster.processes().items()}
+    monkeypatch.setattr(served.cluster, "processes", lambda: known)
+    slots = served.cluster.slots()
+    for state in SlotState:
+        changed = [msgspec.structs.replace(one, state=state) for one in slots]
+        monkeypatch.setattr(served.cluster, "slots", lambda changed=changed: changed)
+        told = {one.name: one for one in served.admin.status().processes}["decode-1"]
+        assert told.pid == known["decode-1"].pid
+        assert told.ranks == (ranks if state in (SlotState.UP, SlotState.LEAVING) else []), state
 
 
 def test_pools_are_scaled_and_workers_drained(served: Served) -> None:

@@ -25,6 +25,8 @@ from transfer.gpu.kernels import DeviceKernels
 from transfer.transport import TransferError
 
 _SUCCESS = 0
+_REACH = {2: "cannot map memory of", 3: "has no atomics over its link with"}
+"""`CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED`, `.._NATIVE_ATOMIC_SUPPORTED`; and what is without."""
 
 
 class _CudaEvent:
@@ -135,6 +137,30 @@ class CudaDevice:
         with torch.cuda.device(self._device), _translated("export the pool"):
             handle = _Handle(bytes(runtime.ipcGetMemHandle(base)), pointer - base)
         return msgspec.msgpack.encode(handle)
+
+    def shared(self, nbytes: int) -> tuple[Tensor, bytes]:
+        """Return uint8 `[nbytes]`, zero, in an allocation of its own, for as long as this process lives, and a name by
+        which others `open` it. Raises TransferError."""
+        with torch.cuda.device(self._device), _translated("share memory of this device"):
+            address = runtime.malloc(nbytes)
+            memory = self._bytes(address, nbytes)
+            memory.zero_()
+            runtime.deviceSynchronize()  # another process is about to write to it
+            handle = _Handle(bytes(runtime.ipcGetMemHandle(address)), 0)
+        return memory, msgspec.msgpack.encode(handle)
+
+    def check_reach(self, other: int) -> None:
+        """Raise TransferError where kernels here cannot map memory of GPU `other`, or cannot exchange a word of it."""
+        if other == self._device.index:
+            return
+        driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        pair = [ctypes.c_int(), ctypes.c_int()]
+        for found, number in zip(pair, (self._device.index, other), strict=True):
+            driver.cuDeviceGet(ctypes.byref(found), number)
+        for attribute, what in _REACH.items():
+            status = driver.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, *pair)
+            if status != _SUCCESS or not value.value:
+                raise TransferError(f"GPU {self._device.index} {what} GPU {other}")
 
     def open(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
         try:

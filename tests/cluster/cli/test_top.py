@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 
 from cluster.admin import Flights, ProcessStatus, Status
 from cluster.cli.hints import hints
-from cluster.cli.status_view import duration, print_status, ranks_line
+from cluster.cli.status_view import duration, print_status, ranks_lines
 from cluster.cli.top import frame
 from cluster.cli.trace_view import print_latest, print_trace, request_of
 from engine.messages import Load, RankUse
@@ -144,7 +144,20 @@ def test_status_and_top_say_of_which_processes_a_worker_is() -> None:
     lines = shown(frame(STATUS, msgspec.structs.replace(OVERVIEW, workers=workers)))
     assert line in lines and sum("ranks" in one for one in lines) == 1
     ranks[1] = RankUse(4194301, 62 << 20)
-    assert ranks_line("w", ranks) == "w is 3 ranks: pids 12, 4194301, 4194302; 61 MiB to 62 MiB of weights each"
+    assert ranks_lines("w", ranks) == ["w is 3 ranks: pids 12, 4194301, 4194302; 61 MiB to 62 MiB of weights each"]
+
+
+def test_status_and_top_say_how_ranks_on_gpus_add_up() -> None:
+    """Guards a worker that goes the slow way, and an operator who does not know why."""
+    ranks = [RankUse(pid, 61 << 20, "by NCCL alone: rank 1: no atomics") for pid in (12, 13)]
+    line = "prefill-0 adds up over its ranks by NCCL alone: rank 1: no atomics"
+    console, (first, *others) = Console(width=80, file=StringIO()), STATUS.processes
+    processes = [msgspec.structs.replace(first, ranks=ranks), *others]
+    print_status(msgspec.structs.replace(STATUS, processes=processes), console)
+    assert line in text_of(console).splitlines()
+    worker, *rest = OVERVIEW.workers
+    workers = [msgspec.structs.replace(worker, ranks=ranks), *rest]
+    assert line in shown(frame(STATUS, msgspec.structs.replace(OVERVIEW, workers=workers)))
 
 
 def test_what_is_there_is_seen_in_the_bar() -> None:

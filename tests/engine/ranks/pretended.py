@@ -38,7 +38,7 @@ SMALL_VARIABLE = "PRETENDED_SMALL_RANK"
 STEPS_VARIABLE = "PRETENDED_FEWER_BLOCKS"
 """The rank of this number makes a pool of one block less than it is told."""
 UNMAPPED_VARIABLE = "PRETENDED_UNMAPPED"
-"""Set: no rank's pool can be mapped by another."""
+"""Set: nothing of a rank's can be mapped by another."""
 
 
 class Waited(RankExchange):
@@ -138,6 +138,7 @@ class PretendedDevices:
     def __init__(self) -> None:
         self.link: Waited | None = None
         self._rank = 0
+        self._shared: list[PoolFile] = []
 
     def open(self, config: EngineConfig, rank: int) -> torch.device:
         self._rank = rank
@@ -152,6 +153,12 @@ class PretendedDevices:
         with translated(rank):
             self.link = Waited(unique_id, rank, ranks, is_lost)
         return self.link
+
+    def shared(self, nbytes: int, ranks: int) -> tuple[Tensor, bytes]:
+        if os.environ.get(UNMAPPED_VARIABLE):
+            raise ValueError("devices that cannot map each other")
+        self._shared.append(file := PoolFile("headrace-sums", 1, nbytes))
+        return map_blocks(file.fd, 1, nbytes).view(-1), f"/proc/{os.getpid()}/fd/{file.fd}".encode()
 
     def recorder(self, link: RankLink) -> Callable[[], ExchangeRecorder]:
         assert isinstance(link, Waited)

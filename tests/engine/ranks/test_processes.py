@@ -237,7 +237,8 @@ def test_a_rank_that_opens_otherwise_is_named(
 def test_a_rank_whose_pool_is_smaller_than_it_says_is_named(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Guards generations and tiers of blocks that a rank does not have, and an error that names nobody."""
+    """Guards generations and tiers of blocks that a rank does not have, an error that names nobody, and a file that
+    stays open behind it."""
     hear = RankGroup._hear
 
     def shrunk(self: RankGroup, rank: int, kind: Any, files: list[int] | None = None) -> Any:
@@ -252,6 +253,8 @@ def test_a_rank_whose_pool_is_smaller_than_it_says_is_named(
     with pytest.raises(RankError, match="another pool than it says") as caught:
         opened(tiny, tensor_parallel=3, rank_pools="own")
     assert caught.value.rank == 2
+    open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert size > 8 or not any("memfd:smaller" in name for name in open_files)  # a map keeps one of its own
 
 
 def test_a_rank_that_is_not_understood_is_named(three: EngineDevice) -> None:

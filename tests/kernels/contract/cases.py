@@ -26,6 +26,7 @@ from tests.kernels.contract.other_cases import (
     mask_case,
     merge_parts_case,
     norm_case,
+    rank_sum_case,
     rope_case,
     round_case,
     silu_case,
@@ -56,6 +57,7 @@ BUILDERS = {
     "coded_gate_up_experts": coded_gate_up_case,
     "coded_down_experts": coded_down_case,
     "combine_experts": combine_case,
+    "rank_sum": rank_sum_case,
 }
 
 OF_HOPPER = ("float8_linear",)

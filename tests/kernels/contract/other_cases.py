@@ -11,6 +11,7 @@ from kernels import (
     configs,
     float8_linear,
     mask_logits,
+    rank_sum,
     rms_norm,
     rope_kv_write,
     scaled_linear,
@@ -65,6 +66,32 @@ def norm_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "eps": "fp32",
         },
         constants={"HIDDEN": hidden, "PAD": triton.next_power_of_2(hidden), "RESIDUAL": True},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def rank_sum_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """Four ranks, and as much of each as the default of `engine.one_shot_bytes`."""
+    size = 2 if key.dtype == "bfloat16" else 4
+    return Case(
+        name=case_name(key),
+        kernel=rank_sum.rank_sum_kernel,
+        types={
+            "x_ptr": "*bf16" if size == 2 else "*fp32",
+            **dict.fromkeys(("buffers_ptr", "steps_ptr"), "*i64"),
+            "notes_ptr": "*i32",
+            **dict.fromkeys(("count", "limit"), "i32"),
+        },
+        constants={
+            "RANK": 1,
+            "RANKS": 4,
+            "PAD": 4,
+            "PROGRAMS": rank_sum.programs_of(256 << 10),
+            "TILE": rank_sum.PART_BYTES // size,
+            "PART": rank_sum.PART_BYTES,
+            "UNIT": 16,
+        },
         warps=config.warps,
         stages=config.stages,
     )

@@ -153,7 +153,8 @@ def test_equals_are_priced_as_equals() -> None:
     fitted = cluster()
     for name, s_per_token in (("p0", 0.0030), ("p1", 0.0034)):
         fitted.reported(name, load(s_per_token=s_per_token))
-    assert fitted.reading("p0") == fitted.reading("p1") == (pytest.approx(0.0032), 1.0)
+    assert fitted.reading("p0")[:2] == fitted.reading("p1")[:2] == (pytest.approx(0.0032), 1.0)
+    assert (fitted.reading("p0")[2], fitted.reading("p1")[2]) == (fitted.host("p0"), fitted.host("p1"))
     for name, late in (("p0", 0.12), ("p1", 0.10)):
         for _ in range(200):
             fitted.ended((0.1, 0.2), account(name, prefill_run=late, migrate=0.1))

@@ -182,7 +182,7 @@ def plain_reader(parts: Parts, call: Call, worker: WorkerEntry, wanted: Demand) 
     pool_s = fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
     others = parts.placer._reuse.delaying_tokens(chain, held, size, queues, pool_s)[name]
     cached = min(held[name] * size, wanted.prompt_tokens - 1)
-    s_per_token, delay = fitted.reading(name)
+    s_per_token, delay, _ = fitted.reading(name)
     own = counted(worker)[0], s_per_token, len(worker.own)
     return PrefillView(name, cached, *own, others, delay, fitted.host(name))
 
