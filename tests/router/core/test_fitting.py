@@ -388,14 +388,22 @@ class PlainFit:
             return 1.0
         return self.factor(name, "delay") or self.usual_delay()
 
-    def reading(self, name: str) -> tuple[float, float]:
+    def host(self, name: str) -> int:
+        """Hosts are numbered as they come."""
+        return list(dict.fromkeys(self.hosts.values())).index(self.hosts[name]) if name in self.hosts else 0
+
+    def reading(self, name: str) -> tuple[float, float, int]:
         if self.roles.get(name) != "prefill":
-            return self.s_per_token(name), 1.0
+            return self.s_per_token(name), 1.0, self.host(name)
         usual, own = self.usual_s_per_token, self.own_s_per_token(name)
         apart = max(own, usual) > ALIKE * min(own, usual)
         late, usually = self.delay(name), self.usual_delay()
         nearer = max(late / ALIKE, usually) if late > usually else min(late * ALIKE, usually)
-        return own if own and apart else usual, nearer
+        return own if own and apart else usual, nearer, self.host(name)
+
+    @property
+    def unmeasured_step_s(self) -> float:
+        return self.step("nobody", 0.0)[0]
 
     def step(self, name: str, measured_s: float) -> tuple[float, float]:
         alone_s, row_s = self.line()
@@ -474,8 +482,9 @@ def test_any_order_of_reports_and_ends_comes_to_what_all_of_them_say(seed: int) 
         elif turn % 3 == 0:
             join(name)
         assert fitted.usual_s_per_token == pytest.approx(plain.usual_s_per_token)
+        assert fitted.unmeasured_step_s == pytest.approx(plain.unmeasured_step_s)
         for one in (random.choice(list(names)), "nobody"):
-            for ask in ("s_per_token", "delay", "reading", "exposure", "least_s_per_token", "least_exposure"):
+            for ask in ("s_per_token", "delay", "reading", "exposure", "least_s_per_token", "least_exposure", "host"):
                 assert getattr(fitted, ask)(one) == pytest.approx(getattr(plain, ask)(one)), ask
             assert fitted.s_per_block(one) == pytest.approx(plain.s_per_block(one))
             measured_s = random.choice((0.0, 0.015))
