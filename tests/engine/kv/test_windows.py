@@ -734,3 +734,35 @@ def test_any_order_of_steps_holds_and_charges_what_it_should(seed: int) -> None:
     for kept in run.live:
         run.kv.release(kept.lease)
     assert run.kv.available == BLOCKS
+
+
+@pytest.mark.parametrize(("has", "found"), [(True, 10), (False, 8)])
+def test_a_boundary_block_is_found_where_its_own_windows_are_there(has: bool, found: int) -> None:
+    """Guards a copy of a block that is gone, and one that is not made although all is there: behind ten tokens a window
+    of five sees two blocks, the boundary block among them."""
+    kv = KVCacheManager(BLOCKS, SIZE, "m", groups=(LayerGroup((0,)), LayerGroup((1,), 5)), ahead_tokens=AHEAD)
+    tokens = list(range(12))
+    kv.release(_compute(kv, _lease(kv, tokens, cached=False), tokens))
+    nodes = kv.cache.longest(b"", tokens, 12).nodes
+    for node, keeps in zip(nodes, (False, True, has), strict=True):
+        assert node.windows is not None
+        if not keeps and node.windows[0] != GONE:
+            block = node.windows[0]
+            kv.cache.unbind(node, 0)
+            assert kv.windows is not None
+            kv.windows._worth.discard(block)
+            kv._free(block)
+    assert kv.matched_tokens(b"", [*tokens[:10], 77, 78], 11) == found
+    kv.check()
+
+
+def test_of_a_window_that_is_let_go_the_tail_goes_first() -> None:
+    """Guards the order of eviction: without what is before it, the last block of a window is worth nothing."""
+    kv, tokens = _manager(), list(range(16))
+    lease = _compute(kv, _lease(kv, tokens, cached=False), tokens)
+    tables = [[block for block in reversed(table) if block != GONE] for table in lease.windows]
+    assert all(len(table) > 1 for table in tables)
+    kv.release(lease)
+    ((_, line),) = kv.cache.shares.lines()
+    for table in tables:
+        assert [block for block in line if block in table] == table
