@@ -578,3 +578,31 @@ def test_a_request_fits_to_the_block(blocks: int, most: int, cached: int, used: 
     unused."""
     view = DecodeView("d0", cached, used, 10, 0.05, {}, 0)
     assert _fits(Demand(0, 0, blocks, most), view, promised) is fits
+
+
+def test_prefill_workers_of_two_block_sizes_are_asked_for_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what others would lose: counted in blocks of one size, it says nothing of a worker whose blocks are of
+    another."""
+    parts, asked = Parts(), list[tuple[int, set[str]]]()
+    for name, size in (("d0", 16), ("p0", 16), ("p1", 32), ("p2", 16)):
+        parts.join(name, block_size=size)
+
+    def delaying(chain: list[bytes], held: dict[str, int], size: int, *more: object) -> dict[str, float]:
+        asked.append((size, set(held)))
+        return dict.fromkeys(held, 0.0)
+
+    monkeypatch.setattr(parts.placer._reuse, "delaying_tokens", delaying)
+    assert parts.placer.choose(waiting(), 0.0) is not None
+    assert sorted(asked) == [(16, {"p0", "p2"}), (32, {"p1"})]
+
+
+def test_a_decode_worker_that_reads_itself_is_compared_with_the_others() -> None:
+    """Guards the price of copies where decode workers read: one that was compared with itself, under its other name,
+    would have nothing to spare."""
+    parts = Parts()
+    for name in ("d0", "d1"):
+        parts.join(name)
+        parts.report(name, s_per_prompt_token=0.01, s_per_token=0.01)
+    parts.report("d1", s_per_prompt_token=0.01, s_per_token=0.01, waiting_tokens=100)
+    assert pair(parts.placer.choose(waiting(), 0.0)) == (LOCAL.name, "d0")
+    assert parts.placer._reuse.arrivals._spare_tokens == pytest.approx(100)
