@@ -56,7 +56,6 @@ class RankMovers:
         self._lock = threading.Lock()
         self._group = MoverGroup(heads)
         self._own = Mover(transports, memory, layout.restricted(heads[0]), self._hear_own)
-        self.run_once = self._own.run_once
         self._links = links
         self._reports: dict[int, Reported] = {}
         self._answers: queue.SimpleQueue[DescribedTo] = queue.SimpleQueue()
@@ -107,6 +106,9 @@ class RankMovers:
     def stop(self, timeout_s: float = 5.0) -> None:
         self._stopping = True
         self._own.stop(timeout_s)
+
+    def run_once(self) -> bool:
+        return self._own.run_once()
 
     @property
     def outstanding(self) -> int:
