@@ -31,6 +31,7 @@ from benchmarks.front_bare import serve_bare
 from benchmarks.front_disturbed import serve_disturber
 from benchmarks.front_peers import SmgFront, serve_text_workers
 from benchmarks.vllm_front import VllmFront
+from cluster.processes.collector import spare_collector
 from engine.handshake import Keyring, Party
 from engine.messages import (
     PROTOCOL,
@@ -143,11 +144,14 @@ def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_ht
         default_max_tokens=CONTEXT_TOKENS // 2,
         wakes_per_s=wakes_per_s,
     )
-    server = RouterServer(config, "", SECRETS, text=HexText())
+    text = HexText()
+    text.detokenizer().push(range(VOCABULARY))  # as a router that has served for a while: each token was met before
+    server = RouterServer(config, "", SECRETS, text=text)
     addresses = server.start()
     server.set_workers(workers["prefill"], workers["decode"])
     while not server.ready():
         time.sleep(0.02)
+    spare_collector()
     pipe.send((addresses.grpc, addresses.http))
     _wait_closed(pipe)
     os._exit(0)

@@ -206,15 +206,15 @@ class Hub:
 
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
         """Take in one frame of a worker."""
-        next_tokens, sinks, clock = self.core.next_tokens, self._sinks, self._clock
+        next_tokens, sinks, now = self.core.next_tokens, self._sinks, self._clock()
         for record in records:
             try:
                 if isinstance(record, Tokens) and (ids := next_tokens(worker, record)):
                     sink = sinks.get(record.request)
-                    if sink is not None and (kept := sink.tokens(ids, clock(), record.logprobs)) is not None:
+                    if sink is not None and (kept := sink.tokens(ids, now, record.logprobs)) is not None:
                         self._handle(events.StopFound(record.request, kept))
                 elif isinstance(record, TenantsTold):
-                    self._hear_sibling(record, clock())
+                    self._hear_sibling(record, now)
                 else:
                     self._handle(events.WorkerSaid(worker, record))
             except Exception:

@@ -80,6 +80,8 @@ from router.core.registry import Life
 from router.core.sessions import Pin, Sessions
 from router.core.waiting_queue import WaitingQueue
 
+_RUNNING = State.RUNNING  # looked up once: every token asks
+
 
 class Router:
     """Only `handle` changes it; the router's event loop owns it."""
@@ -97,7 +99,7 @@ class Router:
         self._view = view = ClusterView(config.worker_silent_s)
         self.registry, self.index = view.registry, view.index
         self._table = table = CallTable(view)
-        self._calls = table.calls
+        self._calls, self._share = table.calls, table.share
         self._placer = make_placer(policy, view.registry, view.index, config.local_prefill)
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._sessions = Sessions(config.session_s)
@@ -328,10 +330,10 @@ class Router:
     def next_tokens(self, worker: str, record: Tokens) -> list[int]:
         """Take in what nearly every record is, the next tokens of a request that runs on this worker, and return what
         its client is given. Empty, with nothing changed, for any other record: `handle` decides on that."""
-        call = self._calls.get(record.request)
+        call, ids = self._calls.get(record.request), record.ids
         if (
             call is None
-            or call.state is not State.RUNNING
+            or call.state is not _RUNNING
             or call.placement != record.placement
             or call.decode != worker
             or call.source is not None
@@ -339,9 +341,12 @@ class Router:
             or record.index != len(call.emitted)
         ):
             return []
-        call.emit(record.ids, record.logprobs)
-        self._table.share.wrote(record.request, len(record.ids))
-        return record.ids
+        if record.logprobs or len(ids) != 1:
+            call.emit(ids, record.logprobs)
+        else:
+            call.emitted.append(ids[0])  # as nearly every step's
+        self._share.wrote(record.request, len(ids))
+        return ids
 
     def _tokens(self, call: Call, record: Tokens, now: float, out: list[Command]) -> None:
         if call.state is not State.RUNNING:

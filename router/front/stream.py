@@ -127,8 +127,11 @@ class SampleStream:
         text, kept = self.output.push(ids)
         if kept:
             self._timeline.tokens(len(kept), now)
-            told = tuple(logprobs[: len(kept)]) if logprobs else ()
-            self._deltas.append(Delta(text, tuple(kept), 0, told, tuple(prompt_logprobs)))
+            if logprobs or prompt_logprobs:
+                told = tuple(logprobs[: len(kept)])
+                self._deltas.append(Delta(text, tuple(kept), 0, told, tuple(prompt_logprobs)))
+            else:
+                self._deltas.append(Delta(text, tuple(kept)))
             self.changed.set()
         stopped = self.output.stopped
         return stopped.tokens_kept if stopped is not None else None
@@ -242,10 +245,11 @@ class SampleStream:
 
     def taken(self, count: int = 1) -> None:
         """Note that the reader has the next `count` deltas."""
-        if self._history is not None:
-            for delta in self._deltas[:count]:
-                self._history.add(delta)
-        del self._deltas[:count]
+        deltas, history = self._deltas, self._history
+        if history is not None:
+            for delta in deltas[:count]:
+                history.add(delta)
+        del deltas[:count]
 
     def _events(self) -> Iterator[Delta]:
         """Yield all output that is kept, as it was given and will be."""
@@ -325,8 +329,9 @@ class Reader:
             return False
         if self._covered:
             self._skip()
-        while count := stream.untaken:
-            if not take(stream.join(count)):
+        deltas = stream._deltas
+        while deltas:
+            if not take(deltas[0] if len(deltas) == 1 else stream.join(len(deltas))):
                 return False
             stream.taken()
         return stream.end is None

@@ -8,8 +8,9 @@ client takes a part for the whole.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -157,7 +158,7 @@ class StreamedAnswer:
             await out.begin()
         writer = writer_of(started, form, self._token_bytes, self._at)
         if self._outlet is not None and not any(one.closing for one in self._at):
-            self._outlet.take = lambda item: out.is_free() and out.put(writer.delta(item))
+            self._outlet.take = partial(out.take, writer.delta)
         return writer
 
 
@@ -185,19 +186,17 @@ class _EventStream:
             async with self._lock:
                 await self._put(data)
 
-    def is_free(self) -> bool:
-        """Return whether `put` may be called: nobody else writes, and the client is not behind."""
+    def take(self, written: Callable[[Delta], bytes], item: Delta) -> bool:
+        """Write what `written` makes of new output at once, if nobody else writes and the client is not behind; return
+        whether it was taken."""
         connection = self._connection
         if connection is None or not self._started or self._closed or self._lock.locked():
             return False
-        return connection.is_writable()
-
-    def put(self, data: bytes) -> bool:
-        """Write at once. Return True."""
-        if data:
-            assert self._connection is not None
+        if not connection.is_writable():
+            return False
+        if data := written(item):
             self._quiet = False
-            self._connection.write_chunk(data)
+            connection.write_chunk(data)
         return True
 
     async def end(self) -> None:

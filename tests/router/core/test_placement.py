@@ -10,8 +10,8 @@ import pytest
 
 from engine.messages import ReadTold
 from router.core.call import Call
-from router.core.placement import LOCAL, demand
-from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, Demand, PrefillView, cost
+from router.core.placement import LOCAL, _fits, demand
+from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, DecodeView, Demand, PrefillView, cost
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import worker_info
 
@@ -557,3 +557,24 @@ def test_what_others_would_lose_is_at_the_pools_speed(monkeypatch: pytest.Monkey
     parts.report("p0", s_per_token=0.25)
     parts.placer.choose(waiting(name="b"), 1.0)
     assert speeds == [ASSUMED_S_PER_TOKEN, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "most", "cached", "used", "promised", "fits"),
+    [
+        (4, 10, 0, 6, 0, True),  # all that is left
+        (5, 10, 0, 6, 0, False),
+        (5, 10, 1, 6, 0, True),  # what is cached is there
+        (4, 10, 1, 6, 1, True),  # what others were promised is not
+        (4, 10, 0, 6, 1, False),
+        (4, 10, 1, 6, 2, False),
+        (4, 11, 0, 0, 0, False),  # its answer could never end
+        (0, 0, 0, 10, 0, True),
+        (0, 0, 0, 11, 0, False),
+    ],
+)
+def test_a_request_fits_to_the_block(blocks: int, most: int, cached: int, used: int, promised: int, fits: bool) -> None:
+    """Guards each border of the room on a worker of ten blocks: one too many is refused there, one too few is left
+    unused."""
+    view = DecodeView("d0", cached, used, 10, 0.05, {}, 0)
+    assert _fits(Demand(0, 0, blocks, most), view, promised) is fits
