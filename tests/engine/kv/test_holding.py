@@ -200,3 +200,17 @@ def test_so_much_is_looked_at_in_one_turn_and_no_more(limit: int, prompts: int) 
         kv.commit(lease, [number] * SIZE)
         kv.release(lease)
     assert len(Holding(kv).take(limit)) == prompts
+
+
+def test_a_tail_is_told_as_the_whole_blocks_before_it() -> None:
+    """Guards a router's index against blocks that no prompt asks for: the last block is filled in part."""
+    kv = KVCacheManager(BLOCKS, SIZE, "m")
+    lease = kv.acquire(b"", [1, 2, 3, 4, 5], match_limit=0, room_tokens=5)
+    assert lease is not None
+    kv.commit(lease, [1, 2, 3, 4, 5], tail=True)
+    assert len(lease.path) == 3
+    names = chain(kv.cache.root_identity(b""), [1, 2, 3, 4], SIZE)
+    for _ in range(2):  # in use, and cached
+        assert Holding(kv).take(9) == [(b"", b"".join(name[:SHORT_BYTES] for name in names))]
+        if not lease.released:
+            kv.release(lease)

@@ -164,7 +164,7 @@ def test_of_blocks_of_one_token_as_many_are_cached_as_were_whole() -> None:
     fetches = Fetches(kv, tiers)
     assert fetches.wanted(b"", [1, 2, 3, 4], 3, FAST) is not None
     (load,) = tiers.take_commands()
-    assert isinstance(load, TierLoad)
+    assert isinstance(load, TierLoad) and len(load.targets) == len(load.places) == 3
     fetches.handle(Loaded(load.number, 2, 0.1, 0.0))
     assert kv.matched_tokens(b"", [1, 2, 3, 4], 3) == 2
     kv.check()
