@@ -26,6 +26,7 @@ from transfer.handoff.commands import IncomingBlock
 from transfer.handoff.negotiation import WP64, XXH3, digest_shape
 
 _GENERATION = struct.Struct("<Q")
+_NUMBERS = struct.Struct("<QIQQI")
 _SAMPLING = 0x6865616472616365
 """Seed of the draw, so that a block's share in it tells nothing about its digest."""
 
@@ -38,8 +39,8 @@ class Binding:
 
     def __init__(self, handoff: Handoff) -> None:
         name = handoff.request.encode()
-        numbers = (handoff.placement, handoff.attempt, handoff.decode, handoff.prefill, len(name))
-        self._name = struct.pack("<QIQQI", *numbers) + name
+        numbers = _NUMBERS.pack(handoff.placement, handoff.attempt, handoff.decode, handoff.prefill, len(name))
+        self._name = numbers + name
 
     def of(self, identity: bytes, generation: int) -> bytes:
         return _GENERATION.pack(generation) + self._name + identity

@@ -97,10 +97,9 @@ class CacheShares(Generic[KeyT]):
     def excess(self, namespace: bytes) -> int:
         """Return how many idle blocks the namespace must give for those that it has taken beyond its own."""
         namespace = owner(namespace)
-        own = self._own.get(namespace)
-        if own is None:
+        if namespace not in self._own:
             return 0
-        return max(0, min(self._used.get(namespace, 0) - own, len(self._lines.get(namespace, ()))))
+        return max(0, min(self._beyond(namespace), len(self._lines.get(namespace, ()))))
 
     def pop(self, namespace: bytes) -> KeyT:
         """Take the first block out of the namespace's line. Raises KeyError where it has none."""

@@ -95,7 +95,7 @@ def _is_below(path: str, places: list[str]) -> bool:
 
 def _by_tests(wanted: list[Mutant], path: Path, jobs: int, quick_s: float, only: list[str]) -> None:
     for package in PACKAGES:
-        known, tests = Results(path), digest_of_tests(package, quick=quick_s > 0, only=only)
+        known, tests = Results(path), digest_of_tests(package, quick_s=quick_s, only=only)
         due = [m for m in wanted if m.package == package and known.is_due(m, "tests", tests)]
         if not due:
             continue

@@ -1,7 +1,7 @@
 """What became of each mutant, one line of JSON for each attempt, so that a run goes on where the last one ended."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -78,6 +78,8 @@ def digest(places: Iterable[str], root: Path = ROOT) -> str:
     return sums.hexdigest()[:16]
 
 
-def digest_of_tests(package: str, *, quick: bool = False, only: Iterable[str] = ()) -> str:
-    """Return a digest of a package's tests; `quick`: only some of them were asked; `only`: of these places."""
-    return " ".join([digest(PACKAGES[package]), *(["quick"] if quick else []), *only])
+def digest_of_tests(package: str, *, quick_s: float = 0.0, only: Sequence[str] = (), root: Path = ROOT) -> str:
+    """Return a digest of what judges a package's mutants: its tests, so many seconds of them (0.0: all), and of them
+    and others those of `only`. These may share what stands beside the package's tests, which counts too."""
+    places = digest([*PACKAGES[package], *only], root)
+    return " ".join([places, *([f"quick {quick_s:g}"] if quick_s else []), *only])

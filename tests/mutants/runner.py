@@ -93,7 +93,7 @@ class MutantRunner:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Failed("the tests cannot be collected")
-        self.tests = digest_of_tests(self.package, quick=self.quick_s > 0, only=self.only)
+        self.tests = digest_of_tests(self.package, quick_s=self.quick_s, only=self.only)
         files = {str(ROOT / path) for path in self.sources}
         functions = running(files)
         self._measure(session, files)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.mutants import runner
-from tests.mutants.catalogue import ROOT, Equivalent, Mutant, Source, equivalents, gone, sources
+from tests.mutants.catalogue import PACKAGES, ROOT, Equivalent, Mutant, Source, equivalents, gone, sources
 from tests.mutants.operators import States
 from tests.mutants.patch import CannotPatch, plant, running
 from tests.mutants.report import count, tell
@@ -192,8 +192,25 @@ def test_a_first_look_asks_the_nearest_tests_for_so_long(tmp_path: Path, quick_s
     }
     judges.enters = {place: list(names.values()), ("other.py", mutant.function, 1): [("other", 0.0)]}
     assert [name[-1] for name, _ in judges._chosen(mutant)] == list(expected)
-    whole = digest_of_tests("router/core")
-    assert whole != digest_of_tests("router/core", quick=True) and whole != digest_of_tests("router/core", only=["a"])
+
+
+def test_what_outlived_some_tests_is_judged_again_by_others(tmp_path: Path) -> None:
+    """Guards survivors of a first look, or of tests that were named and have changed since: they counted as judged."""
+    own, named = tmp_path / "tests/router/core/test_it.py", tmp_path / "tests/elsewhere.py"
+    for path in (own, named, *(tmp_path / place for place in PACKAGES["router/core"][1:])):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("one")
+
+    def digests() -> list[str]:
+        judges: list[tuple[float, list[str]]] = [(0.0, []), (3.0, []), (9.0, []), (0.0, ["tests/elsewhere.py"])]
+        return [digest_of_tests("router/core", quick_s=quick_s, only=only, root=tmp_path) for quick_s, only in judges]
+
+    before = digests()
+    assert len(set(before)) == len(before) and digests() == before
+    named.write_text("two")
+    assert [one == other for one, other in zip(before, digests(), strict=True)] == [True, True, True, False]
+    own.write_text("two")
+    assert not set(before) & set(digests())
 
 
 @pytest.mark.parametrize("failed", [0, 3, 4])

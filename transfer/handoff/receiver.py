@@ -146,8 +146,8 @@ class KVReceiver:
     @staticmethod
     def _incoming(receiving: _Receiving, block: BlockOffer) -> IncomingBlock:
         expected = receiving.expected[block.index]
-        known = expected.tokens, expected.identity
-        return IncomingBlock(expected.rows, block.generation, *known, block.digest, tuple(block.more))
+        known = expected.rows, block.generation, expected.tokens, expected.identity, block.digest
+        return IncomingBlock(*known, tuple(block.more)) if block.more else IncomingBlock(*known)
 
     def _break(self, handoff: Handoff, receiving: _Receiving, why: str) -> list[Command]:
         if receiving.state is not R.OPEN:

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from engine.messages import BlockOffer, Handoff, Landed, Offer, Stop
 from engine.types import Incarnation
 from transfer.handoff.commands import Broken, CancelSend, Command, Disconnect, Emit, OutgoingBlock, PostSend, Settled
@@ -65,9 +67,11 @@ class KVSender:
             chunk.reading = False
             return []
         offers = [
-            BlockOffer(block.source, block.generation, block.index, block.tokens, digest, list(others))
-            for block, digest, others in zip(chunk.blocks, digests, more or ((),) * len(digests), strict=True)
+            BlockOffer(block.source, block.generation, block.index, block.tokens, digest)
+            for block, digest in zip(chunk.blocks, digests, strict=True)
         ]
+        if more:
+            offers = [replace(offer, more=list(others)) for offer, others in zip(offers, more, strict=True)]
         return [Emit(handoff.decode, Offer(handoff, seq, offers))]
 
     def sent(self, handoff: Handoff, seq: int, error: str) -> list[Command]:

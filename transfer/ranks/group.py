@@ -128,8 +128,8 @@ class _Moving:
 
 
 class MoverGroup:
-    """The movers of one worker. `heads`: of each rank's pool. Mutable state: the parts with each peer, and the chunks
-    in parts that have not all ended."""
+    """The movers of one worker. `heads`: of each rank's pool. Mutable state: the parts with each peer, the chunks in
+    parts that have not all ended, and what follows from both."""
 
     def __init__(self, heads: Sequence[range]) -> None:
         self._heads = list(heads)
@@ -138,21 +138,20 @@ class MoverGroup:
         self._chunks: dict[tuple[Handoff, int], _Moving] = {}
         self._named: dict[tuple[Handoff, int], _Moving] = {}  # by the name of a part
         self._in_parts: set[Incarnation] = set()  # peers with whom blocks are not rank 0's alone
-
-    @property
-    def is_one(self) -> bool:
-        """True while all that is moved is rank 0's alone: its mover is the worker's. Any thread may ask: this is false
+        self.is_one = self._are_all_own()
+        """True while all that is moved is rank 0's alone: its mover is the worker's. Any thread may look: this is false
         before a rank hears of a part, and until the last one has ended."""
+
+    def _are_all_own(self) -> bool:
         return not (len(self._heads) > 1 or self._in_parts or self._chunks)
 
     def passes(self, command: MoverCommand) -> bool:
-        """True if rank 0's mover may be given this command as it is. Any thread may ask."""
-        match command:
-            case Connect() | Disconnect():
-                return False
-            case PostRecv(blocks=blocks) if any(block.more for block in blocks):
-                return False
-        return self.is_one
+        """True if rank 0's mover may be given this command as it is. Any thread may ask, for every chunk."""
+        if isinstance(command, PostRecv):
+            for block in command.blocks:
+                if block.more:
+                    return False
+        return self.is_one and not isinstance(command, (Connect, Disconnect))
 
     def submit(self, command: MoverCommand) -> list[Told]:
         """Take one of the worker's commands."""
@@ -208,6 +207,7 @@ class MoverGroup:
         known = self._peers[peer] = _Known(parts(self._heads, theirs), parts(theirs, self._heads))
         if known != _Known(_WHOLE, _WHOLE):
             self._in_parts.add(peer)
+            self.is_one = False
         for mine, other in known.links:
             life, endpoint, own = part_of(peer, other), command.endpoint, layout
             self._workers[life] = peer
@@ -224,6 +224,7 @@ class MoverGroup:
         if known is None:
             return [ToRank(0, Disconnect(peer))]
         self._in_parts.discard(peer)
+        self.is_one = self._are_all_own()
         for _, other in known.links:
             self._workers.pop(part_of(peer, other), None)
         return [ToRank(mine, Disconnect(part_of(peer, other))) for mine, other in known.links]
@@ -248,6 +249,7 @@ class MoverGroup:
         if cut == _WHOLE:
             return [ToRank(0, command)]
         chunk = self._chunks[move.handoff, move.seq] = _Moving(command, parts=len(cut))
+        self.is_one = False
         for at, part in enumerate(cut):
             name, own = part.name(move.handoff), _named(part, move)
             chunk.waiting[name] = (part.sender if isinstance(command, PostSend) else part.receiver, at)
@@ -285,6 +287,7 @@ class MoverGroup:
                 found += self._cut(chunk)
         if not chunk.waiting:
             del self._chunks[move.handoff, move.seq]
+            self.is_one = self._are_all_own()
             if sends:
                 found.append(Sent(move.handoff, move.seq, chunk.error, chunk.seconds))
             else:
@@ -304,11 +307,13 @@ class MoverGroup:
             yield ToRank(rank, Disconnect(name.decode))
 
     def check(self) -> None:
-        """Raise AssertionError if a chunk is kept whose parts have all ended, or a part leads nowhere."""
+        """Raise AssertionError if a chunk is kept whose parts have all ended, a part leads nowhere, or it is not known
+        whether there is any."""
         for (handoff, seq), chunk in self._chunks.items():
             assert chunk.waiting, f"all parts of {handoff} chunk {seq} have ended"
         named = {(name, chunk.command.move.seq) for chunk in self._chunks.values() for name in chunk.waiting}
         assert named == self._named.keys(), "a part belongs to no chunk"
+        assert self.is_one == self._are_all_own(), "commands pass that are not rank 0's alone, or take a detour"
 
 
 def _named(part: HeadsPart, move: Move) -> Move:

@@ -252,9 +252,8 @@ class Tiers:
             self.counts.broken_blocks += 1
             if isinstance(broken, TierSlot):
                 self.host.spoil(load.identities[event.blocks])
-            elif self.disk is not None and self.disk.has(broken.segment):
-                self._forget(self.disk.remove(broken.segment))
-                self._commands.append(TierDrop(broken.segment))
+            else:
+                self._drop(broken.segment)
         self.unpin(load.places, load.identities)
 
     def _spill_ahead(self) -> None:
@@ -278,14 +277,21 @@ class Tiers:
         self._commands.append(self._spill)
 
     def _spilled(self, spill: Spill, error: str) -> None:
-        for ident in reversed(spill.identities):
-            self.host.unpin(ident, first=True)
+        gone = [ident for ident in reversed(spill.identities) if self.host.unpin(ident, first=True)]
         if error:
             self.disable_disk(error)
+        elif gone:
+            self._drop(spill.segment)  # it was not whole when it was written, either
         elif self.disk is not None:  # else it was given up meanwhile
             self.disk.written(spill.segment, spill.identities)
             self.counts.spilled_blocks += len(spill.identities)
-            self._spill_ahead()
+        self._forget(gone)
+        self._spill_ahead()
+
+    def _drop(self, segment: int) -> None:
+        if self.disk is not None and self.disk.has(segment):
+            self._forget(self.disk.remove(segment))
+            self._commands.append(TierDrop(segment))
 
     def _put(self, ident: bytes, namespace: bytes) -> TierSlot | None:
         """A pinned slot for a block that has none; None where all are pinned."""

@@ -262,7 +262,8 @@ class TierMover:
             return Spilled(spill.segment, "the disk tier was given up")
         try:
             blocks = [self._host.block(slot) for slot in spill.slots]
-            self._folder.write(spill.segment, spill.identities, blocks, self._has_moved)
+            digests = [self._digests.get(slot) for slot in spill.slots]
+            self._folder.write(spill.segment, spill.identities, blocks, self._has_moved, digests)
         except OSError as error:
             log.warning("the disk tier is given up: %s", error)
             return Spilled(spill.segment, str(error))

@@ -65,12 +65,14 @@ class SegmentFolder:
         identities: Sequence[bytes],
         blocks: Sequence[memoryview],
         has_moved: Callable[[], None] = lambda: None,
+        digests: Sequence[int | None] = (),
     ) -> None:
-        """A new segment; `has_moved` is called after every write that has come back. Raises OSError, and then
-        there is no trace of it."""
+        """A new segment; `has_moved` is called after every write that has come back. `digests`: those that are known of
+        the blocks: one that has changed since is not whole when it is read. Raises OSError, and then there is no trace
+        of the segment."""
         path = self._path(number)
         unfinished = path.with_suffix(".writing")
-        header = self._header(identities, blocks)
+        header = self._header(identities, blocks, digests or [None] * len(blocks))
         try:
             file = os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             try:
@@ -119,10 +121,12 @@ class SegmentFolder:
     def _files(self, pattern: str) -> Iterator[Path]:
         return iter(sorted(path for path in self._folder.glob(pattern) if path.stem.isdigit()))
 
-    def _header(self, identities: Sequence[bytes], blocks: Sequence[memoryview]) -> bytes:
+    def _header(
+        self, identities: Sequence[bytes], blocks: Sequence[memoryview], digests: Sequence[int | None]
+    ) -> bytes:
         entries = b"".join(
-            _ENTRY.pack(ident, block_digest(ident, block))
-            for ident, block in zip(identities, blocks, strict=True)
+            _ENTRY.pack(ident, block_digest(ident, block) if digest is None else digest)
+            for ident, block, digest in zip(identities, blocks, digests, strict=True)
         )
         fixed = (MAGIC, self._kind, self._block_bytes, len(identities))
         digest = xxhash.xxh3_64_intdigest(_FIXED.pack(*fixed, 0) + entries)

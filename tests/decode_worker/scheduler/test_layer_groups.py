@@ -11,8 +11,8 @@ from engine.identity import in_group
 from engine.kv.groups import GONE, LayerGroup, migrated, place
 from engine.kv.tiers.commands import Loaded, Store, Stored, TierLoad
 from engine.kv.tiers.tiers import Tiers
-from engine.messages import BlockOffer, Ended, Handoff, Offer, UsePrefill
-from engine.types import BeamParams, BlockId, RequestId, TokenLogprobs
+from engine.messages import BlockOffer, Cancel, Ended, Handoff, Offer, UsePrefill
+from engine.types import BeamParams, BlockId, FinishReason, RequestId, TokenLogprobs
 from tests.decode_worker.scheduler.bench import POOL, Fetching, P
 from transfer.handoff.commands import Received, Rows
 
@@ -23,8 +23,8 @@ GROUPS = (LayerGroup((0,)), LayerGroup((1,), 5), LayerGroup((2,), 9))
 class Grouped(Fetching):
     """A bench with three groups of layers, two of which keep a window."""
 
-    def __init__(self, blocks: int = 96, **config: object) -> None:
-        super().__init__(blocks, groups=GROUPS, **{"local_chunk_tokens": 8, **config})
+    def __init__(self, blocks: int = 96, groups: tuple[LayerGroup, ...] = GROUPS, **config: object) -> None:
+        super().__init__(blocks, groups=groups, **{"local_chunk_tokens": 8, **config})
 
     def offer(self, handoff: Handoff, seq: int, places: list[int], error: str = "") -> None:
         """Let the blocks at these places land, or fail."""
@@ -290,6 +290,34 @@ def test_of_a_load_in_part_nothing_is_used() -> None:
     load = bench.load()
     bench.tell(Loaded(load.number, len(load.places) - 1, 0.1, 0.0))
     assert bench.request("a").state is RequestState.HANDOFF and bench.asked().have_tokens == 0
+
+
+@pytest.mark.parametrize(("spare", "state"), [(1, RequestState.HANDOFF), (2, RequestState.LOADING)])
+def test_what_a_full_pool_does_not_load_is_not_kept_from_others_in_host_memory(
+    spare: int, state: RequestState
+) -> None:
+    """Guards a tier that fills with blocks which nobody reads: where the pool has no room for the windows behind what
+    was to be loaded, two blocks more than without it, all is computed, and nothing stays pinned."""
+    bench = GroupedTiers(local_chunk_tokens=1, groups=(LayerGroup((0,)), LayerGroup((1,), 10)))
+    kv, host, prompt = bench.scheduler.kv, bench.tiers.host, list(range(28))
+    assert bench.place("before", prompt[:18], max_tokens=1)
+    while bench.step() is not None:
+        pass
+    bench.evict()
+    room, blocks = host.room, kv.available
+    assert bench.place("other", list(range(50, 78)), POOL, max_tokens=20)
+    needed = blocks - kv.available
+    bench.router(Cancel(RequestId("other"), 1, FinishReason.CANCELLED))
+    others = kv.promise(b"", 0)
+    assert others is not None and kv.available == blocks
+    while kv.available > needed + spare:
+        assert kv.grow(others, 1)
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    request = bench.request("a")
+    assert request.state is state
+    # Four blocks of the first group, and the last three of them in a window of ten tokens.
+    assert room - host.room == (7 if state is RequestState.LOADING else 0)
+    assert request.lease.cached_tokens == (16 if state is RequestState.LOADING else 0)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

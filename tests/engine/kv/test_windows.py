@@ -1,7 +1,9 @@
 """The block tables of window groups, figure by figure: what a lease is charged, what it holds where, what two share,
 and that `check` sees each account that is wrong. Any order of calls is roamed in test_window_machine.py."""
 
+from collections import Counter
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
@@ -557,3 +559,210 @@ def test_a_fork_that_was_promised_nothing_is_promised_nothing() -> None:
     kv.fork(parent, stash, 8)
     assert kv.available == before and stash.charges == [0]
     kv.check()
+
+
+class Kept:
+    """Which blocks a request should have of each window, and what it should be charged."""
+
+    def __init__(self, kv: KVCacheManager, lease: Lease, tokens: list[int]) -> None:
+        self.kv, self.lease, self.tokens = kv, lease, tokens
+        self.computed, self.migrating = lease.cached_tokens, False
+        self.at = [set[int](), set[int]()]
+        self.charges = [0, 0]
+
+    def has(self, group: int, start: int, stop: int) -> None:
+        self.at[group] |= set(range(start, stop))
+
+    def lacks(self, group: int, start: int, stop: int) -> None:
+        self.at[group] -= set(range(start, stop))
+
+    def charged(self, blocks: int) -> list[int]:
+        return [min(blocks, most) for most in MOST]
+
+    @property
+    def room(self) -> int:
+        return len(self.lease.blocks) + self.lease.promised
+
+
+def _first(position: int, window: int) -> int:
+    """Return the block of the first token that a query at `position` sees."""
+    return max(0, position - window + 1) // SIZE
+
+
+def _kept_from(tokens: int, window: int) -> int:
+    """Return the first block that is kept: the last token may be computed again, or all behind the last whole block."""
+    return min(_first(max(0, tokens - 1), window), _first(tokens // SIZE * SIZE, window))
+
+
+class Windows:
+    """A random run; what each step should do to tables and charges is written down beside it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.kv = Random(seed), _manager()
+        self.live: list[Kept] = []
+
+    def acquire(self) -> None:
+        random, kv = self.random, self.kv
+        tokens = [random.choice((0, 0, 0, 1)) for _ in range(random.randint(1, 30))]
+        if self.live and random.random() < 0.6:
+            other = random.choice(self.live)
+            tokens = [*other.tokens[: random.randint(1, len(other.tokens))], *tokens][:40]
+        grow, migrating = random.randint(0, 12), random.random() < 0.4
+        limit, room = len(tokens) - 1, len(tokens) + grow
+        lease = kv.acquire(
+            b"", tokens, match_limit=limit, room_tokens=len(tokens), grow_tokens=room, migrating=migrating
+        )
+        if lease is None:
+            return
+        kept, here, last = Kept(kv, lease, tokens), len(lease.path), -(-len(tokens) // SIZE)
+        kept.charges, kept.migrating = kept.charged(-(-room // SIZE)), migrating
+        for group, window in enumerate(WINDOWS):
+            first = min(here, _first(lease.cached_tokens, window))
+            kept.has(group, first, here + bool(lease.copies))
+            if migrating:
+                kept.has(group, max(here, _first(len(tokens) - 1, window)), last)
+                tail = min(-(-room // SIZE) - here, -(-(window - 1) // SIZE) + 1)
+                kept.charges[group] = max(kept.charges[group], here - first + tail)
+        self.live.append(kept)
+
+    def compute(self, kept: Kept) -> None:
+        kv, lease = self.kv, kept.lease
+        if kept.migrating:
+            kv.landed(lease)
+            kept.migrating, kept.charges = False, kept.charged(kept.room)
+            if self.random.random() < 0.5:
+                kept.computed = end = len(kept.tokens)
+                kv.commit(lease, kept.tokens)
+                kv.slide(lease, end)
+                for group, window in enumerate(WINDOWS):
+                    kept.lacks(group, 0, _kept_from(end, window))
+            else:
+                kv.restart(lease, kept.computed)
+                for group in (0, 1):
+                    kept.lacks(group, -(-kept.computed // SIZE), len(lease.blocks))
+            return
+        kv.copied(lease)
+        if kept.computed == len(kept.tokens):
+            if len(kept.tokens) >= kept.room * SIZE:
+                return
+            kept.tokens.append(self.random.choice((0, 1)))
+            kv.extend(lease, len(kept.tokens))
+        start, end = kept.computed, min(len(kept.tokens), kept.computed + self.random.randint(1, AHEAD))
+        kv.reach(lease, start, end)
+        kept.computed = end
+        for group in (0, 1):
+            kept.has(group, start // SIZE, -(-end // SIZE))
+        self.same()
+        if self.random.random() < 0.8:
+            kv.commit(lease, kept.tokens[:end])
+        kv.slide(lease, end)
+        for group, window in enumerate(WINDOWS):
+            kept.lacks(group, 0, _kept_from(end, window))
+
+    def grow(self, kept: Kept) -> None:
+        blocks = self.random.randint(0, 3)
+        if self.kv.grow(kept.lease, blocks) and blocks:
+            more = kept.charged(kept.room)
+            kept.charges = [max(pair) for pair in zip(kept.charges, more, strict=True)]
+
+    def fork(self, parent: Kept) -> None:
+        at = parent.computed - self.random.randint(0, 2)
+        if parent.migrating or parent.lease.copies or at < 1 or at // SIZE > len(parent.lease.path):
+            return
+        seen = [set(range(_first(at, window), -(-at // SIZE))) for window in WINDOWS]
+        can_fork = all(blocks <= has for blocks, has in zip(seen, parent.at, strict=True))
+        assert self.kv.can_fork(parent.lease, at) == can_fork
+        blocks = self.random.randint(1, 3)
+        lease = self.kv.promise(b"", blocks, to_share=at // SIZE) if can_fork else None
+        if lease is None:
+            return
+        charged = Kept(self.kv, lease, []).charged(blocks + at // SIZE)
+        assert lease.charges == [charge + 1 for charge in charged], "and the boundary block that it copies"
+        self.kv.fork(parent.lease, lease, at)
+        kept = Kept(self.kv, lease, parent.tokens[:at])
+        kept.charges, kept.at = charged, seen
+        self.live.append(kept)
+
+    def adopt(self, kept: Kept) -> None:
+        lease = kept.lease
+        if kept.migrating or lease.copies or kept.computed != len(lease.path) * SIZE:
+            return
+        before = len(lease.path)
+        self.kv.adopt(lease, kept.tokens[:-1])
+        if (here := len(lease.path)) > before:
+            kept.computed = here * SIZE
+            for group, window in enumerate(WINDOWS):
+                kept.lacks(group, 0, here)
+                kept.has(group, _first(kept.computed, window), here)
+
+    def finish(self, kept: Kept) -> None:
+        self.live.remove(kept)
+        if not kept.migrating and not kept.lease.copies:
+            self.kv.commit(kept.lease, kept.tokens[: kept.computed], tail=self.random.random() < 0.5)
+        self.kv.release(kept.lease)
+
+    def step(self) -> None:
+        steps = [*6 * [self.compute], self.grow, self.fork, self.adopt, self.finish]
+        if not self.live or self.random.random() < 0.2:
+            self.acquire()
+        else:
+            self.random.choice(steps)(self.random.choice(self.live))
+
+    def same(self) -> None:
+        kv, holders = self.kv, Counter[BlockId]()
+        owed = sum(kept.lease.promised for kept in self.live)
+        for kept in self.live:
+            assert [set(held) for held in _held(kept.lease)] == kept.at
+            assert kept.lease.charges == kept.charges
+            for charge, has, table in zip(kept.charges, kept.at, kept.lease.windows, strict=True):
+                owed += max(0, charge - len(has))
+                holders.update(table[at] for at in has)
+            holders.update(source for source, _ in kept.lease.copies[1:])
+        doubled = holders.total() - len(holders)
+        counts = kv.pool.counts()
+        assert kv.available == counts["free"] + counts["cached"] - owed - doubled
+        kv.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_steps_holds_and_charges_what_it_should(seed: int) -> None:
+    """Guards every table and charge: a block that is kept too long or for too short, or promised and never had."""
+    run = Windows(seed)
+    for _ in range(150):
+        run.step()
+        run.same()
+    for kept in run.live:
+        run.kv.release(kept.lease)
+    assert run.kv.available == BLOCKS
+
+
+@pytest.mark.parametrize(("has", "found"), [(True, 10), (False, 8)])
+def test_a_boundary_block_is_found_where_its_own_windows_are_there(has: bool, found: int) -> None:
+    """Guards a copy of a block that is gone, and one that is not made although all is there: behind ten tokens a window
+    of five sees two blocks, the boundary block among them."""
+    kv = KVCacheManager(BLOCKS, SIZE, "m", groups=(LayerGroup((0,)), LayerGroup((1,), 5)), ahead_tokens=AHEAD)
+    tokens = list(range(12))
+    kv.release(_compute(kv, _lease(kv, tokens, cached=False), tokens))
+    nodes = kv.cache.longest(b"", tokens, 12).nodes
+    for node, keeps in zip(nodes, (False, True, has), strict=True):
+        assert node.windows is not None
+        if not keeps and node.windows[0] != GONE:
+            block = node.windows[0]
+            kv.cache.unbind(node, 0)
+            assert kv.windows is not None
+            kv.windows._worth.discard(block)
+            kv._free(block)
+    assert kv.matched_tokens(b"", [*tokens[:10], 77, 78], 11) == found
+    kv.check()
+
+
+def test_of_a_window_that_is_let_go_the_tail_goes_first() -> None:
+    """Guards the order of eviction: without what is before it, the last block of a window is worth nothing."""
+    kv, tokens = _manager(), list(range(16))
+    lease = _compute(kv, _lease(kv, tokens, cached=False), tokens)
+    tables = [[block for block in reversed(table) if block != GONE] for table in lease.windows]
+    assert all(len(table) > 1 for table in tables)
+    kv.release(lease)
+    ((_, line),) = kv.cache.shares.lines()
+    for table in tables:
+        assert [block for block in line if block in table] == table

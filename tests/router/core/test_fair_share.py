@@ -1,5 +1,7 @@
 """Whose turn it is, of several tenants that wait, and what each has had by then."""
 
+from dataclasses import dataclass, field
+from math import ceil
 from random import Random
 
 import pytest
@@ -11,6 +13,7 @@ from engine.types import RequestId
 from router.core import fair_share
 from router.core.events import ClientLeft, TellWorker
 from router.core.fair_share import (
+    LOOKED_AT,
     MAX_TENANTS,
     MOST_PASSED,
     OLDEST_EVERY,
@@ -494,3 +497,157 @@ def test_where_too_many_owe_their_debts_are_forgotten(monkeypatch: pytest.Monkey
         share._accounts["y"].spent = 0.0  # one that does not
         enter(share, "z1")
         assert sorted(share._accounts) == [*remembered, "z"]
+
+
+@dataclass
+class Books:
+    """What one tenant has had, and its requests that wait: name, priority, turn and weight of each."""
+
+    weight: float
+    spent: float = 0.0
+    turns: int = 0
+    passed: int = 0
+    open: int = 0
+    line: list[tuple[str, int, int, float]] = field(default_factory=list)
+
+    def next(self) -> tuple[str, int, int, float]:
+        oldest = min(self.line, key=lambda entry: entry[2])
+        return oldest if self.turns >= OLDEST_EVERY - 1 else min(self.line, key=lambda entry: (-entry[1], entry[2]))
+
+
+class Plain:
+    """The same rules, with nothing kept in order: all is looked up when it is asked for."""
+
+    def __init__(self) -> None:
+        self.books: dict[str, Books] = {}
+        self.level, self.epoch = 0.0, 0
+        self.charged: dict[str, tuple[float, float, int]] = {}
+        """By request that was served: tokens of its prompt, its weight, and when it was charged."""
+        self.begun: set[str] = set()
+
+    def waiting(self) -> list[tuple[str, Books]]:
+        """Those that wait, who has had the least first."""
+        having = [(name, books) for name, books in self.books.items() if books.line]
+        return sorted(having, key=lambda one: (one[1].spent, one[1].next()[2]))
+
+    def enter(self, request: str, tenant: str, weight: float, priority: int, turn: int) -> None:
+        books = self.books.setdefault(tenant, Books(weight))
+        books.weight = weight
+        if not books.line:
+            others = self.waiting()
+            books.spent = max(books.spent, others[0][1].spent if others else self.level)
+        books.line.append((request, priority, turn, weight))
+        books.open += 1
+
+    def go_on(self, request: str, tenant: str, weight: float) -> None:
+        books = self.books.setdefault(tenant, Books(weight, self.level))
+        books.open += 1
+        self.charged[request] = (0.0, weight, -1)
+        self.begun.add(request)
+
+    def next(self, cached: dict[str, int]) -> str | None:
+        waiting = self.waiting()
+        if not waiting:
+            return None
+        least = waiting[0][1]
+        if least.passed >= MOST_PASSED:
+            return least.next()[0]
+        equal = [books.next()[0] for _, books in waiting if books.spent - least.spent <= QUANTUM][:LOOKED_AT]
+        return max(equal, key=lambda request: cached.get(request, 0))
+
+    def serve(self, request: str, tenant: str, tokens: int) -> None:
+        books, first = self.books[tenant], self.waiting()[0][1]
+        first.passed += first is not books
+        entry = next(entry for entry in books.line if entry[0] == request)
+        books.turns = 0 if entry[2] == min(turn for _, _, turn, _ in books.line) else books.turns + 1
+        books.passed = 0
+        self.level = books.spent
+        books.line.remove(entry)
+        self.charged[request] = (max(tokens, 1), entry[3], self.epoch)
+        books.spent += max(tokens, 1) / entry[3]
+
+    def charge(self, request: str, tenant: str, tokens: float) -> None:
+        before, weight, epoch = self.charged[request]
+        if epoch == self.epoch:
+            self.books[tenant].spent += (tokens - before) / weight
+        self.charged[request] = (tokens, weight, epoch)
+
+    def left(self, request: str, tenant: str) -> None:
+        books = self.books[tenant]
+        books.open -= 1
+        books.line = [entry for entry in books.line if entry[0] != request]
+        if request in self.charged and request not in self.begun:
+            self.charge(request, tenant, 0.0)
+        self.charged.pop(request, None)
+
+    def begin_anew(self) -> None:
+        self.level, self.epoch = 0.0, self.epoch + 1
+        self.books = {name: books for name, books in self.books.items() if books.open}
+        for books in self.books.values():
+            books.spent = 0.0
+
+    def ahead(self, tenant: str, weight: float, priority: int) -> int:
+        line = self.books[tenant].line if tenant in self.books else []
+        before = sum(of >= priority for _, of, _, _ in line)
+        others = [books for name, books in self.waiting() if name != tenant]
+        return before + sum(min(len(b.line), ceil((before + 1) * b.weight / weight)) for b in others)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_events_is_accounted_for_as_the_rules_say(seed: int) -> None:
+    """Guards every figure of the accounts, and so whose turn it is: a token, a turn or a request too many."""
+    random, share, plain = Random(seed), FairShare(), Plain()
+    tenants: dict[str, str] = {}
+    waiting, served = list[str](), list[str]()
+    for turn in range(1, 260):
+        what = random.randrange(12)
+        if what < 4:
+            name, tenant = f"r{turn}", random.choice("abcdefghijk"[: 3 + seed])
+            tenants[name], weight, priority = tenant, random.choice((1.0, 1.0, 2.0, 0.5)), random.choice((0, 0, 1))
+            assert share.ahead(tenant, weight, priority) == plain.ahead(tenant, weight, priority)
+            for one in (share, plain):
+                one.enter(RequestId(name), tenant, weight, priority, turn)
+            waiting.append(name)
+        elif what < 7 and waiting:
+            cached = {name: random.choice((0, 0, 500)) for name in waiting}
+            chosen = share.next(lambda request, cached=cached: cached.get(request, 0))  # type: ignore[misc]
+            assert chosen is not None and chosen == plain.next(cached)
+            tokens = random.choice((0, 1, 100, 1024, 1025, 3000))
+            share.serve(chosen, tokens)
+            plain.serve(chosen, tenants[chosen], tokens)
+            waiting.remove(chosen)
+            served.append(chosen)
+        elif what == 7 and served:
+            name, known = random.choice(served), random.choice((None, 0, 1, 700))
+            share.began(RequestId(name), known)
+            plain.begun.add(name)
+            if known is not None:
+                plain.charge(name, tenants[name], max(known, 1))
+        elif what == 8 and served:
+            name, tokens = random.choice(served), random.randrange(40)
+            share.wrote(RequestId(name), tokens)
+            plain.books[tenants[name]].spent += OUTPUT_WEIGHT * tokens / plain.charged[name][1]
+        elif what in (9, 10) and (waiting or served):
+            name = random.choice([*waiting, *served])
+            (waiting if name in waiting else served).remove(name)
+            share.left(RequestId(name))
+            plain.left(name, tenants[name])
+        elif what == 11 and random.random() < 0.3:
+            name, tenant = f"g{turn}", random.choice("ax")
+            tenants[name] = tenant
+            for one in (share, plain):
+                one.go_on(RequestId(name), tenant, 2.0)
+            served.append(name)
+        if not waiting and random.random() < 0.5:
+            share.begin_anew()
+            plain.begin_anew()
+        share.check([RequestId(name) for name in waiting])
+        assert len(share) == len(waiting) and all(RequestId(name) in share for name in waiting)
+        assert share._level == pytest.approx(plain.level)
+        told = {name: (a.spent, a.turns, a.passed, a.requests) for name, a in share._accounts.items()}
+        assert told == {name: pytest.approx((b.spent, b.turns, b.passed, b.open)) for name, b in plain.books.items()}
+        if waiting:
+            longest = max(len(books.line) / books.weight for _, books in plain.waiting())
+            last = tenants[share.last_of_the_longest()]
+            assert len(plain.books[last].line) / plain.books[last].weight == longest
+            assert share.last_of_the_longest() == max(plain.books[last].line, key=lambda e: (-e[1], e[2]))[0]

@@ -1,11 +1,13 @@
 """The coefficients that a price is made of: where they go, how fast, and what stands in for what is not known. That
 prices take them up is tried in test_policy.py and test_cluster_view.py."""
 
+from collections.abc import Iterable
 from random import Random
+from statistics import median
 
 import pytest
 
-from engine.messages import RequestStats
+from engine.messages import Load, RequestStats
 from router.core.fitting import (
     ALIKE,
     ASSUMED_ANSWER_TOKENS,
@@ -14,7 +16,9 @@ from router.core.fitting import (
     FEWEST_REPORTS,
     MOST,
     MOST_ANSWER_TOKENS,
+    NEWEST,
     ROW_STEP,
+    ROWS_AT_LEAST,
     Coefficients,
     PredictionFactor,
     StepLine,
@@ -304,3 +308,185 @@ def test_the_first_slope_is_that_of_least_squares_over_all_reports() -> None:
     apart = sum((rows - mean_rows) ** 2 for rows, _ in points)
     slope = sum((rows - mean_rows) * (step_s - mean_s) for rows, step_s in points) / apart
     assert (line.s_per_row, line.alone_s) == pytest.approx((slope, mean_s - slope * mean_rows))
+
+
+class PlainFit:
+    """Everything that was observed, and each coefficient worked out from all of it when it is asked for."""
+
+    def __init__(self) -> None:
+        self.roles: dict[str, str] = {}
+        self.hosts: dict[str, str] = {}
+        self.loads: dict[str, Load] = {}
+        self.late: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        """By worker and what of it: what was predicted, and what happened."""
+        self.steps: list[tuple[int, float]] = []
+
+    def joined(self, name: str, role: str, host: str) -> None:
+        self.loads.pop(name, None)
+        self.late = {key: pairs for key, pairs in self.late.items() if key[0] != name}
+        self.roles[name], self.hosts[name] = role, host
+
+    def reported(self, name: str, load: Load) -> None:
+        self.loads[name] = load
+        if self.roles[name] == "decode" and load.running_requests and load.s_per_token:
+            self.steps.append((load.running_requests, load.s_per_token))
+            alone_s, row_s = self.line()
+            self.observed(name, "steps", alone_s + row_s * load.running_requests if row_s else 0.0, load.s_per_token)
+
+    def observed(self, name: str, what: str, predicted_s: float, seconds: float) -> None:
+        if predicted_s > 1e-6:
+            self.late.setdefault((name, what), []).append((predicted_s, seconds))
+
+    def factor(self, name: str, what: str) -> float | None:
+        """None: it is not known."""
+        pairs, value = self.late.get((name, what), []), 1.0
+        for count in range(1, len(pairs) + 1):
+            weights = [(1 - NEWEST) ** (count - 1 - at) for at in range(count)]
+            sums = [sum(w * pair[of] for w, pair in zip(weights, pairs, strict=False)) for of in (0, 1)]
+            value = min(max(sums[1] / sums[0], value / FACTOR_STEP), value * FACTOR_STEP)
+            value = min(max(value, 1 / MOST), MOST)
+        return value if pairs else None
+
+    def line(self) -> tuple[float, float]:
+        """A step without rows, and what each adds; fewer reports than would let the first of them fade."""
+        row_s = alone_s = 0.0
+        for count in range(FEWEST_REPORTS, len(self.steps) + 1):
+            rows, seconds = zip(*self.steps[:count], strict=True)
+            mean_rows, mean_s = sum(rows) / count, sum(seconds) / count
+            variance = sum((n - mean_rows) ** 2 for n in rows) / count
+            if variance >= 1.0:
+                slope = sum((n - mean_rows) * (s - mean_s) for n, s in self.steps[:count]) / count / variance
+                slope = min(max(slope, mean_s / ROWS_AT_LEAST), mean_s / mean_rows)
+                row_s = min(max(slope, row_s / ROW_STEP), row_s * ROW_STEP) if row_s else slope
+            alone_s = max(mean_s - row_s * mean_rows, 0.0)
+        return alone_s, row_s
+
+    def pool(self, role: str) -> list[str]:
+        return [name for name, of in self.roles.items() if of == role]
+
+    def middle(self, figures: Iterable[float | None], unknown: float) -> float:
+        known = [figure for figure in figures if figure]
+        return median(known) if known else unknown
+
+    def own_s_per_token(self, name: str) -> float:
+        load = self.loads.get(name)
+        return 0.0 if load is None else load.s_per_token if self.roles[name] == "prefill" else load.s_per_prompt_token
+
+    @property
+    def usual_s_per_token(self) -> float:
+        prefills, decodes = (map(self.own_s_per_token, self.pool(role)) for role in ("prefill", "decode"))
+        return self.middle(prefills, self.middle(decodes, 0.0))
+
+    def s_per_token(self, name: str) -> float:
+        return self.own_s_per_token(name) or self.usual_s_per_token
+
+    def usual_delay(self) -> float:
+        return self.middle((self.factor(name, "delay") for name in self.pool("prefill")), 1.0)
+
+    def delay(self, name: str) -> float:
+        if self.roles.get(name) != "prefill":
+            return 1.0
+        return self.factor(name, "delay") or self.usual_delay()
+
+    def host(self, name: str) -> int:
+        """Hosts are numbered as they come."""
+        return list(dict.fromkeys(self.hosts.values())).index(self.hosts[name]) if name in self.hosts else 0
+
+    def reading(self, name: str) -> tuple[float, float, int]:
+        if self.roles.get(name) != "prefill":
+            return self.s_per_token(name), 1.0, self.host(name)
+        usual, own = self.usual_s_per_token, self.own_s_per_token(name)
+        apart = max(own, usual) > ALIKE * min(own, usual)
+        late, usually = self.delay(name), self.usual_delay()
+        nearer = max(late / ALIKE, usually) if late > usually else min(late * ALIKE, usually)
+        return own if own and apart else usual, nearer, self.host(name)
+
+    @property
+    def unmeasured_step_s(self) -> float:
+        return self.step("nobody", 0.0)[0]
+
+    def step(self, name: str, measured_s: float) -> tuple[float, float]:
+        alone_s, row_s = self.line()
+        if row_s:
+            factor = self.factor(name, "steps") or 1.0
+            return factor * alone_s, factor * row_s
+        loads = [self.loads.get(one) for one in self.pool("decode")]
+        step_s = measured_s or self.middle((load.s_per_token for load in loads if load), 0.0)
+        return step_s, step_s / ASSUMED_ROWS
+
+    def least_s_per_token(self, name: str) -> float:
+        late = self.factor(name, "delay") if self.roles.get(name) == "prefill" else None
+        return self.own_s_per_token(name) * min(late or 1.0, 1.0)
+
+    def least_step_s(self, name: str, measured_s: float, rows: int) -> float:
+        alone_s, row_s = self.step(name, measured_s)
+        return min(measured_s, alone_s + row_s * (rows + 1))
+
+    def exposure(self, name: str) -> tuple[float, ...]:
+        usual = [self.middle((self.factor(one, way) for one in self.pool("decode")), 1.0) for way in ("near", "far")]
+        if self.roles.get(name) != "decode":
+            return tuple(usual)
+        return tuple(self.factor(name, way) or other for way, other in zip(("near", "far"), usual, strict=True))
+
+    def least_exposure(self, name: str) -> float:
+        if self.roles.get(name) != "decode":
+            return 1.0
+        return min(1.0, *(self.factor(name, way) or 1.0 for way in ("near", "far")))
+
+    def ways_s(self, name: str, *, far: bool) -> float:
+        ways = self.loads[name].s_per_block if name in self.loads else {}
+        there = {peer: self.roles.get(peer) == "prefill" and self.hosts[peer] != self.hosts[name] for peer in ways}
+        return self.middle((seconds for peer, seconds in ways.items() if there[peer] is far), 0.0)
+
+    def s_per_block(self, name: str) -> tuple[float, ...]:
+        """By way, as reported: the readers of then are those of now, in this test."""
+        pool = self.pool("decode")
+        usual = [self.middle((self.ways_s(one, far=far) for one in pool), 0.0) for far in (False, True)]
+        own = [self.ways_s(name, far=far) if name in pool else 0.0 for far in (False, True)]
+        return tuple(one or other for one, other in zip(own, usual, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_reports_and_ends_comes_to_what_all_of_them_say(seed: int) -> None:
+    """Guards each coefficient of a price: one observation too many, or one that is another worker's."""
+    random, fitted, plain = Random(seed), Coefficients(), PlainFit()
+    names = {"p0": "x", "p1": "y", "p2": "x", "d0": "x", "d1": "y", "d2": "y"}
+
+    def join(name: str) -> None:
+        for one in (fitted, plain):
+            one.joined(name, "prefill" if name[0] == "p" else "decode", names[name])
+
+    for name in names:
+        join(name)
+    for turn in range(110):
+        what, name = random.randrange(9), random.choice(list(names))
+        if what < 5:
+            ways = {peer: random.choice((0.001, 0.002, 0.01)) for peer in names if random.random() < 0.3}
+            told = load(
+                running_requests=random.choice((0, 1, 2, 9)),
+                s_per_token=random.choice((0.0, 0.01, 0.011, 0.02)),
+                s_per_prompt_token=random.choice((0.0, 0.003)),
+                s_per_block=ways if name[0] == "d" else {},
+            )
+            fitted.reported(name, told)
+            plain.reported(name, told)
+        elif what < 8:
+            reader, decode = random.choice(("p0", "p1", "p2")), random.choice(("d0", "d1", "d2"))
+            predicted_s = random.choice((0.0, 0.1, 1.0)), random.choice((0.0, 0.2))
+            queue_s, run_s, move_s = (random.choice((0.0, 0.1, 0.3, 2.0)) for _ in range(3))
+            fitted.ended(
+                predicted_s, account(reader, decode, prefill_queue=queue_s, prefill_run=run_s, migrate=move_s)
+            )
+            plain.observed(reader, "delay", predicted_s[0], queue_s + run_s)
+            plain.observed(decode, "far" if names[reader] != names[decode] else "near", predicted_s[1], move_s)
+        elif turn % 3 == 0:
+            join(name)
+        assert fitted.usual_s_per_token == pytest.approx(plain.usual_s_per_token)
+        assert fitted.unmeasured_step_s == pytest.approx(plain.unmeasured_step_s)
+        for one in (random.choice(list(names)), "nobody"):
+            for ask in ("s_per_token", "delay", "reading", "exposure", "least_s_per_token", "least_exposure", "host"):
+                assert getattr(fitted, ask)(one) == pytest.approx(getattr(plain, ask)(one)), ask
+            assert fitted.s_per_block(one) == pytest.approx(plain.s_per_block(one))
+            measured_s = random.choice((0.0, 0.015))
+            assert fitted.step(one, measured_s) == pytest.approx(plain.step(one, measured_s))
+            assert fitted.least_step_s(one, measured_s, 3) == pytest.approx(plain.least_step_s(one, measured_s, 3))

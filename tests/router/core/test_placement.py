@@ -10,8 +10,8 @@ import pytest
 
 from engine.messages import ReadTold
 from router.core.call import Call
-from router.core.placement import LOCAL, demand
-from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, Demand, PrefillView, cost
+from router.core.placement import LOCAL, _fits, demand
+from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, DecodeView, Demand, PrefillView, cost
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import worker_info
 
@@ -557,3 +557,52 @@ def test_what_others_would_lose_is_at_the_pools_speed(monkeypatch: pytest.Monkey
     parts.report("p0", s_per_token=0.25)
     parts.placer.choose(waiting(name="b"), 1.0)
     assert speeds == [ASSUMED_S_PER_TOKEN, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "most", "cached", "used", "promised", "fits"),
+    [
+        (4, 10, 0, 6, 0, True),  # all that is left
+        (5, 10, 0, 6, 0, False),
+        (5, 10, 1, 6, 0, True),  # what is cached is there
+        (4, 10, 1, 6, 1, True),  # what others were promised is not
+        (4, 10, 0, 6, 1, False),
+        (4, 10, 1, 6, 2, False),
+        (4, 11, 0, 0, 0, False),  # its answer could never end
+        (0, 0, 0, 10, 0, True),
+        (0, 0, 0, 11, 0, False),
+    ],
+)
+def test_a_request_fits_to_the_block(blocks: int, most: int, cached: int, used: int, promised: int, fits: bool) -> None:
+    """Guards each border of the room on a worker of ten blocks: one too many is refused there, one too few is left
+    unused."""
+    view = DecodeView("d0", cached, used, 10, 0.05, {}, 0)
+    assert _fits(Demand(0, 0, blocks, most), view, promised) is fits
+
+
+def test_prefill_workers_of_two_block_sizes_are_asked_for_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what others would lose: counted in blocks of one size, it says nothing of a worker whose blocks are of
+    another."""
+    parts, asked = Parts(), list[tuple[int, set[str]]]()
+    for name, size in (("d0", 16), ("p0", 16), ("p1", 32), ("p2", 16)):
+        parts.join(name, block_size=size)
+
+    def delaying(chain: list[bytes], held: dict[str, int], size: int, *more: object) -> dict[str, float]:
+        asked.append((size, set(held)))
+        return dict.fromkeys(held, 0.0)
+
+    monkeypatch.setattr(parts.placer._reuse, "delaying_tokens", delaying)
+    assert parts.placer.choose(waiting(), 0.0) is not None
+    assert sorted(asked) == [(16, {"p0", "p2"}), (32, {"p1"})]
+
+
+def test_a_decode_worker_that_reads_itself_is_compared_with_the_others() -> None:
+    """Guards the price of copies where decode workers read: one that was compared with itself, under its other name,
+    would have nothing to spare."""
+    parts = Parts()
+    for name in ("d0", "d1"):
+        parts.join(name)
+        parts.report(name, s_per_prompt_token=0.01, s_per_token=0.01)
+    parts.report("d1", s_per_prompt_token=0.01, s_per_token=0.01, waiting_tokens=100)
+    assert pair(parts.placer.choose(waiting(), 0.0)) == (LOCAL.name, "d0")
+    assert parts.placer._reuse.arrivals._spare_tokens == pytest.approx(100)

@@ -201,6 +201,47 @@ def test_each_tier_equals_a_naive_model(
             assert index.tiers(blocks(other)) == ({"a": expected} if any(expected.values()) else {})
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_long_run_equals_the_naive_model_in_every_tier(seed: int) -> None:
+    """Guards what short runs do not come to: uses that are tidied away, stretches that many uses have cut, and what
+    another router's requests leave below a block of one's own."""
+    random = Random(seed)
+    sizes = {"device": random.randint(1, 9), "host": random.randint(0, 4), "disk": random.randint(0, 6)}
+    index, naive = PrefixIndex(), NaiveTiers({name: size for name, size in sizes.items() if size})
+    index.add("other", 6, 2)
+    index.add("a", *sizes.values())
+    for _ in range(120):
+        prompt = [random.choice((0, 0, 1)) for _ in range(random.randint(0, 9))]
+        above = random.randint(0, len(prompt))
+        parent, rest = short(blocks(prompt)[:above][-1:]), short(blocks(prompt)[above:])
+        match random.randrange(8):
+            case 0 | 1:
+                index.insert("a", blocks(prompt))
+                naive.insert(prompt)
+            case 2:
+                index.insert("other", blocks(prompt))
+            case 3:
+                index.evict("a", blocks(prompt)[above : above + 1])
+                naive.cut(prompt[: above + 1] if above < len(prompt) else [2])
+            case 4:
+                index.correct("a", blocks(prompt), above)
+                naive.cut(prompt[: above + 1] if above < len(prompt) else [2])
+            case 5:
+                index.recall("a", parent, rest)
+                naive.recall(prompt, above)
+            case 6 | 7:
+                index.learn("a", parent, rest)
+                if above < len(prompt) and (not above or tuple(prompt[:above]) in naive.order[naive.lowest]):
+                    naive.insert(prompt)
+        index.check()
+        assert index.held_blocks("a") == len(naive.order[naive.lowest])
+        for length in (1, 3, 9):
+            other = [random.choice((0, 0, 1)) for _ in range(length)]
+            expected = naive.match(other)
+            assert index.tiers(blocks(other)).get("a", dict.fromkeys(expected, 0)) == expected
+            assert index.match("a", blocks(other)) == expected[naive.lowest]
+
+
 def test_what_is_kept_of_uses_is_bounded_by_what_is_held() -> None:
     """Guards a router's memory: of a prompt that is asked again and again each use but the last is forgotten, and
     forgetting changes nothing."""

@@ -139,3 +139,32 @@ def test_what_the_tiers_hear_else_ends_no_fetch() -> None:
     rig.fetches.handle(Loaded(load.number, 2, 0.1, 0.0))
     assert fetch.is_over
     rig.check()
+
+
+def test_a_fetch_behind_what_the_device_has_is_cached_with_it() -> None:
+    """Guards a fetch whose lease begins with blocks of its own cache: they have no windows to be indexed."""
+    rig = Rig(PROMPT[:8])
+    lease = rig.kv.acquire(b"", PROMPT[:4], match_limit=0, room_tokens=4)
+    assert lease is not None
+    rig.kv.commit(lease, PROMPT[:4])
+    fetch = rig.fetches.wanted(b"", PROMPT, 9, FAST)
+    assert fetch is not None and len(fetch.lease.path) == 1
+    rig.fetches.handle(Loaded(rig.load().number, 1, 0.1, 0.0))
+    assert rig.kv.matched_tokens(b"", PROMPT, 9) == 8
+    rig.check()
+
+
+def test_of_blocks_of_one_token_as_many_are_cached_as_were_whole() -> None:
+    """Guards a token more than was loaded: where it fills a block, nobody has written that."""
+    tiers = Tiers(16, 4096)
+    kv = KVCacheManager(BLOCKS, 1, "m", tiers)
+    for ident in identity.chain(kv.cache.root_identity(b""), [1, 2, 3], 1):
+        tiers.demote(ident, BlockId(0))
+    tiers.take_commands()
+    fetches = Fetches(kv, tiers)
+    assert fetches.wanted(b"", [1, 2, 3, 4], 3, FAST) is not None
+    (load,) = tiers.take_commands()
+    assert isinstance(load, TierLoad)
+    fetches.handle(Loaded(load.number, 2, 0.1, 0.0))
+    assert kv.matched_tokens(b"", [1, 2, 3, 4], 3) == 2
+    kv.check()

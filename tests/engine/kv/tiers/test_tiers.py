@@ -2,7 +2,10 @@
 test_machine.py, whoever moves the bytes in tests/engine/storage/tiers, workers with tiers in
 tests/integration/test_tiers_fake.py and test_tiers_processes.py."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
 
 import pytest
 
@@ -126,6 +129,33 @@ def test_a_disk_that_fails_is_given_up(hangs: bool) -> None:
     if hangs:
         tiers.handle(Spilled(pending))
     assert not [told for told in _demote(tiers, IDENTS[5:]) if isinstance(told, Spill)]
+
+
+def test_a_load_from_a_disk_that_was_given_up_meanwhile_ends_as_any_other() -> None:
+    """Guards a worker against what its disk was still reading: there is nothing any more to be let go."""
+    tiers = _tiers(segments=2)
+    tiers.adopt([(0, segment_bytes(1, BYTES), IDENTS[:1])])
+    load = _loading(tiers, IDENTS[:1])
+    assert load.places == (OnDisk(0, 0),)
+    tiers.handle(DiskHung("no answer"))
+    tiers.handle(Loaded(load.number, 0, 0.0, 0.0))
+    tiers.check()
+    assert tiers.counts.broken_blocks == 1 and tiers.take_forgotten() == IDENTS[:1]
+
+
+@pytest.mark.parametrize("error", ["", "full"])
+def test_what_is_not_whole_is_not_found_on_disk_because_it_was_being_written(error: str) -> None:
+    """Guards a wrong answer, and a router that believes in what is nowhere: a load has seen that the block is not whole
+    while it was written ahead, as it was."""
+    tiers = _tiers(segments=4)
+    spill = _spilling(tiers)
+    load = _loading(tiers, IDENTS[:1])
+    tiers.handle(Loaded(load.number, 0, 0.0, 0.0))
+    assert IDENTS[0] in tiers and not tiers.take_forgotten(), "its slot is read"
+    tiers.handle(Spilled(spill.segment, error))
+    tiers.check()
+    assert IDENTS[0] not in tiers and tiers.take_forgotten() == [IDENTS[0]]
+    assert TierDrop(spill.segment) in tiers.take_commands() and tiers.counts.spilled_blocks == 0
 
 
 def _chain(tokens: list[int]) -> list[bytes]:
@@ -289,3 +319,281 @@ def test_so_many_are_written_ahead_of_a_large_tier() -> None:
         tiers.handle(Spilled(spills[0].segment))
         last = tiers.take_commands()
     assert written == idents[:128]
+
+
+@dataclass(eq=False)
+class PlainSegment:
+    number: int
+    nbytes: int
+    idents: tuple[bytes, ...] = ()
+    pins: int = 0
+
+
+class PlainTiers:
+    """Both tiers in lists: blocks by name, without slots, in the order in which they go."""
+
+    def __init__(self, host_blocks: int, disk_bytes: int) -> None:
+        self.size, self.disk_bytes = host_blocks, disk_bytes
+        self.at_once = max(1, host_blocks // 4)
+        self.line: list[bytes] = []
+        self.pins = Counter[bytes]()
+        self.spoilt: set[bytes] = set()
+        self.storing: dict[bytes, int] = {}
+        self.stores: dict[int, list[bytes]] = {}
+        self.disk: list[PlainSegment] | None = []
+        self.places: dict[bytes, tuple[int, int]] = {}
+        self.spill: tuple[PlainSegment, list[bytes]] | None = None
+        self.next = self.numbers = 0
+        self.saving: list[bytes] = []
+        self.told: list[object] = []
+        self.forgotten: list[bytes] = []
+        self.counts = Counter[str]()
+
+    def has(self, ident: bytes) -> bool:
+        return ident in self.line or ident in self.pins or ident in self.places
+
+    def in_host(self, ident: bytes) -> bool:
+        return ident in self.line or ident in self.pins
+
+    def forget(self, idents: Iterable[bytes]) -> None:
+        self.forgotten += [ident for ident in idents if not self.has(ident)]
+
+    def pin(self, ident: bytes) -> None:
+        if ident in self.line:
+            self.line.remove(ident)
+        self.pins[ident] += 1
+
+    def unpin(self, ident: bytes, at: int | None = None) -> None:
+        self.pins[ident] -= 1
+        if self.pins[ident]:
+            return
+        del self.pins[ident]
+        if ident in self.spoilt:
+            self.spoilt.remove(ident)
+            self.forget([ident])
+        else:
+            self.line.insert(len(self.line) if at is None else at, ident)
+
+    def put(self, ident: bytes) -> bool:
+        if not self.line and len(self.pins) == self.size:
+            return False
+        if len(self.line) + len(self.pins) == self.size:
+            gone = self.line.pop(0)
+            self.counts["from host"] += 1
+            self.forget([gone])
+        self.pins[ident] += 1
+        return True
+
+    def demote(self, ident: bytes, block: int) -> bool:
+        if self.in_host(ident):
+            if ident in self.line:
+                self.line.remove(ident)
+                self.line.append(ident)
+            return True
+        if not self.put(ident):
+            return ident in self.places
+        self.saving.append(ident)
+        self.told.append(("save", block))
+        self.counts["saved"] += 1
+        self.ahead()
+        return True
+
+    def keep(self, idents: list[bytes]) -> set[int] | None:
+        here = [ident for ident in idents if self.in_host(ident)]
+        for ident in here:
+            self.pin(ident)
+        new = [ident for ident in idents if ident not in here]
+        if len(new) > self.size - len(self.pins):
+            for ident in here:
+                self.unpin(ident)
+            return None
+        for ident in new:
+            assert self.put(ident)
+        if new:
+            self.numbers += 1
+            self.stores[self.numbers] = new
+            self.storing |= dict.fromkeys(new, self.numbers)
+            self.told.append(("store", self.numbers, tuple(new)))
+        return {self.storing[ident] for ident in idents if ident in self.storing}
+
+    def stored(self, number: int, *, failed: bool) -> None:
+        idents = self.stores.pop(number)
+        for ident in idents:
+            del self.storing[ident]
+        if failed:
+            self.spoilt |= set(idents)
+        else:
+            self.counts["saved"] += len(idents)
+            self.ahead()
+
+    def drop(self, segment: PlainSegment) -> list[bytes]:
+        assert self.disk is not None
+        self.disk.remove(segment)
+        gone = [ident for ident in segment.idents if self.places[ident][0] == segment.number]
+        for ident in gone:
+            del self.places[ident]
+        self.told.append(("drop", segment.number))
+        return gone
+
+    def ahead(self) -> None:
+        """Half of the tier is free, or on disk as well."""
+        free, oldest = self.size - len(self.line) - len(self.pins), self.line[: self.size // 2]
+        unwritten = [ident for ident in oldest if ident not in self.places][: self.at_once]
+        if self.disk is None or self.spill or free >= self.size // 2 or len(unwritten) < self.at_once:
+            return
+        nbytes, lost = segment_bytes(self.at_once, BYTES), list[bytes]()
+        while has_room := sum(one.nbytes for one in self.disk) + nbytes > self.disk_bytes:
+            may_go = [one for one in self.disk if one.idents and not one.pins and not {*one.idents} & {*oldest}]
+            if not may_go:
+                break
+            lost += self.drop(may_go[0])
+        self.counts["from disk"] += len(lost)
+        self.forget(lost)
+        if has_room:
+            return
+        segment = PlainSegment(self.next, nbytes)
+        self.next += 1
+        self.disk.append(segment)
+        for ident in unwritten:
+            self.pin(ident)
+        self.spill = segment, unwritten
+        self.told.append(("spill", segment.number, tuple(unwritten)))
+
+    def spilled(self, *, failed: bool) -> None:
+        assert self.spill is not None
+        (segment, idents), self.spill = self.spill, None
+        broken = [ident for ident in idents if ident in self.spoilt and self.pins[ident] == 1]
+        if not failed and self.disk is not None and not broken:
+            segment.idents = tuple(idents)
+            self.places |= {ident: (segment.number, at) for at, ident in enumerate(idents)}
+            self.counts["spilled"] += len(idents)
+        elif not failed and self.disk is not None:
+            self.drop(segment)
+        for ident in reversed(idents):
+            self.unpin(ident, 0)
+        if failed:
+            self.give_up()
+        self.ahead()
+
+    def give_up(self) -> None:
+        if self.disk is not None:
+            self.told += [("drop", one.number) for one in self.disk]
+            lost, self.disk, self.places = list(self.places), None, {}
+            self.forget(lost)
+
+    def load(self, idents: list[bytes]) -> list[int | None]:
+        """Return where each is pinned: in a segment, or in host memory."""
+        places: list[int | None] = []
+        for ident in idents:
+            if self.in_host(ident):
+                self.pin(ident)
+                places.append(None)
+            else:
+                (segment,) = [one for one in self.disk or () if one.number == self.places[ident][0]]
+                segment.pins += 1
+                assert self.disk is not None
+                self.disk.remove(segment)
+                self.disk.append(segment)
+                places.append(segment.number)
+        self.numbers += 1
+        self.told.append(("load", self.numbers, tuple(idents)))
+        return places
+
+    def loaded(self, idents: list[bytes], places: list[int | None], whole: int) -> None:
+        for place in places[:whole]:
+            self.counts["loaded host" if place is None else "loaded disk"] += 1
+        if whole < len(places):
+            self.counts["broken"] += 1
+            if places[whole] is None:
+                self.spoilt.add(idents[whole])
+            else:
+                for one in [one for one in self.disk or () if one.number == places[whole]]:
+                    self.forget(self.drop(one))
+        for ident, place in zip(idents, places, strict=True):
+            if place is None:
+                self.unpin(ident)
+            for one in [one for one in self.disk or () if one.number == place]:
+                one.pins -= 1
+
+    def take_told(self) -> list[object]:
+        for ident in self.saving:
+            self.unpin(ident)
+        self.saving = []
+        told, self.told = self.told, []
+        return told
+
+
+def _in_words(command: TierCommand) -> object:
+    match command:
+        case Save():
+            return "save", command.block
+        case Store():
+            return "store", command.number, command.identities
+        case Spill():
+            return "spill", command.segment, command.identities
+        case TierDrop():
+            return "drop", command.segment
+        case TierLoad():
+            return "load", command.number, command.identities
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_events_does_what_the_lists_say(seed: int) -> None:
+    """Guards which block is in which tier, and which goes next: one copied, pinned, dropped or told too many."""
+    random, host_blocks = Random(seed), 4 + seed % 7
+    disk_bytes = (seed % 5) * segment_bytes(max(1, host_blocks // 4), BYTES) + seed % 2
+    tiers, plain = Tiers(host_blocks, BYTES, disk_bytes), PlainTiers(host_blocks, disk_bytes)
+    if not disk_bytes:
+        plain.disk = None
+    kept: list[list[bytes]] = []
+    loads: list[tuple[int, list[bytes], list[int | None]]] = []
+    for _ in range(150):
+        idents = random.sample(IDENTS, random.randint(1, 4))
+        match random.randrange(10):
+            case 0 | 1 | 2:
+                block = random.randrange(99)
+                assert tiers.demote(idents[0], BlockId(block)) == plain.demote(idents[0], block)
+            case 3 if len(kept) < 2:
+                stores = tiers.keep(idents, [BlockId(0)] * len(idents))
+                assert stores == plain.keep(idents)
+                kept += [idents] if stores is not None else []
+            case 4 if plain.stores:
+                number, failed = random.choice(list(plain.stores)), random.random() < 0.2
+                tiers.handle(Stored(number, 1, 0.1, "broken" * failed))
+                plain.stored(number, failed=failed)
+            case 5 if kept and not set(kept[0]) & plain.storing.keys():
+                gone = kept.pop(0)
+                tiers.unkeep(gone)
+                for ident in gone:
+                    plain.unpin(ident)
+            case 6 if plain.spill is not None:
+                failed = random.random() < 0.04
+                tiers.handle(Spilled(plain.spill[0].number, "full" * failed))
+                plain.spilled(failed=failed)
+            case 7 if idents := [ident for ident in idents if plain.has(ident) and ident not in plain.storing]:
+                assert all(tiers.can_load(ident) for ident in idents)
+                number = tiers.load(tiers.pin(idents), idents, [BlockId(0)] * len(idents))
+                loads.append((number, idents, plain.load(idents)))
+            case 8 if loads:
+                number, idents, places = loads.pop(random.randrange(len(loads)))
+                whole = random.choice((len(idents), random.randint(0, len(idents))))
+                tiers.handle(Loaded(number, whole, 0.0, 0.0))
+                plain.loaded(idents, places, whole)
+        if random.random() < 0.7:
+            assert list(map(_in_words, tiers.take_commands())) == plain.take_told()
+        tiers.check()
+        assert tiers.take_forgotten() == plain.forgotten
+        plain.forgotten = []
+        assert list(tiers.host._idle) == plain.line and tiers.host._pins == plain.pins
+        assert tiers.blocks == {"host": len(plain.line) + len(plain.pins), "disk": len(plain.places)}
+        assert [ident in tiers for ident in IDENTS] == list(map(plain.has, IDENTS))
+        assert (tiers.disk is None) == (plain.disk is None)
+        if tiers.disk is not None and plain.disk is not None:
+            assert list(tiers.disk._segments) == [one.number for one in plain.disk]
+            assert {i: (p.segment, p.at) for i, p in tiers.disk.places.items()} == plain.places
+        counts, evicted, loaded = tiers.counts, tiers.counts.evicted, tiers.counts.loaded_blocks
+        names = ("saved", "spilled", "from host", "from disk", "loaded host", "loaded disk", "broken")
+        assert [plain.counts[name] for name in names] == [
+            *(counts.saved_blocks, counts.spilled_blocks, evicted["host"], evicted["disk"]),
+            *(loaded["host"], loaded["disk"], counts.broken_blocks),
+        ]

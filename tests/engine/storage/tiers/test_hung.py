@@ -59,9 +59,10 @@ class LateFolder(SegmentFolder):
         identities: Sequence[bytes],
         blocks: Sequence[memoryview],
         has_moved: Callable[[], None] = lambda: None,
+        digests: Sequence[int | None] = (),
     ) -> None:
         self._wait()
-        super().write(number, identities, blocks, has_moved)
+        super().write(number, identities, blocks, has_moved, digests)
 
     def drop(self, number: int) -> None:
         self._wait()

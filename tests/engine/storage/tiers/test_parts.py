@@ -94,3 +94,12 @@ def test_a_block_with_a_wrong_byte_in_one_part_is_not_loaded(bench: Bench, at: i
     bench.do(Store(1, (_ident(7),), (FROM,), (TierSlot(0),)))
     bench.host.block(TierSlot(0))[at] ^= 1
     assert bench.load(TierSlot(0)) == 0
+
+
+def test_a_block_that_has_changed_in_host_memory_is_not_whole_on_disk_either(bench: Bench) -> None:
+    """Guards a wrong answer: what was stored has a digest, and one that was made anew for the file was that of whatever
+    was in host memory by then."""
+    bench.do(Store(1, (_ident(7),), (FROM,), (TierSlot(0),)))
+    bench.host.block(TierSlot(0))[5] ^= 1
+    assert bench.do(Spill(0, (_ident(7),), (TierSlot(0),))) == [Spilled(0)]
+    assert bench.load(OnDisk(0, 0)) == 0
