@@ -138,7 +138,7 @@ proto: $(DEV)
 setup: $(DEV)
 
 # To run it: the packages of pyproject.toml and the demo's model (98 MB).
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*)
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/* kernels/host/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): a minute or two, most of it PyTorch ..."
 	@$(TOLD_PIP) --editable . $(TOLD)

@@ -538,3 +538,33 @@ def test_what_was_told_in_part_and_is_used_again_counts_whole() -> None:
         index.insert("a", blocks([1, 2]))
     index.check()
     assert index.held_blocks("a") == 2 and index.match("a", blocks([1, 2])) == 2
+
+
+def test_a_chain_that_was_found_before_is_found_as_it_is_now() -> None:
+    """Guards against a path that is remembered from the placement and written to after its blocks have gone, or have
+    become another chain's: the same list is asked for, believed and dropped again and again."""
+    random = Random(5)
+    index = PrefixIndex()
+    for name in ("a", "b"):
+        index.add(name, 12)
+    chains = [[random.randbytes(16) for _ in range(8)] for _ in range(3)]
+    chains.append(chains[0][:4] + [random.randbytes(16) for _ in range(4)])
+    for _ in range(400):
+        name, asked = random.choice("ab"), random.choice(chains)
+        index.depths(asked)
+        match random.choice(("told", "another", "evict", "forget")):
+            case "told":
+                index.learn(name, b"", short(random.choice(chains)))
+            case "another":
+                index.insert(name, list(random.choice(chains)))
+            case "evict":
+                index.evict(name, [random.choice(chains)[random.randrange(8)]])
+            case "forget":
+                index.forget(name)
+                index.add(name, 12)
+        if random.randrange(2):
+            index.insert(name, asked)
+            index.check()
+            assert index.depths(asked)[name] == len(asked)
+        found = index.depths(asked)
+        assert found == index.depths(list(asked)), "the same blocks in another list"
