@@ -58,7 +58,7 @@ def run(ranks: int, steps: int, **options: Any) -> list[subprocess.CompletedProc
     return [subprocess.CompletedProcess(one.args, one.wait(), *one.communicate()) for one in processes]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_have_the_same_bits_on_every_rank(ranks: int) -> None:
     """Guards the order of ranks, sizes that do not divide, and slots that are overwritten while another rank still
     reads them: ranks are late at random, also amid the kernel. Of every type, the bits are those of parts added in
