@@ -19,10 +19,15 @@ s - 2 has ended, and with it all that q reads of that slot. So these launches fo
 may begin before the one before it has ended (no programmatic dependent launch). With one slot, q may still read step
 s - 1 while r, which has what it needs, writes step s.
 
+A program of one rank waits for the same program of all others, and a device may have no room for all of a launch at
+once: it begins them in order, as GPUs do, so that the first that has not ended is running on every rank.
+
 The step is counted on the device, so that a recorded launch counts on with each replay. Nobody waits for ever: a
 program gives up where the host asks for it (`notes[0]`, which it looks at every 256 polls), or after `limit` polls.
 Then it leaves NaN in x, for no answer may be made of parts that did not come; says in `notes[1]` which rank is missing;
-and neither tells nor waits in any later launch, so that whoever waits for this rank finds it missing, too.
+and neither writes to its slot nor tells nor waits in any later launch, so that whoever waits for this rank finds it
+missing, too. Warps look at the host's word one by one: one that finds it set may leave its NaN while the others still
+find all parts, and nothing is noted. So whoever sets it takes nothing of what runs.
 
 A flag is set in the memory of another device, by an exchange: the link between the two must have native atomics.
 Source: one-shot all-reduce over mapped memory, as in vLLM's `custom_all_reduce.cuh`. Specification:
@@ -51,6 +56,7 @@ def rank_sum_kernel(
     notes_ptr,
     count,
     limit,
+    FLAGS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     PAD: tl.constexpr,
@@ -64,13 +70,13 @@ def rank_sum_kernel(
     inside = program * TILE + elements < count * UNIT
     before = tl.load(steps_ptr + program)
     step = before + 1
-    slot = 8 * PROGRAMS * RANKS + (step % 2 * PROGRAMS + program) * PART
+    slot = FLAGS + (step % 2 * PROGRAMS + program) * PART
     own = tl.load(buffers_ptr + RANK)
     ranks = tl.arange(0, PAD)
     there = ranks < RANKS
 
     x = tl.load(x_ptr + program * TILE + elements, mask=inside)
-    tl.store(tl.multiple_of((own + slot).to(x_ptr.dtype), 16) + elements, x)
+    tl.store(tl.multiple_of((own + slot).to(x_ptr.dtype), 16) + elements, x, mask=before >= 0)
     tl.debug_barrier()  # all threads have written before one tells
 
     flags = tl.load(buffers_ptr + ranks, mask=there, other=0).to(steps_ptr.dtype)
@@ -105,9 +111,15 @@ def programs_of(most_bytes: int) -> int:
     return triton.cdiv(most_bytes, PART_BYTES)
 
 
+def flag_bytes(ranks: int, programs: int) -> int:
+    """Return where the slots begin in a rank's memory, behind a flag for each program and rank: at a whole line."""
+    return triton.cdiv(8 * ranks * programs, 128) * 128
+
+
 def buffer_bytes(ranks: int, most_bytes: int) -> int:
     """Return the size of each rank's memory for sums of up to `most_bytes`; it is zero before the first."""
-    return programs_of(most_bytes) * (8 * ranks + 2 * PART_BYTES)
+    programs = programs_of(most_bytes)
+    return flag_bytes(ranks, programs) + 2 * PART_BYTES * programs
 
 
 def rank_sum(
@@ -134,6 +146,7 @@ def rank_sum(
         notes,
         count // unit,
         limit,
+        FLAGS=flag_bytes(ranks, programs),
         RANK=rank,
         RANKS=ranks,
         PAD=triton.next_power_of_2(ranks),

@@ -213,10 +213,12 @@ class Hub:
                     sink = sinks.get(record.request)
                     if sink is not None and (kept := sink.tokens(ids, now, record.logprobs)) is not None:
                         self._handle(events.StopFound(record.request, kept))
+                        now = self._clock()
                 elif isinstance(record, TenantsTold):
                     self._hear_sibling(record, now)
                 else:
                     self._handle(events.WorkerSaid(worker, record))
+                    now = self._clock()  # later than what has just been told
             except Exception:
                 log.exception("a record of worker %s could not be handled", worker)
                 if isinstance(record, Orphan):

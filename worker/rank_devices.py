@@ -90,8 +90,8 @@ class CudaDevices:
     def shared(self, nbytes: int, ranks: int) -> tuple[Tensor, bytes]:
         from transfer.gpu.cuda import CudaDevice
 
-        own = CudaDevice(str(self._device))
         try:
+            own = CudaDevice(str(self._device))
             for other in range(self._first, self._first + ranks):
                 own.check_reach(other)
             return own.shared(nbytes)

@@ -75,9 +75,9 @@ def open_one_shot(
 ) -> tuple[OneShotSums | None, str]:
     """Agree with the others, over a socket to each. Return what adds up tensors of up to `most_bytes`, None if NCCL
     shall for all; and which of both, in words, with the reason. Raises RankError for a rank that ends meanwhile."""
-    nbytes, name, problem, own = buffer_bytes(share.ranks, most_bytes), b"", "", None
-    if not most_bytes:
-        problem = "engine.one_shot_bytes is 0"
+    nbytes, name, problem, own = buffer_bytes(share.ranks, max(most_bytes, 0)), b"", "", None
+    if most_bytes <= 0:
+        problem = f"engine.one_shot_bytes is {most_bytes}"
     else:
         try:
             own, name = devices.shared(nbytes, share.ranks)

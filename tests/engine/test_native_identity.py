@@ -4,6 +4,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,6 @@ def test_what_names_blocks_otherwise_is_not_used(tmp_path: Path) -> None:
 
 def test_what_is_installed_is_used(restored: None) -> None:
     """Guards against a library that is built and never found; without one, nothing changes."""
-    libraries = list((SOURCE.parents[1]).glob("_native_host*"))
+    libraries = [found for suffix in EXTENSION_SUFFIXES for found in SOURCE.parents[1].glob(f"_native_host{suffix}")]
     assert use_native_identities() is bool(libraries)
     assert (identity._hasher is hash_piece) is not bool(libraries)

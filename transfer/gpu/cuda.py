@@ -27,6 +27,8 @@ from transfer.transport import TransferError
 _SUCCESS = 0
 _REACH = {2: "cannot map memory of", 3: "has no atomics over its link with"}
 """`CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED`, `.._NATIVE_ATOMIC_SUPPORTED`; and what is without."""
+_PAGE_BYTES = 2 << 20
+"""What `cudaMalloc` gives out small pieces of, and CUDA's IPC shares as a whole."""
 
 
 class _CudaEvent:
@@ -139,10 +141,11 @@ class CudaDevice:
         return msgspec.msgpack.encode(handle)
 
     def shared(self, nbytes: int) -> tuple[Tensor, bytes]:
-        """Return uint8 `[nbytes]`, zero, in an allocation of its own, for as long as this process lives, and a name by
-        which others `open` it. Raises TransferError."""
+        """Return uint8 `[nbytes]`, zero, for as long as this process lives, and a name by which others `open` it.
+        Raises TransferError."""
         with torch.cuda.device(self._device), _translated("share memory of this device"):
-            address = runtime.malloc(nbytes)
+            # Others map all that lies in the same page: so nothing else does.
+            address = runtime.malloc(-(-nbytes // _PAGE_BYTES) * _PAGE_BYTES)
             memory = self._bytes(address, nbytes)
             memory.zero_()
             runtime.deviceSynchronize()  # another process is about to write to it

@@ -42,8 +42,8 @@ from engine.types import BlockId
 
 log = logging.getLogger(__name__)
 
-NO_DIGEST = -1
-"""No block has it: what was not stored whole is never loaded as if it were."""
+NO_DIGEST = (1 << 64) - 1
+"""No block has it but by chance: what was not stored whole is never loaded as if it were."""
 _STOP, _STORE, _LOAD, _DROP, _SPILL = range(5)
 _URGENCY = {Store: _STORE, TierLoad: _LOAD, TierDrop: _DROP, Spill: _SPILL}
 

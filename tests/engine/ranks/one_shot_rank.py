@@ -2,9 +2,11 @@
 `python -m tests.engine.ranks.one_shot_rank SETUP`, a `Setup` as JSON, prints a digest of all sums of this rank.
 On the CPU the kernel is interpreted, over memory of this host that all have mapped."""
 
+import atexit
 import importlib.util
 import os
 import random
+import shutil
 import socket
 import sys
 import tempfile
@@ -118,9 +120,10 @@ def planted(name: str) -> ModuleType:
     source = Path(kernels.rank_sum.__file__).read_text(encoding="utf-8")
     right, wrong = PLANTS[name]
     assert source.count(right) == 1, f"the kernel does not say {right!r}"
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
-        file.write(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location("planted", file.name)
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)  # the interpreter reads the source when it is first launched
+    (folder / "planted.py").write_text(source.replace(right, wrong), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("planted", folder / "planted.py")
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)

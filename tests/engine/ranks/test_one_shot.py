@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ import engine.ranks.one_shot
 from engine.model.split import Share
 from engine.ranks.one_shot import OneShotSums, open_one_shot
 from engine.ranks.sums import RankError
-from kernels.rank_sum import buffer_bytes, rank_sum
+from kernels.rank_sum import PART_BYTES, buffer_bytes, flag_bytes, programs_of, rank_sum
 from tests.engine.ranks.one_shot_rank import MOST_BYTES, PLANTS, SHAPES, Setup
 
 
@@ -31,7 +32,7 @@ def pairs(ranks: int) -> dict[tuple[int, int], socket.socket]:
     return found
 
 
-def run(ranks: int, steps: int, **options: Any) -> list[subprocess.CompletedProcess[str]]:
+def run(folder: Path, ranks: int, steps: int, **options: Any) -> list[subprocess.CompletedProcess[str]]:
     """Run ranks as processes until all have ended, or one of them has failed."""
     ends = pairs(ranks)
     processes = []
@@ -39,11 +40,8 @@ def run(ranks: int, steps: int, **options: Any) -> list[subprocess.CompletedProc
         links = {other: ends[rank, other].fileno() for other in range(ranks) if other != rank}
         setup = msgspec.json.encode(Setup(rank, ranks, links, steps, **options)).decode()
         command = [sys.executable, "-m", "tests.engine.ranks.one_shot_rank", setup]
-        processes.append(
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=tuple(links.values())
-            )
-        )
+        with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+            processes.append(subprocess.Popen(command, stdout=out, stderr=err, pass_fds=tuple(links.values())))
     for end in ends.values():
         end.close()
     try:
@@ -55,15 +53,20 @@ def run(ranks: int, steps: int, **options: Any) -> list[subprocess.CompletedProc
         for one in processes:
             if one.poll() is None:
                 one.send_signal(signal.SIGKILL)
-    return [subprocess.CompletedProcess(one.args, one.wait(), *one.communicate()) for one in processes]
+    ended = []
+    for rank, one in enumerate(processes):
+        code = one.wait()
+        out, err = ((folder / f"{rank}.{what}").read_text() for what in ("out", "err"))
+        ended.append(subprocess.CompletedProcess(one.args, code, out, err))
+    return ended
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_sums_have_the_same_bits_on_every_rank(ranks: int) -> None:
+def test_sums_have_the_same_bits_on_every_rank(ranks: int, tmp_path: Path) -> None:
     """Guards the order of ranks, sizes that do not divide, and slots that are overwritten while another rank still
     reads them: ranks are late at random, also amid the kernel. Of every type, the bits are those of parts added in
     order."""
-    done = run(ranks, steps=3 * len(SHAPES) + 12, seed=ranks)
+    done = run(tmp_path, ranks, steps=3 * len(SHAPES) + 12, seed=ranks)
     assert [one.returncode for one in done] == [0] * ranks, done[0].stderr + done[-1].stderr
     assert len({one.stdout for one in done}) == 1 and done[0].stdout
 
@@ -71,15 +74,15 @@ def test_sums_have_the_same_bits_on_every_rank(ranks: int) -> None:
 @pytest.mark.parametrize(
     "plant", ["one slot", *(pytest.param(one, marks=pytest.mark.slow) for one in PLANTS if one != "one slot")]
 )
-def test_a_wrong_kernel_is_noticed(plant: str) -> None:
+def test_a_wrong_kernel_is_noticed(plant: str, tmp_path: Path) -> None:
     """Guards the test above: with one slot, with another order, or without a wait, some sum is wrong."""
-    done = run(3, steps=120, seed=3, plant=plant)
+    done = run(tmp_path, 3, steps=120, seed=3, plant=plant)
     assert any("AssertionError: rank" in one.stderr for one in done), [one.stderr[-300:] for one in done]
 
 
-def test_recorded_sums_count_on_with_each_replay() -> None:
+def test_recorded_sums_count_on_with_each_replay(tmp_path: Path) -> None:
     """Guards a step that is frozen in a recording: a replay would find the flags of the first one set."""
-    done = run(2, steps=3, seed=5, recorded=True)
+    done = run(tmp_path, 2, steps=3, seed=5, recorded=True)
     assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
     assert len({one.stdout for one in done}) == 1
 
@@ -93,7 +96,18 @@ def alone(limit: int | None = None, monkeypatch: pytest.MonkeyPatch | None = Non
 
 
 def flags(memory: Tensor) -> Tensor:
-    return memory[: 8 * 2 * MOST_BYTES // 4096].view(torch.int64)
+    return memory[: 8 * 2 * programs_of(MOST_BYTES)].view(torch.int64)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("most_bytes", [1, 4096, 12 << 10, 256 << 10])
+def test_slots_begin_at_whole_lines(ranks: int, most_bytes: int) -> None:
+    """Guards an odd number of flags, behind which vectors of 16 bytes would not be aligned: a device ends of that, and
+    an interpreter does not notice."""
+    programs = programs_of(most_bytes)
+    assert flag_bytes(ranks, programs) % 128 == 0 and flag_bytes(ranks, programs) >= 8 * ranks * programs
+    slots_bytes = buffer_bytes(ranks, most_bytes) - flag_bytes(ranks, programs)
+    assert slots_bytes == 2 * programs * PART_BYTES >= 2 * most_bytes
 
 
 def test_a_rank_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +122,11 @@ def test_a_rank_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     assert found.value.rank == 1
     monkeypatch.setattr(engine.ranks.one_shot, "POLLS", 1 << 30)
     flags(sums._buffers[0]).fill_(9)  # as though the other had come after all
-    x = torch.ones(1025)
+    slots = sums._buffers[0][flag_bytes(2, programs_of(MOST_BYTES)) :].clone()
+    x = torch.full((1025,), 2.0)
     sums.sum(x)
     assert x.isnan().all(), "it takes part again"
+    assert torch.equal(sums._buffers[0][-len(slots) :], slots), "it writes where another may still read"
     assert sorted(flags(other).tolist())[-2:] == [1, 1], "it tells of another part"
 
 
@@ -185,7 +201,9 @@ def test_all_ranks_add_up_in_one_kernel_or_none_does(caplog: pytest.LogCaptureFi
         caplog.clear()
         assert opened(shares, maps) == [(None, f"by NCCL alone: rank 1: {why}")] * 3
         assert f"by NCCL alone: rank 1: {why}" in caplog.text
-    assert opened(True, True, 0) == [(None, "by NCCL alone: rank 0: engine.one_shot_bytes is 0")] * 3
+    for most_bytes in (0, -5000):
+        why = f"by NCCL alone: rank 0: engine.one_shot_bytes is {most_bytes}"
+        assert opened(True, True, most_bytes) == [(None, why)] * 3
 
 
 def test_a_rank_that_ends_while_they_agree_is_named() -> None:

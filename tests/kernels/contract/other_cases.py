@@ -84,6 +84,7 @@ def rank_sum_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             **dict.fromkeys(("count", "limit"), "i32"),
         },
         constants={
+            "FLAGS": rank_sum.flag_bytes(4, rank_sum.programs_of(256 << 10)),
             "RANK": 1,
             "RANKS": 4,
             "PAD": 4,

@@ -2,6 +2,8 @@
 real connections they are tried in tests/router/test_restart.py, with a router that is killed in
 tests/chaos/test_chaos_router.py, what workers keep of them in tests/decode_worker/scheduler/leaving/test_orphans.py."""
 
+import itertools
+
 import msgspec
 import pytest
 
@@ -270,6 +272,24 @@ def test_whose_it_is_is_told_to_the_core() -> None:
     hub.adopt_with(revive)
     hub.heard("d0", [orphan(5), Tokens(A, 3, 1, [6])])
     assert bench.router._table.share._accounts["a"].spent == OUTPUT_WEIGHT
+    hub.leave(A)
+
+
+def test_what_stands_behind_another_record_came_later() -> None:
+    """Guards a gap before a token that is less than nothing: one look at the clock is of what follows at once."""
+    bench, ticks, seen = Bench(), itertools.count(), list[float]()
+    hub = Hub(bench.router, lambda: float(next(ticks)), NullObserver())
+    hub.connect(lambda worker, record: None)
+    sink = BeamSink([])
+    sink.tokens = lambda ids, now, *logprobs: seen.append(now)  # type: ignore[method-assign]
+
+    def revive(one: Orphan, now: float) -> BeamSink:
+        seen.append(now)
+        return sink
+
+    hub.adopt_with(revive)
+    hub.heard("d0", [orphan(5), Tokens(A, 3, 1, [6])])
+    assert len(seen) == 3 and seen[0] < seen[1] < seen[2], "made, what it had, and the token behind"
     hub.leave(A)
 
 
