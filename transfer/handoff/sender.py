@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
+import msgspec
 
 from engine.messages import BlockOffer, Handoff, Landed, Offer, Stop
 from engine.types import Incarnation
@@ -71,7 +71,7 @@ class KVSender:
             for block, digest in zip(chunk.blocks, digests, strict=True)
         ]
         if more:
-            offers = [replace(offer, more=list(others)) for offer, others in zip(offers, more, strict=True)]
+            offers = [msgspec.structs.replace(offer, more=list(others)) for offer, others in zip(offers, more, strict=True)]
         return [Emit(handoff.decode, Offer(handoff, seq, offers))]
 
     def sent(self, handoff: Handoff, seq: int, error: str) -> list[Command]:
