@@ -71,7 +71,8 @@ class KVSender:
             for block, digest in zip(chunk.blocks, digests, strict=True)
         ]
         if more:
-            offers = [msgspec.structs.replace(offer, more=list(others)) for offer, others in zip(offers, more, strict=True)]
+            pairs = zip(offers, more, strict=True)
+            offers = [msgspec.structs.replace(offer, more=list(others)) for offer, others in pairs]
         return [Emit(handoff.decode, Offer(handoff, seq, offers))]
 
     def sent(self, handoff: Handoff, seq: int, error: str) -> list[Command]:
