@@ -1,8 +1,10 @@
 """Configurations compiled by a pool of processes before they are timed: into Triton's cache on disk, where the process
 that times them finds them. Compiling takes a second each, and needs no card."""
 
+import ctypes
 import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -14,6 +16,7 @@ from benchmarks.gpu.card import Card
 from benchmarks.gpu.dry import Clock, compile_for_real
 from kernels.configs import SHARED_BYTES, ConfigKey, KernelConfig
 
+_PR_SET_PDEATHSIG = 1
 Answers = dict[KernelConfig, Future[str]]
 
 
@@ -58,7 +61,16 @@ class CompilePool:
 
     def _start(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, compile_for_real)
+        return ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _begin, (os.getpid(),))
+
+
+def _begin(owner: int) -> None:
+    """Prepare a process of the pool. It ends with the one whose pool it is, however that ends: left alone, it would
+    wait for work for ever."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != owner:
+        os._exit(1)
+    compile_for_real()
 
 
 def refusal(target: Target, key: ConfigKey, config: KernelConfig) -> str:

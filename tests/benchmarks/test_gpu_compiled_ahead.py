@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,3 +95,35 @@ def test_what_the_card_has_no_room_for_is_refused_before_it_is_timed() -> None:
         pool.close()
     assert refused.startswith("OutOfResources") and "262144" in refused and "232448" in refused
     assert taken == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deed", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_of_a_pool_whose_owner_is_killed(deed: signal.Signals) -> None:
+    """Guards a machine on which a run was cut short: processes of the pool waited for work for ever."""
+    told = f"from tests.benchmarks.test_gpu_compiled_ahead import *; own_a_pool({DECODE!r})"
+    with subprocess.Popen([sys.executable, "-c", told], stdout=subprocess.PIPE, text=True, cwd=SOURCE) as owner:
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert pids and all(map(is_there, pids))
+        owner.send_signal(deed)
+    deadline_s = time.monotonic() + 20
+    while any(map(is_there, pids)):
+        assert time.monotonic() < deadline_s, f"{[pid for pid in pids if is_there(pid)]} are left"
+        time.sleep(0.05)
+
+
+def own_a_pool(key: ConfigKey) -> None:
+    pool = CompilePool(target_of(dry_card()))
+    (answer,) = pool.ask(key, [TABLE[key]]).values()
+    answer.result()
+    print(*pool._pool._processes, flush=True)
+    time.sleep(60)
+
+
+def is_there(pid: int) -> bool:
+    """Whether it runs: one that has ended may wait for whoever is to read how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -37,15 +37,6 @@ def tune(out: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, text=True, env=environment, cwd=SOURCE)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """Goes on beside the other tests, and is looked at by the last."""
-    out = tmp_path_factory.mktemp("tuned")
-    with tune(out, "--dry-run") as process:
-        yield out, process
-        process.terminate()
-
-
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     with tune(tmp_path) as process:
         _, said = process.communicate(timeout=300)
@@ -203,12 +194,12 @@ def test_every_entry_is_written_when_it_is_measured(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_dry_run_measures_every_kernel_and_is_not_taken(dry_run: tuple[Path, subprocess.Popen[str]]) -> None:
+def test_a_dry_run_measures_every_kernel_and_is_not_taken(tmp_path: Path) -> None:
     """Guards a program that only a card has ever run, and figures of the interpreter in the table of a worker."""
-    out, process = dry_run
-    _, said = process.communicate(timeout=300)
+    with tune(tmp_path, "--dry-run") as process:
+        _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    file = out / MEASURED.name
+    file = tmp_path / MEASURED.name
     told = json.loads(file.read_text())
     assert [entry["kernel"] for entry in told["entries"]] == ["decode", "decode_shared", "prefill", "copy_blocks"]
     assert all(entry["us"] <= entry["present_us"] for entry in told["entries"])
