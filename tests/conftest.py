@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from hypothesis import settings
 
 from benchmarks.gpu.absent import stand_in
 from tests.quick_interpreter import quicken
+
+# Two processes of tests on two cores: threads of torch that wait for each other would take them for nothing.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A machine with a GPU may lack packages that the workers import (`tests/gpu`); before anything of ours is imported.
 stand_in()
@@ -39,6 +44,19 @@ def has_gpu() -> bool:
 # transformers does, and torch does not): it replaces the language, not the launch.
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+MARKED = re.compile(r"(slow|parity|chaos|observe|rayup|clients)( and not .*)?")
+"""What `make slow` and its like select, by the mark that a test must have."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what has no test with the mark that is asked for: to import five hundred files takes half a minute.
+    `tests/test_marks.py` holds that these marks stand in the files of their tests."""
+    wanted = MARKED.fullmatch(config.option.markexpr)
+    if wanted and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return True if f"mark.{wanted[1]}" not in collection_path.read_text() else None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
