@@ -79,12 +79,16 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """`make test`: one process takes the tests of `ALONE`, in order, so that no two are in each other's way; the other
-    takes the rest, file by file."""
+    takes the rest, file by file. `make slow`, most of which is theirs: no two of one folder."""
     from xdist.scheduler import LoadScopeScheduling
+
+    is_slow = config.option.markexpr.startswith("slow")
 
     class InTwoLines(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+            if nodeid.startswith(ALONE):
+                return nodeid.split("/")[1] if is_slow else "alone"
+            return nodeid.partition("::")[0]
 
     return InTwoLines(config, log)
 
