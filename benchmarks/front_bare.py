@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -92,8 +93,9 @@ class _BareSse:
                 write(group.message)
 
         group.told.add(tell)
-        while await reader.read(65536):
-            pass
+        with suppress(ConnectionError):  # a client that leaves amid a stream resets it
+            while await reader.read(65536):
+                pass
         group.told.remove(tell)
         writer.close()
 

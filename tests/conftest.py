@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from hypothesis import settings
 from benchmarks.gpu.absent import stand_in
 from tests.quick_interpreter import quicken
 
+# Two processes of tests on two cores: threads of torch that wait for each other would take them for nothing.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A machine with a GPU may lack packages that the workers import (`tests/gpu`); before anything of ours is imported.
 stand_in()
 
@@ -19,7 +24,7 @@ stand_in()
 settings.register_profile("headrace", deadline=None)
 settings.load_profile("headrace")
 
-ALONE = tuple(f"tests/{name}/" for name in ("cluster", "deploy", "docs", "integration", "router", "transfer", "worker"))
+ALONE = tuple(f"tests/{name}/" for name in ("cluster", "deploy", "docs", "integration", "router", "worker"))
 """Folders whose tests start clusters or look at the clock."""
 
 
@@ -39,6 +44,19 @@ def has_gpu() -> bool:
 # transformers does, and torch does not): it replaces the language, not the launch.
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+MARKED = re.compile(r"(slow|parity|chaos|observe|rayup|clients)( and not .*)?")
+"""What `make slow` and its like select, by the mark that a test must have."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what has no test with the mark that is asked for: to import five hundred files takes half a minute.
+    `tests/test_marks.py` holds that these marks stand in the files of their tests."""
+    wanted = MARKED.fullmatch(config.option.markexpr)
+    if wanted and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return True if f"mark.{wanted[1]}" not in collection_path.read_text() else None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,12 +79,16 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """`make test`: one process takes the tests of `ALONE`, in order, so that no two are in each other's way; the other
-    takes the rest, file by file."""
+    takes the rest, file by file. `make slow`, most of which is theirs: no two of one folder."""
     from xdist.scheduler import LoadScopeScheduling
+
+    is_slow = config.option.markexpr.startswith("slow")
 
     class InTwoLines(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+            if nodeid.startswith(ALONE):
+                return nodeid.split("/")[1] if is_slow else "alone"
+            return nodeid.partition("::")[0]
 
     return InTwoLines(config, log)
 

@@ -132,3 +132,23 @@ def test_a_step_that_is_not_about_timing_gets_one_try(steps: Steps, step: str) -
     status, lines = steps.run()
     assert status != 0 and not any("all passed" in line for line in lines)
     assert len(steps.called(step)) == 1
+
+
+def test_a_step_beside_others_says_all_that_it_says_and_counts(steps: Steps) -> None:
+    """Guards what goes on beside others: its failure is not lost, no third try is made, and what it says does not
+    stand amid what they say."""
+    said = ["so it began", "=== 1 failed in 9.00s ==="]
+    steps.says("rayup", *said, statuses=(2, 0))
+    status, lines = steps.run()
+    assert status == 0 and lines[-1] == "60 passed, 0 failed"
+    begun = [at for at, line in enumerate(lines) if line.startswith("== make ")]
+    at = lines.index("== make rayup ARGS=-p no:cacheprovider")
+    assert lines[at + 2 : at + 4] == said, lines
+    assert lines.index("== make clients ARGS=--numprocesses 2") == begun[begun.index(at) - 1]
+    assert steps.called("rayup") == ["ARGS=-p no:cacheprovider"] * 2
+
+    (steps.said / "called").unlink()
+    steps.says("rayup", *said, statuses=(2, 2, 0))
+    status, lines = steps.run()
+    assert status != 0 and not any("all passed" in line for line in lines)
+    assert len(steps.called("rayup")) == 2 and not steps.called("sim"), "it went on"

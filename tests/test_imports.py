@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -158,8 +159,14 @@ def sources(*packages: str) -> list[Path]:
     return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
 
 
-def statements(path: Path, *, everywhere: bool = True) -> Iterator[tuple[int, str]]:
-    """Return (line, dotted name) of each import; with `everywhere` false only those that run on import."""
+@cache
+def statements(path: Path, *, everywhere: bool = True) -> tuple[tuple[int, str], ...]:
+    """Return (line, dotted name) of each import; with `everywhere` false only those that run on import. A file is read
+    once."""
+    return tuple(_statements(path, everywhere))
+
+
+def _statements(path: Path, everywhere: bool) -> Iterator[tuple[int, str]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     pending: list[ast.AST] = [tree]
     while pending:

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.prepared.cache import prepare
 from tests.chaos.ground import Ground
 from tests.chaos.strike import Reference
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("models"))
+def model_dir(demo_model: Path) -> Path:
+    return demo_model
 
 
 @pytest.fixture(scope="session")

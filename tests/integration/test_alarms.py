@@ -21,7 +21,6 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.supervisor import RestartConfig
 from engine.config import EngineConfig, TierConfig
-from engine.model.prepared.cache import prepare
 from engine.types import SamplingParams
 from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall
@@ -167,8 +166,8 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    played = Stage(tmp_path_factory.mktemp("alarms"), prepare(None, tmp_path_factory.mktemp("models")))
+def stage(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    played = Stage(tmp_path_factory.mktemp("alarms"), demo_model)
     try:
         yield played
     finally:

@@ -4,10 +4,10 @@ import math
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from engine.model.prepared.cache import prepare
 from telemetry.dashboards.alerts import ALERTS
 from telemetry.dashboards.catalog import catalog
 from telemetry.dashboards.pages import DASHBOARDS
@@ -30,9 +30,9 @@ PANELS = [(dashboard, panel) for dashboard in DASHBOARDS for panel in dashboard.
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("prometheus")
-    played = Scene(prepare(None, tmp_path_factory.mktemp("models")), folder)
+    played = Scene(demo_model, folder)
     try:
         played.play()
         yield played

@@ -26,6 +26,7 @@ from kernels.configs import (
 from kernels.launch import check_interpretable, interpreted
 from tests.kernels.contract.cases import BUILDERS, cases
 from tests.kernels.contract.check import broken_rules, regressions
+from tests.kernels.contract.expert_cases import wide_cases
 from tests.kernels.contract.largest_cases import largest, largest_cases, program_size
 from tests.kernels.contract.launched import without_memory
 
@@ -136,7 +137,7 @@ def test_no_shape_needs_more_shared_memory_than_there_is() -> None:
     assert refused
     for version in table.values():
         for arch in SHARED_BYTES:
-            for case in largest_cases(arch):
+            for case in (*largest_cases(arch), *wide_cases(arch)):
                 assert version[f"sm_{arch}"][case.name]["shared_bytes"] <= SHARED_BYTES[arch], case.name
 
 

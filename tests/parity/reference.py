@@ -6,11 +6,14 @@ between the reference's two best logits tells a near tie from a fault.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from engine.model.prepared.cache import find_demo_model
 
 NEAR_TIE = 1e-3
 
@@ -60,3 +63,9 @@ class Reference:
             for index, (token, (want, gap)) in enumerate(zip(answer, best, strict=True))
             if token != want
         ]
+
+
+@cache
+def demo_reference() -> Reference:
+    """The demo's model, read once in a process: it takes some seconds."""
+    return Reference(find_demo_model())

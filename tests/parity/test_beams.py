@@ -7,11 +7,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.device import open_device
-from engine.model.prepared.cache import find_demo_model, prepare
 from engine.text.bundle import TextModel
 from engine.types import BeamParams, EarlyStopping, RequestId, RequestRecord
 from fakes.colocated import Colocated
-from tests.parity.reference import Reference
+from tests.parity.reference import demo_reference
 
 pytestmark = pytest.mark.parity
 
@@ -29,13 +28,12 @@ TRANSFORMERS = {
 }
 
 
-def test_answers_are_those_of_transformers(tmp_path: Path) -> None:
+def test_answers_are_those_of_transformers(demo_model: Path) -> None:
     """Guards the whole way: prompts that migrate, hypotheses that fork, log probabilities, and the end. A full stop
     ends the text as well, so that answers end early."""
-    model_dir = prepare(None, tmp_path)
-    text = TextModel.load(model_dir)
+    text = TextModel.load(demo_model)
     ends = sorted({*text.stop_ids, *text.encode(".", add_special=False)})
-    config = EngineConfig(model_dir=str(model_dir), threads=1)
+    config = EngineConfig(model_dir=str(demo_model), threads=1)
     cluster = Colocated(open_device(config), open_device(config))
     asked = [
         RequestRecord(
@@ -53,7 +51,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path) -> None:
     answers = cluster.run(asked)
     assert cluster.decode.batch.beams.forked > 0
     cluster.close()
-    model = Reference(find_demo_model()).model
+    model = demo_reference().model
     early = 0
     for answer in answers:
         params, prompt = answer.record.beams, answer.record.tokens

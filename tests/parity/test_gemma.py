@@ -48,7 +48,7 @@ def text(model_dir: Path) -> TextModel:
 
 @pytest.fixture(scope="module")
 def reference(gemma: Path) -> Reference:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return Reference(gemma)
 
 
@@ -71,7 +71,7 @@ def test_text_comes_back_and_begins_once(text: TextModel) -> None:
 
 
 def _answers(model_dir: Path, prompts: list[list[int]], together: bool, groups: str = "off") -> list[list[int]]:
-    config = EngineConfig(model_dir=str(model_dir), threads=2, layer_groups=groups)  # type: ignore[arg-type]
+    config = EngineConfig(model_dir=str(model_dir), threads=1, layer_groups=groups)  # type: ignore[arg-type]
     engine = Colocated(open_device(config), open_device(config))
     records = [
         RequestRecord(

@@ -18,14 +18,13 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from engine.config import EngineConfig
 from engine.device import open_device
-from engine.model.prepared.cache import find_demo_model, prepare
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams, TokenLogprobs
 from fakes.colocated import Colocated
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
 from router.grpc.client import Client
-from tests.parity.reference import Reference
+from tests.parity.reference import Reference, demo_reference
 
 pytestmark = pytest.mark.parity
 
@@ -36,8 +35,8 @@ TEXTS = ("Once upon a time", "The three most important rules of a kitchen are th
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("models"))
+def model_dir(demo_model: Path) -> Path:
+    return demo_model
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def prompts(model_dir: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    return Reference(find_demo_model())
+    return demo_reference()
 
 
 @torch.inference_mode()

@@ -15,7 +15,6 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from engine.config import EngineConfig
 from engine.device import open_device
-from engine.model.prepared.cache import find_demo_model, prepare
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
@@ -23,7 +22,7 @@ from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
 from router.grpc.client import Client
 from tests.parity.prompts import prompts
-from tests.parity.reference import Difference, Reference
+from tests.parity.reference import Difference, Reference, demo_reference
 
 pytestmark = pytest.mark.parity
 
@@ -37,8 +36,8 @@ Answers = list[list[int]]
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("models"))
+def model_dir(demo_model: Path) -> Path:
+    return demo_model
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +49,8 @@ def asked(model_dir: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    torch.set_num_threads(2)
-    return Reference(find_demo_model())
+    torch.set_num_threads(1)
+    return demo_reference()
 
 
 @pytest.fixture(scope="module")

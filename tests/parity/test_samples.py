@@ -15,14 +15,13 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from engine.config import EngineConfig
 from engine.device import open_device
-from engine.model.prepared.cache import find_demo_model, prepare
 from engine.sampling import sample
 from engine.step import Row
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated, ColocatedAnswer
 from kernels.sampling import penalize, philox_uniform, probabilities
-from tests.parity.reference import Reference
+from tests.parity.reference import demo_reference
 
 pytestmark = pytest.mark.parity
 
@@ -40,8 +39,8 @@ TEXTS = ("Once upon a time", "The three most important rules of a kitchen are th
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("models"))
+def model_dir(demo_model: Path) -> Path:
+    return demo_model
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +154,8 @@ class _OurDraws(LogitsProcessor):  # type: ignore[misc]
 
 def test_samples_are_what_transformers_generates(drawn: list[list[ColocatedAnswer]]) -> None:
     """Guards logits and positions of every sample against an implementation that shares neither code nor cache."""
-    torch.set_num_threads(2)
-    model = Reference(find_demo_model()).model
+    torch.set_num_threads(1)
+    model = demo_reference().model
     distances: list[float] = []
     for answers in drawn:
         prompt = torch.tensor([answers[0].record.tokens])

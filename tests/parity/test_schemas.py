@@ -52,7 +52,7 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def device(demo_model: Path) -> Iterator[EngineDevice]:
-    opened = open_device(EngineConfig(model_dir=str(demo_model), pool_bytes=BLOCKS_EACH * ROWS * 768 * 1024, threads=2))
+    opened = open_device(EngineConfig(model_dir=str(demo_model), pool_bytes=BLOCKS_EACH * ROWS * 768 * 1024, threads=1))
     yield opened
     assert opened.matchers is not None
     opened.matchers.close()

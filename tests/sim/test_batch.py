@@ -5,11 +5,17 @@ from pathlib import Path
 import pytest
 
 from tests.sim import __main__ as command
-from tests.sim import ledger
+from tests.sim import batch, ledger
 from tests.sim.batch import run
 from tests.sim.bugs import planted
 
 SEEDS = range(79_000_000, 79_000_024)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several make up a run, which is over with the batch in which it has enough."""
+    monkeypatch.setattr(batch, "BATCH", 5)
 
 
 def test_two_processes_find_what_one_finds() -> None:
@@ -42,14 +48,14 @@ def test_a_run_that_fails_is_in_the_ledger_and_counts_for_nothing(tmp_path: Path
 
 def test_a_long_run_is_noted_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a run of hours against what ends it early: all but its last piece counts, and the next goes on behind."""
-    path, seeds = tmp_path / "ledger.jsonl", range(79_000_000, 79_000_110)
-    monkeypatch.setattr(command, "NOTED", 30)
-    report = command._noted(path, seeds, True, None, 50, 1)
+    path, seeds = tmp_path / "ledger.jsonl", range(79_000_000, 79_000_040)
+    monkeypatch.setattr(command, "NOTED", 8)
+    report = command._noted(path, seeds, True, None, 14, 1)
     entries = ledger.read(path)
-    assert len(entries) == 2 and sum(entry.counted for entry in entries) == report.counted >= 50
+    assert len(entries) == 2 and sum(entry.counted for entry in entries) == report.counted >= 14
     assert entries[0].last + 1 == entries[1].first and entries[1].last == report.last
     command._noted(path, ledger.unused(entries, seeds), True, None, None, 1)
-    assert ledger.unused(ledger.read(path), seeds) == range(79_000_110, 79_000_110), "seeds are left over"
+    assert ledger.unused(ledger.read(path), seeds) == range(79_000_040, 79_000_040), "seeds are left over"
     assert sum(entry.schedules for entry in ledger.read(path)) == len(seeds)
 
 

@@ -12,6 +12,7 @@ from tests.kernels.contract.expert_cases import (
     gate_up_case,
     place_case,
     route_case,
+    wide_cases,
 )
 from tests.kernels.contract.largest_cases import largest_cases
 from tests.kernels.contract.launched import launched_cases
@@ -74,8 +75,11 @@ BESIDE = {
 
 
 def cases(arch: int) -> list[Watched]:
-    """Return the cases of the table's entries, those of `benchmarks.gpu.correct`, the largest, and the variants."""
-    return [*entry_cases(arch), *launched_cases(arch), *largest_cases(arch), *variant_cases(arch)]
+    """Return the cases of the table's entries, those of `benchmarks.gpu.correct`, the largest of attention and of
+    experts, and the variants."""
+    return [
+        *entry_cases(arch), *launched_cases(arch), *largest_cases(arch), *wide_cases(arch), *variant_cases(arch)
+    ]  # fmt: skip
 
 
 def entry_cases(arch: int) -> list[Case]:

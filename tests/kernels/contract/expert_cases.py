@@ -1,10 +1,14 @@
 """A mixture of experts as cases of the contract: the sizes of Qwen3-30B-A3B, with the biases and clamps of gpt-oss."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 import triton
 
 from kernels import coded_experts, coded_linear, configs, grouped_experts
 from tests.kernels.contract.measure import Case
-from tests.kernels.contract.shapes import case_name
+from tests.kernels.contract.shapes import LARGEST, case_name
 
 HIDDEN, WIDTH, EXPERTS, CHOSEN = 2048, 768, 128, 8
 _PLAN = {"pairs_ptr": "*i32", "tile_experts_ptr": "*i32"}
@@ -157,3 +161,25 @@ def combine_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         warps=config.warps,
         stages=config.stages,
     )
+
+
+def wide_cases(arch: int) -> list[Case]:
+    """The products with rows of 32 bits, the most that a step's tiles take: for their shared memory alone."""
+    found = []
+    for product, (kinds, build) in _PRODUCTS.items():
+        for kind in kinds:
+            key = configs.ConfigKey(product, 0, 0, 0, kind, arch)
+            case = build(key, configs.config_for(key))
+            types = {name: type_.replace("bf16", "fp32") for name, type_ in case.types.items()}
+            is_coded = product.startswith("coded")
+            stages = coded_experts.stages_of(configs.config_for(key), torch.float32) if is_coded else case.stages
+            found.append(replace(case, name=f"{LARGEST}{case.name} float32", types=types, stages=stages))
+    return found
+
+
+_PRODUCTS: dict[str, tuple[tuple[str, ...], Callable[[configs.ConfigKey, configs.KernelConfig], Case]]] = {
+    "gate_up_experts": (("bfloat16",), gate_up_case),
+    "down_experts": (("bfloat16",), down_case),
+    "coded_gate_up_experts": (("q4", "q8", "f8"), coded_gate_up_case),
+    "coded_down_experts": (("q4", "q8", "f8"), coded_down_case),
+}
