@@ -396,7 +396,7 @@ class SimulatedDecode:
             reserved_blocks=counts["reserved"],
             quarantined_blocks=counts["quarantined"],
             running_requests=len(self._rows),
-            s_per_token=self._step_s,
+            s_per_token=self._step_s * TOKEN_SCALE,  # of here: each is as many steps
             s_per_block=self._cluster.s_per_block,
             evicted=self.kv.take_evicted(),
         )

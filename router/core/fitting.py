@@ -2,7 +2,8 @@
 
 Workers measure themselves and report it (`engine.messages.Load`); what a request then meets there differs. Fitted are:
 
-    delay      time until a prompt was computed, over what was predicted of it: a factor for each prefill worker
+    delay      time until a prompt was computed, over what was predicted of it: a factor for each prefill worker, in
+               which a prompt counts by the tokens that were computed of it
     exposure   the wait for blocks that computing did not hide, over blocks · s per block: a factor for each decode
                worker, of blocks from its own host and of those from other hosts apart
     step       a line through the reports of all decode workers: what a step takes without rows, and what each row adds;
@@ -13,9 +14,17 @@ Prefill workers of a pool are priced as equals until one differs from their medi
 token takes depends on how full steps are, and what prompts are late by, on who came beside them: of equals the one that
 is asked less seems slower, and would be asked less still.
 
-No request moves a factor by more than FACTOR_STEP, no report the line's slope by more than ROW_STEP, and no factor
-leaves [1 / MOST, MOST]: one odd request changes little, and a hundred of them what they should. A worker of which
-nothing is known has the median of its pool. Everything is a function of the records that came, in their order.
+Why prompts count by their work: a worker does not take them in the order in which they came. Those with little to
+compute go before others, and end long before they were predicted to; those that they overtake end late, and later.
+Each by itself, a line that grows would seem to become quicker, and be sent more. By work the order does not matter:
+what some wait less, others wait longer (Kleinrock's conservation law). While a line grows, those that wait longest
+have not ended yet. So none is taken to be quicker than its pool by it: who is sent less than others is put right by
+what ends next, and who is sent more is not.
+
+No request moves a factor by more than FACTOR_STEP, no report the line's slope by more than ROW_STEP, no factor leaves
+[1 / MOST, MOST], and no prompt counts for more than MOST usual ones: one odd request changes little, and a hundred of
+them what they should. A worker of which nothing is known has the median of its pool. Everything is a function of the
+records that came, in their order.
 """
 
 from collections.abc import Iterable
@@ -48,22 +57,25 @@ def bounded(known: float, wanted: float, step: float) -> float:
 
 
 class PredictionFactor:
-    """How many times longer something takes than predicted. Mutable state: both sums, fading, and the factor."""
+    """How many times longer something takes than predicted. Mutable state: both sums, fading, the mean weight of what
+    was observed, and the factor."""
 
-    __slots__ = ("_observed_s", "_predicted_s", "is_known", "value")
+    __slots__ = ("_observed_s", "_predicted_s", "_usual", "is_known", "value")
 
     def __init__(self) -> None:
-        self._observed_s = self._predicted_s = 0.0
+        self._observed_s = self._predicted_s = self._usual = 0.0
         self.is_known = False
         self.value = 1.0
 
-    def observed(self, predicted_s: float, seconds: float) -> None:
+    def observed(self, predicted_s: float, seconds: float, weight: float = 1.0) -> None:
         """Take in one prediction and what became of it. Predictions of nothing say nothing."""
         if not predicted_s > _LEAST_PREDICTED_S or not 0.0 <= seconds < float("inf"):
             return
+        weight = min(weight, MOST * self._usual) if self.is_known else weight
+        self._usual = self._usual + NEWEST * (weight - self._usual) if self.is_known else weight
         self.is_known = True
-        self._predicted_s += NEWEST * (predicted_s - self._predicted_s)
-        self._observed_s += NEWEST * (seconds - self._observed_s)
+        self._predicted_s += NEWEST * (weight * predicted_s - self._predicted_s)
+        self._observed_s += NEWEST * (weight * seconds - self._observed_s)
         moved = bounded(self.value, self._observed_s / self._predicted_s, FACTOR_STEP)
         self.value = min(max(moved, 1.0 / MOST), MOST)
 
@@ -173,7 +185,8 @@ class Coefficients:
         reader, fit = self._prefills.get(stats.prefill_worker), self._decodes.get(stats.decode_worker)
         if predicted_s is None or reader is None or fit is None or "prefill_run" not in stages:
             return
-        reader.delay.observed(predicted_s[0], stages.get("prefill_queue", 0.0) + stages["prefill_run"])
+        computed = max(stats.prompt_tokens - stats.prefill_cached_tokens, 1)
+        reader.delay.observed(predicted_s[0], stages.get("prefill_queue", 0.0) + stages["prefill_run"], computed)
         far = reader.host != fit.host
         fit.exposure[far].observed(predicted_s[1], stages.get("migrate", 0.0))
 
@@ -199,8 +212,8 @@ class Coefficients:
 
     def reading(self, name: str) -> tuple[float, float, int]:
         """Return what the price of a prompt on a worker is made of: `s_per_token`, `delay`, and the number of its host.
-        Of a prefill worker each of the first two is its own only where that stands out from its pool; and of its delay,
-        which is chance for the greater part, only what goes beyond ALIKE."""
+        Of a prefill worker each of the first two is its own only where that stands out from its pool: its delay, which
+        is chance for the greater part, only where it is longer, and by what goes beyond ALIKE."""
         pools, fit = self._medians or self._pools(), self._prefills.get(name)
         if fit is None:
             return self.s_per_token(name), 1.0, self.host(name)
@@ -209,8 +222,8 @@ class Coefficients:
         if own and (own > s_per_token * ALIKE or s_per_token > own * ALIKE):
             s_per_token = own
         own = fit.delay.value
-        if (own > delay * ALIKE or delay > own * ALIKE) and fit.delay.is_known:
-            delay = own / ALIKE if own > delay else own * ALIKE
+        if own > delay * ALIKE and fit.delay.is_known:
+            delay = own / ALIKE
         return s_per_token, delay, fit.host
 
     def step(self, name: str, measured_s: float) -> tuple[float, float]:

@@ -35,8 +35,17 @@ def cluster() -> Coefficients:
     return fitted
 
 
-def account(prefill: str = "p0", decode: str = "d0", output: int = 8, **stages: float) -> RequestStats:
-    return RequestStats(prefill_worker=prefill, decode_worker=decode, output_tokens=output, stages=stages)
+def account(
+    prefill: str = "p0", decode: str = "d0", output: int = 8, prompt: int = 0, cached: int = 0, **stages: float
+) -> RequestStats:
+    return RequestStats(
+        prefill_worker=prefill,
+        decode_worker=decode,
+        output_tokens=output,
+        prompt_tokens=prompt,
+        prefill_cached_tokens=cached,
+        stages=stages,
+    )
 
 
 @pytest.mark.parametrize("slower", [0.25, 1.7, 6.0])
@@ -163,10 +172,34 @@ def test_equals_are_priced_as_equals() -> None:
     assert (fitted.reading("p0")[0], fitted.reading("p1")[0]) == (0.0030, 0.0090)
     for _ in range(200):
         fitted.ended((0.1, 0.2), account("p1", prefill_run=0.36, migrate=0.1))
-    # 1.2 and 3.6: each is 1.5 times the median of 2.4 away from it, or half of it.
-    assert (fitted.reading("p0")[1], fitted.reading("p1")[1]) == pytest.approx((1.2 * ALIKE, 3.6 / ALIKE), rel=0.01)
+    # 1.2 and 3.6: the median is 2.4, and nobody is quicker.
+    assert (fitted.reading("p0")[1], fitted.reading("p1")[1]) == pytest.approx((2.4, 3.6 / ALIKE), rel=0.01)
     assert fitted.s_per_token("p1") == 0.0090, "what is known stays known"
     assert fitted.delay("p1") == pytest.approx(3.6, rel=0.01)
+
+
+def test_a_line_is_no_quicker_for_the_short_prompts_that_it_takes_first() -> None:
+    """Guards equals that are not equals any more: the short prompts of a growing line end first, long before they were
+    predicted to. A worker that these made look quick was sent more, grew, and looked quicker."""
+    fitted = cluster()
+    for _ in range(32):
+        for _ in range(8):  # overtakes the long one
+            fitted.ended((10.0, 0.0), account(prefill_queue=0.5, prefill_run=0.1, prompt=1000, cached=990))
+        fitted.ended((10.0, 0.0), account(prefill_queue=10.0, prefill_run=1.0, prompt=1000))
+        fitted.ended((10.0, 0.0), account("p1", prefill_queue=10.0, prefill_run=1.0, prompt=1000))
+    assert fitted.delay("p0") == pytest.approx(1.0, rel=0.15)
+    assert fitted.reading("p0") == (0.0, pytest.approx(fitted.reading("p1")[1]), 0)
+
+
+def test_one_long_prompt_counts_for_no_more_than_some_usual_ones() -> None:
+    """Guards the short prompts that come after a long one was late once."""
+    fitted = cluster()
+    for _ in range(64):
+        fitted.ended((1.0, 0.0), account(prefill_run=1.0, prompt=16))
+    fitted.ended((1.0, 0.0), account(prefill_run=8.0, prompt=100_000))
+    for _ in range(96):
+        fitted.ended((1.0, 0.0), account(prefill_run=1.0, prompt=16))
+    assert 1.0 < fitted.delay("p0") < 1.5
 
 
 def test_a_decode_worker_that_reads_prompts_has_its_own_speed() -> None:
@@ -317,8 +350,8 @@ class PlainFit:
         self.roles: dict[str, str] = {}
         self.hosts: dict[str, str] = {}
         self.loads: dict[str, Load] = {}
-        self.late: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        """By worker and what of it: what was predicted, and what happened."""
+        self.late: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
+        """By worker and what of it: what was predicted, what happened, and for how many it counts."""
         self.steps: list[tuple[int, float]] = []
 
     def joined(self, name: str, role: str, host: str) -> None:
@@ -333,19 +366,27 @@ class PlainFit:
             alone_s, row_s = self.line()
             self.observed(name, "steps", alone_s + row_s * load.running_requests if row_s else 0.0, load.s_per_token)
 
-    def observed(self, name: str, what: str, predicted_s: float, seconds: float) -> None:
+    def observed(self, name: str, what: str, predicted_s: float, seconds: float, work: int = 1) -> None:
         if predicted_s > 1e-6:
-            self.late.setdefault((name, what), []).append((predicted_s, seconds))
+            self.late.setdefault((name, what), []).append((predicted_s, seconds, work))
 
     def factor(self, name: str, what: str) -> float | None:
         """None: it is not known."""
         pairs, value = self.late.get((name, what), []), 1.0
         for count in range(1, len(pairs) + 1):
-            weights = [(1 - NEWEST) ** (count - 1 - at) for at in range(count)]
+            weights = [(1 - NEWEST) ** (count - 1 - at) * self.counted(pairs[: at + 1]) for at in range(count)]
             sums = [sum(w * pair[of] for w, pair in zip(weights, pairs, strict=False)) for of in (0, 1)]
             value = min(max(sums[1] / sums[0], value / FACTOR_STEP), value * FACTOR_STEP)
             value = min(max(value, 1 / MOST), MOST)
         return value if pairs else None
+
+    def counted(self, pairs: list[tuple[float, float, int]]) -> float:
+        """What the last of these counts for: by its work, as far as that is usual."""
+        usual = weight = 0.0
+        for at, (_, _, work) in enumerate(pairs):
+            weight = min(work, MOST * usual) if at else work
+            usual = (1 - NEWEST) * usual + NEWEST * weight if at else weight
+        return weight
 
     def line(self) -> tuple[float, float]:
         """A step without rows, and what each adds; fewer reports than would let the first of them fade."""
@@ -398,8 +439,7 @@ class PlainFit:
         usual, own = self.usual_s_per_token, self.own_s_per_token(name)
         apart = max(own, usual) > ALIKE * min(own, usual)
         late, usually = self.delay(name), self.usual_delay()
-        nearer = max(late / ALIKE, usually) if late > usually else min(late * ALIKE, usually)
-        return own if own and apart else usual, nearer, self.host(name)
+        return own if own and apart else usual, max(late / ALIKE, usually), self.host(name)
 
     @property
     def unmeasured_step_s(self) -> float:
@@ -474,10 +514,10 @@ def test_any_order_of_reports_and_ends_comes_to_what_all_of_them_say(seed: int) 
             reader, decode = random.choice(("p0", "p1", "p2")), random.choice(("d0", "d1", "d2"))
             predicted_s = random.choice((0.0, 0.1, 1.0)), random.choice((0.0, 0.2))
             queue_s, run_s, move_s = (random.choice((0.0, 0.1, 0.3, 2.0)) for _ in range(3))
-            fitted.ended(
-                predicted_s, account(reader, decode, prefill_queue=queue_s, prefill_run=run_s, migrate=move_s)
-            )
-            plain.observed(reader, "delay", predicted_s[0], queue_s + run_s)
+            work, stages = random.choice((1, 1, 16, 400)), {"prefill_run": run_s, "migrate": move_s}
+            told = account(reader, decode, prompt=1000, cached=1000 - work, prefill_queue=queue_s, **stages)
+            fitted.ended(predicted_s, told)
+            plain.observed(reader, "delay", predicted_s[0], queue_s + run_s, work)
             plain.observed(decode, "far" if names[reader] != names[decode] else "near", predicted_s[1], move_s)
         elif turn % 3 == 0:
             join(name)
