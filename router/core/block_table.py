@@ -23,7 +23,8 @@ Number = TypeVar("Number", np.uint64, np.int32)
 
 _DEAD = -1  # in the place of a parent
 _FIRST_BUCKETS = 1024
-_NOWHERE: Nodes = np.zeros(0, np.int32)
+BUCKETS_A_BLOCK = 2
+"""So that most lookups end with the first node of a bucket, or without any: each further one is a pass of all keys."""
 
 
 class BlockTable:
@@ -73,50 +74,31 @@ class BlockTable:
 
     def find(self, keys: Keys) -> Nodes:
         """Return the node of each key; 0 where there is none."""
-        nodes = self._heads[self._bucket(keys)]
-        found: Nodes = nodes * (self.keys[nodes] == keys)
+        nodes = self._heads.take(self._bucket(keys))
+        found: Nodes = nodes * (self.keys.take(nodes) == keys)
         at = (found != nodes).nonzero()[0]
-        nodes = nodes[at]
+        nodes = nodes.take(at)
         while len(at):
-            nodes = self._next[nodes]
-            hit = self.keys[nodes] == keys[at]
+            nodes = self._next.take(nodes)
+            hit = self.keys.take(nodes) == keys.take(at)
             found[at] = nodes * hit
-            rest = (~hit & (nodes > 0)).nonzero()[0]
-            at, nodes = at[rest], nodes[rest]
+            rest = (hit < (nodes > 0)).nonzero()[0]
+            at, nodes = at.take(rest), nodes.take(rest)
         return found
 
-    def lead(self, keys: Keys) -> Nodes:
-        """Return the nodes of a chain's leading blocks, up to the first that is not known."""
-        nodes = self._heads[self._bucket(keys)]
-        found: Nodes = nodes * (self.keys[nodes] == keys)
-        open_at = (found != nodes).nonzero()[0]
-        while len(open_at):
-            # A bucket that has come to its end: of what is below that block nothing can be known.
-            ended = (nodes == 0).argmax() if not nodes.all() else len(nodes)
-            open_at = open_at[: open_at.searchsorted(ended)]
-            keys, found, nodes = keys[:ended], found[:ended], nodes[:ended]
-            after = self._next[nodes[open_at]]
-            nodes[open_at] = after
-            hit = self.keys[after] == keys[open_at]
-            found[open_at] = after * hit
-            open_at = open_at[~hit & (after > 0)]
-        return found[: _leading(found > 0)]
-
-    def extend(self, keys: Keys, parent: int = 0, lead: Nodes = _NOWHERE) -> Nodes:
+    def extend(self, keys: Keys, parent: int = 0, found: Nodes | None = None) -> Nodes:
         """Return the nodes of a path below `parent`, those that are missing made, held by nobody yet. Where a key is
-        known as another block's (two have coincided), the path ends before it. `lead` is that of `keys`, if it is known
-        already."""
-        path = self.find(keys[len(lead) :])
-        if len(lead):
-            path = np.concatenate((lead, path))
-        known = _leading(path > 0)
+        known as another block's (two have coincided), the path ends before it. `found` is what `find` gives for `keys`,
+        if it is known already."""
+        path = self.find(keys) if found is None else found.copy()
+        known = leading(path > 0)
         above, same = self.parents[path[:known]], 0
         if known and above.item(0) == parent:
-            same = 1 + _leading(above[1:] == path[: known - 1])
+            same = 1 + leading(above[1:] == path[: known - 1])
         missing = len(keys) - known
         if same < known or not missing:
             return path[:same]
-        path = path[: known + _leading(path[known:] == 0)]
+        path = path[: known + leading(path[known:] == 0)]
         self.changes += 1
         made = self._allocate(len(path) - known)
         path[known:] = made
@@ -142,9 +124,9 @@ class BlockTable:
     def _remove(self, nodes: Nodes) -> None:
         """Forget nodes that nobody holds, and below which there are none left."""
         self.changes += 1
-        np.subtract.at(self.children, self.parents[nodes], 1)
+        np.subtract.at(self.children, self.parents.take(nodes), 1)
         self.parents[nodes] = _DEAD
-        buckets = np.sort(self._bucket(self.keys[nodes]))
+        buckets = np.sort(self._bucket(self.keys.take(nodes)))
         self._relink(buckets[np.diff(buckets, prepend=-1).nonzero()])
         self._free[self._free_count : self._free_count + len(nodes)] = nodes
         self._free_count += len(nodes)
@@ -162,16 +144,16 @@ class BlockTable:
     def drop(self, nodes: Nodes, bits: int) -> None:
         """Let `bits` hold these nodes, all different, no more; those that nobody holds are forgotten."""
         self._change(nodes, 0, bits)
-        dead = nodes[self._sets[nodes] == 0]
+        dead = nodes[self._sets.take(nodes) == 0]
         if len(dead):
             self._remove(dead)
 
     def walk(self, path: Nodes) -> list[tuple[int, int]]:
-        """Return (bits, blocks): how many leading blocks of a chain each of these bits holds, if `path` is its lead.
-        Others hold none."""
+        """Return (bits, blocks): how many leading blocks of a chain each of these bits holds, if `path` are its
+        known nodes. Others hold none."""
         if not len(path):
             return []
-        sets = self._sets[path]
+        sets = self._sets.take(path)
         ended, left = [], self._masks[sets.item(0)]
         for begin, _, number in _runs(sets):
             still = left & self._masks[number]
@@ -181,7 +163,7 @@ class BlockTable:
         return [*ended, (left, len(path))]
 
     def _change(self, nodes: Nodes, add: int, remove: int) -> None:
-        sets = self._sets[nodes]
+        sets = self._sets.take(nodes)
         fading = []
         for begin, end, number in _runs(sets):
             old = self._masks[number]
@@ -225,26 +207,26 @@ class BlockTable:
     def _link(self, nodes: Nodes) -> None:
         buckets = self._bucket(self.keys[nodes])
         while len(nodes):
-            self._next[nodes] = self._heads[buckets]
+            self._next[nodes] = self._heads.take(buckets)
             self._heads[buckets] = nodes
             # Of several in one bucket the last has won; the others go before it.
-            lost = (self._heads[buckets] != nodes).nonzero()[0]
-            nodes, buckets = nodes[lost], buckets[lost]
+            lost = (self._heads.take(buckets) != nodes).nonzero()[0]
+            nodes, buckets = nodes.take(lost), buckets.take(lost)
 
     def _relink(self, buckets: NDArray[np.int64]) -> None:
         """Put all living nodes of these buckets, all different, where they belong now."""
-        nodes, parts = self._heads[buckets], []
+        nodes, parts = self._heads.take(buckets), []
         while len(nodes := nodes[nodes > 0]):
             parts.append(nodes)
-            nodes = self._next[nodes]
+            nodes = self._next.take(nodes)
         self._heads[buckets] = 0
         if parts:
             nodes = np.concatenate(parts)
-            self._link(nodes[self.parents[nodes] != _DEAD])
+            self._link(nodes[self.parents.take(nodes) != _DEAD])
 
     def _split_some(self) -> None:
-        """Make as many buckets as there are nodes more than buckets."""
-        while (missing := len(self) - self._buckets - self._split) > 0:
+        """Make as many buckets as there are too few for the nodes."""
+        while (missing := BUCKETS_A_BLOCK * len(self) - self._buckets - self._split) > 0:
             begin, self._split = self._split, min(self._split + missing, self._buckets)
             self._relink(np.arange(begin, self._split))
             if self._split == self._buckets:
@@ -288,7 +270,7 @@ def _grown(array: NDArray[Number], size: int, used: int) -> NDArray[Number]:
     return grown
 
 
-def _leading(true: NDArray[np.bool_]) -> int:
+def leading(true: NDArray[np.bool_]) -> int:
     """How many elements are true before the first that is not."""
     if not len(true):
         return 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.identity import IDENTITY_BYTES, SHORT_BYTES
 from router.core.believed_cache import BelievedCache, BelievedTier, nodes_of
-from router.core.block_table import BlockTable, Keys, Nodes
+from router.core.block_table import BlockTable, Keys, Nodes, leading
 
 Chain = Sequence[bytes]
 
@@ -24,13 +24,13 @@ class PrefixIndex:
     """Workers by name. The router core owns it, and `ClusterView` and `Router` alone change it."""
 
     # Mutable state: the table, the caches by name, whose each bit of the table's sets is, and the chain that was looked
-    # for last, with its keys and its lead, and what the table's count of changes was.
+    # for last, with its keys and their nodes, and what the table's count of changes was.
 
     def __init__(self) -> None:
         self._table = BlockTable()
         self._caches: dict[str, BelievedCache] = {}
         self._owners: list[tuple[str, int] | None] = []
-        self._latest: tuple[Chain, Keys, Nodes, int] = ((), _keys(()), self._table.lead(_keys(())), 0)
+        self._latest: tuple[Chain, Keys, Nodes, int] = ((), _keys(()), self._table.find(_keys(())), 0)
 
     def __repr__(self) -> str:
         held = ", ".join(f"{name}: {h.whole.blocks}/{h.whole.capacity}" for name, h in self._caches.items())
@@ -93,21 +93,22 @@ class PrefixIndex:
 
     def _walk(self, chain: Chain) -> Iterator[tuple[str, int, int]]:
         """Yield (worker, number of a tier, blocks), the fewest first."""
-        for mask, blocks in self._table.walk(self._lead(chain)[1]):
+        found = self._find(chain)[1]
+        for mask, blocks in self._table.walk(found[: leading(found > 0)]):
             for bit in _bits(mask):
                 owner = self._owners[bit]
                 assert owner is not None, "a set names nobody"
                 yield *owner, blocks
 
-    def _lead(self, chain: Chain) -> tuple[Keys, Nodes]:
-        """The keys of a chain, and the nodes of its leading blocks. What a request was placed by is believed next."""
-        known, keys, lead, changes = self._latest
+    def _find(self, chain: Chain) -> tuple[Keys, Nodes]:
+        """The keys of a chain, and the node of each. What a request was placed by is believed next."""
+        known, keys, found, changes = self._latest
         if known is not chain or len(keys) != len(chain):
             keys, changes = _keys(chain), -1
         if changes != self._table.changes:
-            lead = self._table.lead(keys)
-            self._latest = chain, keys, lead, self._table.changes
-        return keys, lead
+            found = self._table.find(keys)
+            self._latest = chain, keys, found, self._table.changes
+        return keys, found
 
     # what is learned
 
@@ -117,8 +118,8 @@ class PrefixIndex:
         if cache is None:
             return
         most = cache.whole.capacity
-        keys, lead = self._lead(chain)
-        path = self._table.extend(keys[:most], lead=lead[:most])
+        keys, found = self._find(chain)
+        path = self._table.extend(keys[:most], found=found[:most])
         if len(path) == len(keys):
             self._latest = chain, keys, path, self._table.changes
         if len(path):

@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from router.core.block_table import _FIRST_BUCKETS, BlockTable
+from router.core.block_table import _FIRST_BUCKETS, BUCKETS_A_BLOCK, BlockTable
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 5])
@@ -24,31 +24,31 @@ def test_there_is_room_for_as_many_as_are_reserved_and_no_more_is_taken_than_twi
     assert {len(array) for array in (table.keys, table._free)} == {9 * blocks + 10}
 
 
-def test_there_are_as_many_buckets_as_blocks_once_there_are_many() -> None:
+def test_there_are_so_many_buckets_a_block_once_there_are_many() -> None:
     """Guards lookups whose buckets grow long, and one bucket that is split where there is none."""
     table, random = BlockTable(), Random(5)
     keys = np.array([random.getrandbits(64) for _ in range(5 * _FIRST_BUCKETS)], np.uint64)
-    begin, end = 0, _FIRST_BUCKETS - 3
+    begin, end = 0, _FIRST_BUCKETS // BUCKETS_A_BLOCK - 3
     for more in (2, 1, 1, 1, 700, 322, 1, 1, 3000):
         table.mark(table.extend(keys[begin:end]), 1)
-        assert table._buckets + table._split == max(_FIRST_BUCKETS, end)
+        assert table._buckets + table._split == max(_FIRST_BUCKETS, BUCKETS_A_BLOCK * end)
         assert 0 <= table._split < table._buckets and len(table._heads) == 2 * table._buckets
         begin, end = end, end + more
         assert (table.find(keys[:begin]) > 0).all() and not table.find(keys[begin:]).any()
     table.check()
 
 
-def test_blocks_of_one_bucket_are_told_apart_up_to_the_first_that_is_not_known() -> None:
-    """Guards a prefix that would be cut where a bucket is shared, or empty."""
+def test_blocks_of_one_bucket_are_told_apart() -> None:
+    """Guards a prefix that would be cut where a bucket is shared, or empty, and what hangs below it."""
     table = BlockTable()
     shared = np.array([_FIRST_BUCKETS * (n + 1) for n in range(5)], np.uint64)
     nodes = table.extend(shared)
     table.mark(nodes, 1)
     for unknown in (_FIRST_BUCKETS * 9, 7):
         keys = np.append(shared, np.uint64(unknown))
-        assert table.lead(keys).tolist() == nodes.tolist() and table.find(keys).tolist() == [*nodes.tolist(), 0]
+        assert table.find(keys).tolist() == [*nodes.tolist(), 0]
         keys = np.insert(shared, 3, np.uint64(unknown))
-        assert table.lead(keys).tolist() == nodes[:3].tolist()
+        assert table.find(keys).tolist() == [*nodes[:3].tolist(), 0, *nodes[3:].tolist()]
     table.check()
 
 
