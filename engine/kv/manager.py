@@ -375,7 +375,7 @@ class KVCacheManager:
     def adopt(self, lease: Lease, tokens: Sequence[int]) -> int:
         """Put what is cached of the whole blocks of `tokens`, behind what the lease has committed, in the place of its
         own blocks, which nobody has written or will read. Return how many leading tokens of the lease are computed."""
-        matched = self.cache.match(lease.namespace, tokens, len(tokens), whole=True).nodes
+        matched = self.cache.match(lease.namespace, tokens, len(tokens)).nodes
         if self.windows is not None and len(matched) > len(lease.path):
             self.windows.replace(lease, matched)
         for at in range(len(lease.path), len(matched)):

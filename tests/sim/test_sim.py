@@ -1,4 +1,4 @@
-"""Five seconds of random schedules in each of two processes, and the promise that a seed is a run."""
+"""Three seconds of random schedules in each of two processes, and the promise that a seed is a run."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from tests.sim.trace import tell
 from tests.sim.world import World
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 5.0
+SECONDS = 3.0
 
 
 def test_random_schedules_keep_every_promise() -> None:

@@ -486,6 +486,12 @@ def launcher(request: pytest.FixtureRequest) -> Launcher:
     return lent
 
 
+SLOW_ON_RAY = pytest.mark.parametrize(
+    "launcher", ["process", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])], indirect=True
+)
+"""For what a launcher has no part in but to start and end many actors, which takes Ray seconds each."""
+
+
 @pytest.fixture
 def accused(accused_file: Path) -> Path:
     accused_file.unlink(missing_ok=True)
@@ -519,6 +525,7 @@ def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: Launcher)
     assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
 
 
+@SLOW_ON_RAY
 def test_a_roll_renews_every_worker_and_a_drain_takes_one_away(launcher: Launcher) -> None:
     """Guards against a worker that is forgotten by a roll, one that comes back from a drain, and a caller that waits
     for ever. No death is allowed here, so none may be counted."""
@@ -552,6 +559,7 @@ def test_a_worker_whose_engine_died_is_replaced() -> None:
             assert eventually(replaced(cluster, "prefill-0", pid), 15.0), ended
 
 
+@SLOW_ON_RAY
 def test_a_stopped_worker_that_is_given_up_is_killed_and_replaced(
     launcher: Launcher, accused: Path
 ) -> None:

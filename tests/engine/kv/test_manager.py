@@ -378,6 +378,8 @@ def test_what_another_has_computed_is_adopted_behind_what_is_committed() -> None
     assert [kv.pool.refs(block) for block in second.blocks] == [2, 2, 1, 1]
     assert kv.pool.state(own[1]) is BlockState.FREE
     BlockLedger(kv).check()
+    assert kv.adopt(second, tokens[:12]) == 12, "the last of them is whole too"
+    assert second.blocks == [*first.blocks[:3], own[3]]
     kv.release(first)
     kv.release(second)
     assert kv.available == 16
@@ -401,8 +403,10 @@ def test_what_another_has_indexed_meanwhile_is_not_told_again() -> None:
     # The same again, where nobody holds the head any more: the newcomer's blocks take its place in the index.
     third = kv.acquire(b"", long[:12], match_limit=0, room_tokens=12)
     assert third is not None
+    own = list(third.blocks)
     kv.commit(third, long[:12])
     assert kv.take_cached() == []
+    assert third.blocks == own
     kv.release(third)
     kv.check()
 

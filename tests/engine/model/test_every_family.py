@@ -125,7 +125,7 @@ def test_equals_transformers_by_tritons_kernels(case: str, tmp_path: Path) -> No
     with torch.inference_mode():
         torch.testing.assert_close(ours.step(prompt[:21]), wanted[20], atol=1e-4, rtol=0)
         torch.testing.assert_close(ours.step(prompt[21:45]), wanted[44], atol=1e-4, rtol=0)
-        for at in range(45, 48):
+        for at in range(45, 47):
             torch.testing.assert_close(ours.step(prompt[at : at + 1]), wanted[at], atol=1e-4, rtol=0)
     ours.close()
 

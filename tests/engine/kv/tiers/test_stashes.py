@@ -66,6 +66,23 @@ def test_a_stash_that_was_dropped_is_nobodys_failure() -> None:
     assert not stashes.kept
 
 
+def test_a_stash_has_failed_when_its_last_copy_has_ended() -> None:
+    """Guards a request against being told of its failure while a copy still reads its blocks, and twice."""
+    tiers = Tiers(4, 1000)
+    kv = KVCacheManager(8, SIZE, "m", tiers)
+    stashes = Stashes(kv, tiers)
+    short = stashes.put(_computed(kv, [1, 1, 1, 1]), SIZE)
+    long = stashes.put(_computed(kv, [1, 1, 1, 1, 2, 2, 2, 2]), 2 * SIZE)
+    assert short is not None and long is not None and len(long.stores) == 2, "the first block's copy is under way"
+    failed = []
+    for store in [one for one in tiers.take_commands() if isinstance(one, Store)]:
+        stored = Stored(store.number, 0, 0.1, "no memory")
+        tiers.handle(stored)
+        failed.append(stashes.stored(stored))
+    assert failed == [[short], [long]] and not stashes.kept
+    kv.check()
+
+
 def test_no_more_is_kept_than_is_asked_for() -> None:
     """Guards host memory: of a longer sequence a block beyond the last that was computed was copied too."""
     tiers = Tiers(4, 1000)
