@@ -13,7 +13,7 @@ from benchmarks.routing.__main__ import lines, main
 from benchmarks.routing.cluster import SimulatedCluster
 from benchmarks.routing.runs import NAMES, RoutingCase, at_load, gap_ms, run, workload
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome, Speeds
-from benchmarks.routing.workloads import BLOCK, GENERATED, PromptTurn, Visit, in_order
+from benchmarks.routing.workloads import BLOCK, GENERATED, TOKEN_SCALE, PromptTurn, Visit, in_order
 from router.core.policies import make_policy
 
 SMALL = ClusterShape(prefill=2, decode=2, prefill_blocks=400, decode_blocks=2000)
@@ -77,6 +77,20 @@ def test_one_prompt_takes_what_the_speeds_say() -> None:
     outcome = SimulatedCluster(shape, lambda: make_policy("least-cost", 0)).run([Visit(1.0, (turn(1, 2, tokens=30),))])
     assert outcome.ttft_s == [pytest.approx(2 * 0.1 + 30 * 0.01 + 0.001)]
     assert outcome.gaps == {500: 3} and gap_ms(outcome, 0.99) == 500
+
+
+def test_an_answer_is_priced_by_as_many_steps_as_it_takes() -> None:
+    """Guards the weight of rows in a price: a router that was told of the model's steps and of tokens that are many of
+    them, took an answer for a thirtieth of its time, and piled rows up wherever a prefix was."""
+    speeds = Speeds(0.01, 0.001, 0.0001, 0.5, 0.0, 0.0)
+    shape = ClusterShape(prefill=1, decode=1, speeds=speeds, latency_s=0.0)
+    cluster = SimulatedCluster(shape, lambda: make_policy("least-cost", 0))
+    steps = 20 * TOKEN_SCALE
+    cluster.run([Visit(0.0, (PromptTurn((1, 2), 2 * BLOCK, steps),))])
+    decode = cluster.router.registry.get("decode-0")
+    assert decode is not None and decode.load is not None
+    assert sum(cluster.outcome.gaps.values()) == steps - 1
+    assert 20 * decode.load.s_per_token == pytest.approx(steps * 0.5)
 
 
 def test_a_load_is_that_of_a_perfect_cache() -> None:
