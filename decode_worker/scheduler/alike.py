@@ -96,9 +96,8 @@ def _shared_blocks(ours: Sequence[int], theirs: Sequence[int], known: int, size:
     """Return how many whole blocks two prompts begin with alike, of which `known` are not looked at unless the next one
     is the same; our last token is never shared."""
     least, most = known, min(len(ours) - 1, len(theirs)) // size
-    if least >= most or ours[least * size : (least + 1) * size] != theirs[least * size : (least + 1) * size]:
-        return 0
-    if ours[: least * size] != theirs[: least * size]:
+    head, next_one = slice(least * size), slice(least * size, (least + 1) * size)
+    if least >= most or ours[next_one] != theirs[next_one] or ours[head] != theirs[head]:
         return 0
     least += 1
     while least < most:

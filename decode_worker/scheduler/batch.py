@@ -349,7 +349,7 @@ class Batch:
 
     def _accepted(self, request: Request, row: Row, drawn: Drawn | None) -> int:
         """Return how many of the row's drafts were drawn: their KV is computed."""
-        if request.state is not RequestState.RUNNING or row.candidates:
+        if request.state is not RequestState.RUNNING:
             return 0
         count = 0 if drawn is None or isinstance(drawn, DeadEnd | tuple) else accepted(row, run_of(drawn))
         self.drafting.stepped(request, row.drafts, count)

@@ -97,6 +97,18 @@ def test_who_has_no_drafts(why: str) -> None:
     assert not any(row.drafts for row in _plan(bench).rows)
 
 
+def test_of_a_search_no_drafts_are_told() -> None:
+    """Guards the figures of drafts: searches, which have none, would count among those that had none drawn."""
+    bench = _bench()
+    _running(bench, max_tokens=3, beams=BeamParams(width=2, answers=1))
+    plan = _plan(bench)
+    (row,) = plan.rows
+    drawn = tuple((5 + n, -0.1 * n) for n in range(row.candidates))
+    assert drawn
+    bench._do(bench.scheduler.complete(plan, [drawn], 1.0))
+    assert not _batch(bench).drafting._of
+
+
 def test_forced_tokens_come_before_drafts() -> None:
     """Guards drafts that would be drawn in the places of tokens that a grammar forces, and that are not computed."""
     bench = _bench()

@@ -383,6 +383,17 @@ def test_a_drafter_that_is_not_worth_its_time_is_not_called(monkeypatch: pytest.
     assert made.propose([(_request(), 3)], 1, 3) == {} and not asked
 
 
+def test_a_trial_that_found_nothing_took_its_drafters_time_alone() -> None:
+    """Guards drafters against being thought dear: a step that was slow by itself counted as theirs."""
+    made = Drafting(Small(60.0, 20.0, right=0.0, prompt=20), 3)
+    made.costs.measured(1, 0.01)
+    made.propose([(_request(), 3)], 1, 3)
+    assert made._is_trial and made._proposing_s > 0.0
+    took_s = made._proposing_s
+    made.lasted(1, 0, took_s + 0.5, is_mixed=False)
+    assert made._trials_s == took_s
+
+
 def test_what_is_tried_is_one_draft_of_whoever_is_read_soonest() -> None:
     """Guards the bound of what trials cost: one that is not thought to be worth it is tried, and no more of it."""
     drafter = Small(60.0, 20.0, right=0.0)

@@ -430,6 +430,7 @@ def test_what_the_next_best_worker_would_have_taken_is_counted() -> None:
     parts.report("p1", s_per_token=0.01)
     parts.placer.choose(waiting(name="r1"), 1.0)
     assert arrivals.lost(32) == 0.0
+    assert arrivals._gap_s == pytest.approx(2.0), "one a second for two"
     call = waiting(name="r2")
     parts.index.insert("p0", call.chain(worker.key))
     choice = parts.placer.choose(call, 2.0)
