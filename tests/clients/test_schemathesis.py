@@ -27,8 +27,8 @@ CHECKS = (
     "negative_data_rejection",
     "unsupported_method",
 )
-SECONDS = 40
-"""The time of each of the two runs."""
+SECONDS, SEEDS, ENOUGH = 40, (7, 8, 9), 20
+"""The time of a run, the most runs of a kind, and how often each route must have answered as is wanted of them."""
 GENERATING = {
     "/v1/chat/completions": "ChatRequest",
     "/v1/completions": "CompletionRequest",
@@ -106,14 +106,25 @@ def _token() -> dict[str, Any]:
     return {"type": "integer", "minimum": 0, "maximum": ByteText.vocab_size - 1}
 
 
-def tried(address: str, document: Path, mode: str, folder: Path) -> Counter[tuple[str, str, int]]:
-    """Method, route and status of everything that was asked, and how often; every answer passed the checks."""
+def tried(address: str, document: Path, mode: str, folder: Path, wanted: int) -> Counter[tuple[str, str, int]]:
+    """Method, route and status of everything that was asked, and how often; every answer passed the checks. A machine
+    that is busy comes to little in a run, so it has three to come to `ENOUGH` of each route with the status `wanted`.
+    """
+    found: Counter[tuple[str, str, int]] = Counter()
+    for seed in SEEDS:
+        found += _run_of(address, document, mode, folder, seed)
+        if all(found["POST", path, wanted] >= ENOUGH for path in GENERATING):
+            break
+    return found
+
+
+def _run_of(address: str, document: Path, mode: str, folder: Path, seed: int) -> Counter[tuple[str, str, int]]:
     program = environment("schemathesis")
-    report = folder / mode
+    report = folder / f"{mode}-{seed}"
     command = [
         *(str(program / "st"), "run", str(document), "--url", address),
         *("--checks", ",".join(CHECKS), "--mode", mode, "--phases", "coverage,fuzzing"),
-        *("--max-time", str(SECONDS), "--seed", "7", "--no-color", "--max-examples", "60"),
+        *("--max-time", str(SECONDS), "--seed", str(seed), "--no-color", "--max-examples", "60"),
         *("--report", "ndjson", "--report-dir", str(report)),
     ]
     run(command, folder, limit_s=SECONDS * 8)
@@ -129,13 +140,13 @@ def test_the_front_is_as_it_says(tmp_path: Path) -> None:
     narrow = tmp_path / "openapi.json"
     narrow.write_text(json.dumps(narrowed(document)))
     with fronted() as address:
-        anything = tried(address, described, "all", tmp_path)
-        valid = tried(address, narrow, "positive", tmp_path)
+        anything = tried(address, described, "all", tmp_path, 400)
+        valid = tried(address, narrow, "positive", tmp_path, 200)
     assert {path for _, path, _ in anything} == paths
     # An answer in any shape but that of its description fails a run.
     for path in GENERATING:
-        assert anything["POST", path, 400] >= 20, "what is forbidden was not sent"
-        assert valid["POST", path, 200] >= 20, "hardly anything that is allowed was answered"
+        assert anything["POST", path, 400] >= ENOUGH, "what is forbidden was not sent"
+        assert valid["POST", path, 200] >= ENOUGH, "hardly anything that is allowed was answered"
 
 
 def _tried(report: str) -> Iterator[tuple[str, str, int]]:
