@@ -125,9 +125,9 @@ def launch_config(device: torch.device, product: str, kind: str) -> KernelConfig
 
 
 def stages_of(config: KernelConfig, dtype: torch.dtype) -> int:
-    """Return how many steps' tiles are in shared memory at once. With rows of 32 bits it is one fewer: with codes of 8
-    bits, `coded_gate_up` would else take 1 KiB more than the 99 that sm_86, sm_89 and sm_120 have."""
-    return config.stages - (dtype == torch.float32)
+    """Return Triton's `num_stages`, one more than the steps whose tiles are under way. With rows of 32 bits it is one
+    fewer: with codes of 8 bits, `coded_gate_up` would else take 1 KiB more than the 99 of sm_86, sm_89 and sm_120."""
+    return max(1, config.stages - (dtype == torch.float32))
 
 
 def coded_gate_up(

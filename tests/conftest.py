@@ -24,7 +24,9 @@ stand_in()
 settings.register_profile("headrace", deadline=None)
 settings.load_profile("headrace")
 
-ALONE = tuple(f"tests/{name}/" for name in ("cluster", "deploy", "docs", "integration", "router", "worker"))
+ALONE = tuple(
+    f"tests/{name}/" for name in ("cluster", "deploy", "docs", "integration", "router", "transfer/nccl", "worker")
+)
 """Folders whose tests start clusters or look at the clock."""
 
 

@@ -144,7 +144,7 @@ def test_a_step_beside_others_says_all_that_it_says_and_counts(steps: Steps) -> 
     begun = [at for at, line in enumerate(lines) if line.startswith("== make ")]
     at = lines.index("== make rayup ARGS=-p no:cacheprovider")
     assert lines[at + 2 : at + 4] == said, lines
-    assert lines.index("== make fuzz SECONDS=60") == begun[begun.index(at) - 1]
+    assert lines.index("== make sim SCHEDULES=2500 SEED=7") == begun[begun.index(at) - 1]
     assert steps.called("rayup") == ["ARGS=-p no:cacheprovider"] * 2
 
     (steps.said / "called").unlink()
@@ -152,3 +152,10 @@ def test_a_step_beside_others_says_all_that_it_says_and_counts(steps: Steps) -> 
     status, lines = steps.run()
     assert status != 0 and not any("all passed" in line for line in lines)
     assert len(steps.called("rayup")) == 2 and not steps.called("demo"), "it went on"
+
+
+def test_what_a_step_beside_others_said_is_not_lost_when_those_fail(steps: Steps) -> None:
+    steps.says("rayup", "so it began")
+    steps.says("sim", "no", statuses=(1, 0))
+    status, lines = steps.run()
+    assert status != 0 and lines.index("so it began") > lines.index("no")

@@ -23,7 +23,7 @@ Number = TypeVar("Number", np.uint64, np.int32)
 
 _DEAD = -1  # in the place of a parent
 _FIRST_BUCKETS = 1024
-BUCKETS_A_BLOCK = 2
+BUCKETS_PER_BLOCK = 2
 """So that most lookups end with the first node of a bucket, or without any: each further one is a pass of all keys."""
 
 
@@ -226,7 +226,7 @@ class BlockTable:
 
     def _split_some(self) -> None:
         """Make as many buckets as there are too few for the nodes."""
-        while (missing := BUCKETS_A_BLOCK * len(self) - self._buckets - self._split) > 0:
+        while (missing := BUCKETS_PER_BLOCK * len(self) - self._buckets - self._split) > 0:
             begin, self._split = self._split, min(self._split + missing, self._buckets)
             self._relink(np.arange(begin, self._split))
             if self._split == self._buckets:

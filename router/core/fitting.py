@@ -10,21 +10,21 @@ Workers measure themselves and report it (`engine.messages.Load`); what a reques
                and a factor for each worker
     answer     tokens of an answer, of all requests
 
-Prefill workers of a pool are priced as equals until one differs from their median by more than ALIKE. What a prompt
-token takes depends on how full steps are, and what prompts are late by, on who came beside them: of equals the one that
-is asked less seems slower, and would be asked less still.
+Prefill workers of a pool are priced as equals until one's speed differs from their median by more than ALIKE, or its
+delay is so much longer. What a prompt token takes depends on how full steps are, and what prompts are late by, on who
+came beside them: of equals the one that is asked less seems slower, and would be asked less still.
 
 Why prompts count by their work: a worker does not take them in the order in which they came. Those with little to
-compute go before others, and end long before they were predicted to; those that they overtake end late, and later.
-Each by itself, a line that grows would seem to become quicker, and be sent more. By work the order does not matter:
-what some wait less, others wait longer (Kleinrock's conservation law). While a line grows, those that wait longest
-have not ended yet. So none is taken to be quicker than its pool by it: who is sent less than others is put right by
-what ends next, and who is sent more is not.
+compute go before others, and end long before they were predicted to; those that they overtake end late, and later. Each
+by itself, a line that grows would seem to become quicker, and be sent more. By work the order does not matter, as far
+as no prompt is capped: what some wait less, others wait longer (Kleinrock's conservation law). While a line grows,
+those that wait longest have not ended yet. So none is taken to be quicker than its pool by it: who is sent less than
+others is put right by what ends next, and who is sent more is not.
 
 No request moves a factor by more than FACTOR_STEP, no report the line's slope by more than ROW_STEP, no factor leaves
-[1 / MOST, MOST], and no prompt counts for more than MOST usual ones: one odd request changes little, and a hundred of
-them what they should. A worker of which nothing is known has the median of its pool. Everything is a function of the
-records that came, in their order.
+[1 / MOST, MOST], and no prompt counts for more than MOST usual ones before it, though a worker's first has none: one
+odd request changes little, and a hundred of them what they should. A worker of which nothing is known has the median of
+its pool. Everything is a function of the records that came, in their order.
 """
 
 from collections.abc import Iterable
@@ -60,23 +60,24 @@ class PredictionFactor:
     """How many times longer something takes than predicted. Mutable state: both sums, fading, the mean weight of what
     was observed, and the factor."""
 
-    __slots__ = ("_observed_s", "_predicted_s", "_usual", "is_known", "value")
+    __slots__ = ("_observed", "_predicted", "_usual", "is_known", "value")
 
     def __init__(self) -> None:
-        self._observed_s = self._predicted_s = self._usual = 0.0
+        self._observed = self._predicted = self._usual = 0.0
         self.is_known = False
         self.value = 1.0
 
     def observed(self, predicted_s: float, seconds: float, weight: float = 1.0) -> None:
-        """Take in one prediction and what became of it. Predictions of nothing say nothing."""
+        """Take in one prediction and what became of it, which counts by its `weight`, above 0. Predictions of nothing
+        say nothing."""
         if not predicted_s > _LEAST_PREDICTED_S or not 0.0 <= seconds < float("inf"):
             return
         weight = min(weight, MOST * self._usual) if self.is_known else weight
         self._usual = self._usual + NEWEST * (weight - self._usual) if self.is_known else weight
         self.is_known = True
-        self._predicted_s += NEWEST * (weight * predicted_s - self._predicted_s)
-        self._observed_s += NEWEST * (weight * seconds - self._observed_s)
-        moved = bounded(self.value, self._observed_s / self._predicted_s, FACTOR_STEP)
+        self._predicted += NEWEST * (weight * predicted_s - self._predicted)
+        self._observed += NEWEST * (weight * seconds - self._observed)
+        moved = bounded(self.value, self._observed / self._predicted, FACTOR_STEP)
         self.value = min(max(moved, 1.0 / MOST), MOST)
 
 

@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from router.core.block_table import _FIRST_BUCKETS, BUCKETS_A_BLOCK, BlockTable
+from router.core.block_table import _FIRST_BUCKETS, BUCKETS_PER_BLOCK, BlockTable
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 5])
@@ -28,10 +28,10 @@ def test_there_are_so_many_buckets_a_block_once_there_are_many() -> None:
     """Guards lookups whose buckets grow long, and one bucket that is split where there is none."""
     table, random = BlockTable(), Random(5)
     keys = np.array([random.getrandbits(64) for _ in range(5 * _FIRST_BUCKETS)], np.uint64)
-    begin, end = 0, _FIRST_BUCKETS // BUCKETS_A_BLOCK - 3
+    begin, end = 0, _FIRST_BUCKETS // BUCKETS_PER_BLOCK - 3
     for more in (2, 1, 1, 1, 700, 322, 1, 1, 3000):
         table.mark(table.extend(keys[begin:end]), 1)
-        assert table._buckets + table._split == max(_FIRST_BUCKETS, BUCKETS_A_BLOCK * end)
+        assert table._buckets + table._split == max(_FIRST_BUCKETS, BUCKETS_PER_BLOCK * end)
         assert 0 <= table._split < table._buckets and len(table._heads) == 2 * table._buckets
         begin, end = end, end + more
         assert (table.find(keys[:begin]) > 0).all() and not table.find(keys[begin:]).any()
