@@ -144,7 +144,7 @@ def test_a_step_beside_others_says_all_that_it_says_and_counts(steps: Steps) -> 
     begun = [at for at, line in enumerate(lines) if line.startswith("== make ")]
     at = lines.index("== make rayup ARGS=-p no:cacheprovider")
     assert lines[at + 2 : at + 4] == said, lines
-    assert lines.index("== make sim SCHEDULES=2500 SEED=7") == begun[begun.index(at) - 1]
+    assert lines.index("== make contract TRITON=3.6.0 ARGS=--arch 90") == begun[begun.index(at) - 1]
     assert steps.called("rayup") == ["ARGS=-p no:cacheprovider"] * 2
 
     (steps.said / "called").unlink()
