@@ -166,20 +166,19 @@ def combine_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
 def wide_cases(arch: int) -> list[Case]:
     """The products with rows of 32 bits, the most that a step's tiles take: for their shared memory alone."""
     found = []
-    for product, (kinds, build) in _PRODUCTS.items():
-        for kind in kinds:
-            key = configs.ConfigKey(product, 0, 0, 0, kind, arch)
-            case = build(key, configs.config_for(key))
-            types = {name: type_.replace("bf16", "fp32") for name, type_ in case.types.items()}
-            is_coded = product.startswith("coded")
-            stages = coded_experts.stages_of(configs.config_for(key), torch.float32) if is_coded else case.stages
-            found.append(replace(case, name=f"{LARGEST}{case.name} float32", types=types, stages=stages))
+    for key, config in configs.TABLE.items():
+        if key.arch != arch or key.kernel not in _PRODUCTS:
+            continue
+        case = _PRODUCTS[key.kernel](key, config)
+        types = {name: type_.replace("bf16", "fp32") for name, type_ in case.types.items()}
+        stages = coded_experts.stages_of(config, torch.float32) if key.kernel.startswith("coded") else config.stages
+        found.append(replace(case, name=f"{LARGEST}{case.name} float32", types=types, stages=stages))
     return found
 
 
-_PRODUCTS: dict[str, tuple[tuple[str, ...], Callable[[configs.ConfigKey, configs.KernelConfig], Case]]] = {
-    "gate_up_experts": (("bfloat16",), gate_up_case),
-    "down_experts": (("bfloat16",), down_case),
-    "coded_gate_up_experts": (("q4", "q8", "f8"), coded_gate_up_case),
-    "coded_down_experts": (("q4", "q8", "f8"), coded_down_case),
+_PRODUCTS: dict[str, Callable[[configs.ConfigKey, configs.KernelConfig], Case]] = {
+    "gate_up_experts": gate_up_case,
+    "down_experts": down_case,
+    "coded_gate_up_experts": coded_gate_up_case,
+    "coded_down_experts": coded_down_case,
 }
