@@ -137,7 +137,7 @@ def test_the_command_reads_traces_and_writes_figures(tmp_path: Path, capsys: pyt
     assert [line["policy"] for line in found] == ["least-cost", "random"] and found[0]["workload"] == "small"
     timed = {line["what"]: line["cpu_p99_us"] for line in written["rows"]["Decisions, CPU and wall"]}
     assert {"decision", "policy", "accepted"} <= timed.keys() and timed["decision"] > timed["policy"] > 0
-    for refused in (["--policies", "nonsense"], ["--workers", "4", "--prefill", "2", "--decode", "1"], ["--decode", "0"]):
+    for refused in (["--policies", "nonsense"], ["--workers", "4", "--prefill", "2", "--decode", "1"], ["--decode=0"]):
         with pytest.raises(SystemExit):
             main(refused)
 
