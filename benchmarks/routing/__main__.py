@@ -25,7 +25,7 @@ from benchmarks.routing.workers import ClusterShape, RoutingOutcome
 from benchmarks.routing.workloads import BLOCK, GENERATED, PUBLISHED, in_order
 
 PROMPT_BLOCKS, POOL_BLOCKS, DECISIONS = 512, 2000, 1000
-"""Of what is timed by `--decision`: blocks of a prompt and of each worker, and prompts."""
+"""The blocks of a prompt and of each worker, and how many prompts there are, for `--decision`."""
 
 
 def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> list[output.Line]:
