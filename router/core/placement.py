@@ -13,6 +13,7 @@ from engine.messages import Fault, PeerAddress, ReadTold, WorkerInfo
 from engine.types import RequestRecord
 from router.config import LocalPrefill
 from router.core.call import Call
+from router.core.overtaking import Overtaken
 from router.core.policy import (
     ASSUMED_S_PER_TOKEN,
     Choice,
@@ -324,21 +325,39 @@ class Placer:
         if call.left_behind is not None and call.left_behind[0] is worker.load:
             queue_tokens = max(queue_tokens - call.left_behind[1], 0)
         cached_tokens, most = blocks * worker.room[0], wanted.prompt_tokens - 1
+        if cached_tokens > most:
+            cached_tokens = most
+        passed_tokens = 0
+        if queue_tokens:
+            uncached_tokens = wanted.prompt_tokens - cached_tokens
+            passed_tokens, prompts = self._overtaken(call, worker, uncached_tokens, queue_tokens, blocks)
+            delaying += prompts * uncached_tokens
         return PrefillView(
             name,
-            cached_tokens if cached_tokens < most else most,
+            cached_tokens,
             queue_tokens,
             s_per_token,
             len(worker.own),
             delaying,
             delay,
             host,
+            passed_tokens,
         )
+
+    def _overtaken(
+        self, call: Call, worker: WorkerEntry, uncached_tokens: int, queue_tokens: int, blocks: int
+    ) -> Overtaken:
+        """What the prompt of `call`, of which a worker holds so many blocks, goes before there."""
+        chunk_tokens, chain = worker.info.chunk_tokens, call.chain(worker.key)
+        return worker.reading.overtaken(uncached_tokens, queue_tokens, chunk_tokens, chain, blocks)
 
     def _least_read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
         """The least time after which a worker has read a prompt, by what it has measured itself."""
-        uncached = max(wanted.prompt_tokens - held.blocks(worker) * worker.room[0], 1)
-        return (worker.queue_tokens + uncached) * self._fitted.least_s_per_token(worker.name)
+        blocks, queue_tokens = held.blocks(worker), worker.queue_tokens
+        uncached = max(wanted.prompt_tokens - blocks * worker.room[0], 1)
+        if queue_tokens:
+            queue_tokens -= self._overtaken(held.call, worker, uncached, queue_tokens, blocks).tokens
+        return (queue_tokens + uncached) * self._fitted.least_s_per_token(worker.name)
 
     def _least_step_s(self, worker: WorkerEntry) -> float:
         """The least time of a decode worker's step with one more request, by what it has measured itself."""
@@ -401,7 +420,7 @@ class _Held:
 
     def __init__(self, index: PrefixIndex, call: Call) -> None:
         self._index = index
-        self._call = call
+        self.call = call
         self._depths: dict[ModelKey, dict[str, int]] = {}
         self.compared: Sequence[PrefillView] = ()
         """Those among which the worker that reads it was chosen."""
@@ -410,7 +429,7 @@ class _Held:
         """Return how many leading blocks the workers of one kind hold; those that hold none are left out."""
         depths = self._depths.get(key)
         if depths is None:
-            depths = self._depths[key] = self._index.depths(self._call.chain(key))
+            depths = self._depths[key] = self._index.depths(self.call.chain(key))
         return depths
 
     def blocks(self, worker: WorkerEntry) -> int:
