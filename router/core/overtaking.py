@@ -15,7 +15,7 @@ The router knows these lengths of the prompts that it has sent itself. What a re
 computed, of the oldest first; what it counts more are other routers' prompts, before which nobody is taken to go.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine.types import RequestId
@@ -45,6 +45,9 @@ class ReadingLine:
     def __init__(self) -> None:
         self._prompts: dict[RequestId, tuple[int, int, bytes]] = {}
         self._tokens = 0
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._prompts)
 
     def enter(self, request: RequestId, tokens: int, first: int, block: bytes) -> None:
         """Note a prompt with so many tokens to compute, from the block `first` on, of that name; b"": it has no whole
