@@ -16,7 +16,6 @@ computed, of the oldest first; what it counts more are other routers' prompts, b
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from engine.types import RequestId
 
@@ -24,25 +23,20 @@ MUCH_SHORTER = 2
 """How many times as long a prompt is at least that another one goes before."""
 
 
-class Overtaken(NamedTuple):
-    """Of how many queued tokens a prompt is not behind, and how many prompts those are, which it delays."""
-
-    tokens: int
-    prompts: int
-
-
-NOBODY = Overtaken(0, 0)
+NOBODY = 0, 0
 
 
 class ReadingLine:
-    """The prompts that the router has sent to one worker and that it has not read yet, the oldest first."""
+    """The prompts that the router has sent to one worker and that it has not read yet, the oldest first. The worker
+    computes at most `chunk_tokens` in a step; 0: it does not say, and nobody is taken to go before others."""
 
     # Mutable state: for each of them its uncached tokens, which block of its prompt is the first of those and the
     # name of that block; and the sum of the tokens.
 
-    __slots__ = ("_prompts", "_tokens")
+    __slots__ = ("_chunk_tokens", "_prompts", "_tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
         self._prompts: dict[RequestId, tuple[int, int, bytes]] = {}
         self._tokens = 0
 
@@ -62,11 +56,12 @@ class ReadingLine:
         if known is not None:
             self._tokens -= known[0]
 
-    def overtaken(
-        self, tokens: int, queue_tokens: int, chunk_tokens: int, chain: Sequence[bytes], held: int
-    ) -> Overtaken:
-        """Return what a prompt with so many uncached `tokens` goes before, where the worker has `queue_tokens` to
-        compute, at most `chunk_tokens` in a step, and holds, or is about to, the first `held` blocks of its `chain`."""
+    def overtaken(self, tokens: int, queue_tokens: int, chain: Sequence[bytes], held: int) -> tuple[int, int]:
+        """Return of how many queued tokens a prompt with so many uncached `tokens` is not behind, and how many prompts
+        those are, which it delays: where the worker has `queue_tokens` to compute, and holds, or is about to, the first
+        `held` blocks of its `chain`."""
+        # Every decision asks every worker that has much to do.
+        chunk_tokens = self._chunk_tokens
         longer, beside = MUCH_SHORTER * tokens, chunk_tokens // 2 + max(chunk_tokens - tokens, tokens)
         if not chunk_tokens or not self._prompts or queue_tokens < longer or queue_tokens <= beside:
             return NOBODY  # as where there is little to do, and for whoever is long itself
@@ -81,4 +76,4 @@ class ReadingLine:
             elif left > 0:
                 beside += max(chunk_tokens - left, left)
         passed = min(passed, queue_tokens) - beside
-        return Overtaken(passed, prompts) if passed > 0 else NOBODY
+        return (passed, prompts) if passed > 0 else NOBODY

@@ -13,7 +13,7 @@ from engine.messages import Fault, PeerAddress, ReadTold, WorkerInfo
 from engine.types import RequestRecord
 from router.config import LocalPrefill
 from router.core.call import Call
-from router.core.overtaking import Overtaken
+from router.core.overtaking import MUCH_SHORTER
 from router.core.policy import (
     ASSUMED_S_PER_TOKEN,
     Choice,
@@ -327,10 +327,10 @@ class Placer:
         cached_tokens, most = blocks * worker.room[0], wanted.prompt_tokens - 1
         if cached_tokens > most:
             cached_tokens = most
-        passed_tokens = 0
-        if queue_tokens:
-            uncached_tokens = wanted.prompt_tokens - cached_tokens
-            passed_tokens, prompts = self._overtaken(call, worker, uncached_tokens, queue_tokens, blocks)
+        passed_tokens, uncached_tokens = 0, wanted.prompt_tokens - cached_tokens
+        if queue_tokens >= MUCH_SHORTER * uncached_tokens:  # or it goes before nobody, as most do
+            chain = call.chain(worker.key) if blocks else ()
+            passed_tokens, prompts = worker.reading.overtaken(uncached_tokens, queue_tokens, chain, blocks)
             delaying += prompts * uncached_tokens
         return PrefillView(
             name,
@@ -344,19 +344,13 @@ class Placer:
             passed_tokens,
         )
 
-    def _overtaken(
-        self, call: Call, worker: WorkerEntry, uncached_tokens: int, queue_tokens: int, blocks: int
-    ) -> Overtaken:
-        """What the prompt of `call`, of which a worker holds so many blocks, goes before there."""
-        chunk_tokens, chain = worker.info.chunk_tokens, call.chain(worker.key)
-        return worker.reading.overtaken(uncached_tokens, queue_tokens, chunk_tokens, chain, blocks)
-
     def _least_read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
         """The least time after which a worker has read a prompt, by what it has measured itself."""
         blocks, queue_tokens = held.blocks(worker), worker.queue_tokens
         uncached = max(wanted.prompt_tokens - blocks * worker.room[0], 1)
-        if queue_tokens:
-            queue_tokens -= self._overtaken(held.call, worker, uncached, queue_tokens, blocks).tokens
+        if queue_tokens >= MUCH_SHORTER * uncached:
+            chain = held.call.chain(worker.key)
+            queue_tokens -= worker.reading.overtaken(uncached, queue_tokens, chain, blocks)[0]
         return (queue_tokens + uncached) * self._fitted.least_s_per_token(worker.name)
 
     def _least_step_s(self, worker: WorkerEntry) -> float:

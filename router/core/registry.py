@@ -47,7 +47,7 @@ class WorkerEntry:
     refused: bool = False  # said no since its last report: not asked again before the next one
     leaving: bool = False  # it drains
     own: dict[RequestId, InFlight] = field(default_factory=dict)
-    reading: ReadingLine = field(default_factory=ReadingLine)
+    reading: ReadingLine = field(init=False)
     name: str = field(init=False)
     life: Life = field(init=False)
     key: ModelKey = field(init=False)
@@ -67,6 +67,7 @@ class WorkerEntry:
         self.name, self.life = self.peer.name, (self.peer.name, self.info.incarnation)
         self.key = (self.info.fingerprint, self.info.block_size)
         self.room = (self.info.block_size, self.info.growth_tokens)
+        self.reading = ReadingLine(self.info.chunk_tokens)
 
     def adds(self, tokens: int, blocks: int) -> None:
         """Count so much more, or less, beyond its last report."""

@@ -1,4 +1,4 @@
-"""What a prompt goes before on its prefill worker: the rule by itself, beside a plain model, and beside the real line."""
+"""What a prompt goes before on its prefill worker: the rule itself, beside a plain model, and beside the real line."""
 
 from collections.abc import Callable
 from random import Random
@@ -16,9 +16,9 @@ CHUNK = 64
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 
 
-def line(*tokens: int) -> ReadingLine:
+def line(*tokens: int, chunk_tokens: int = CHUNK) -> ReadingLine:
     """A worker's line of cold prompts of such lengths."""
-    made = ReadingLine()
+    made = ReadingLine(chunk_tokens)
     for number, length in enumerate(tokens):
         made.enter(RequestId(f"r{number}"), length, 0, f"r{number}".encode())
     return made
@@ -28,51 +28,51 @@ def test_who_is_much_shorter_does_not_wait_for_the_long_ones() -> None:
     """Guards a request whose prefix is held by a worker that reads something long: it was sent elsewhere, where its
     prefix was computed once more."""
     # Half a step of the long prompt's, and a step beside it, of which 8 tokens are its own.
-    assert line(1000).overtaken(8, 1000, CHUNK, [], 0) == (1000 - 32 - 56, 1)
-    assert line(1000, 500).overtaken(8, 1500, CHUNK, [], 0) == (1500 - 32 - 56, 2)
+    assert line(1000).overtaken(8, 1000, [], 0) == (1000 - 32 - 56, 1)
+    assert line(1000, 500).overtaken(8, 1500, [], 0) == (1500 - 32 - 56, 2)
     # Who needs several steps has half of each.
-    assert line(1000).overtaken(200, 1000, CHUNK, [], 0) == (1000 - 32 - 200, 1)
+    assert line(1000).overtaken(200, 1000, [], 0) == (1000 - 32 - 200, 1)
 
 
 def test_short_ones_take_turns() -> None:
     """Guards a crowd of short prompts behind a long one, of which each takes a step of its own: they were all taken to
     be next."""
-    assert line(1000, 8, 10).overtaken(8, 1018, CHUNK, [], 0) == (1000 - 32 - 3 * 56 + 2, 1)
-    assert line(1000, 100).overtaken(60, 1100, CHUNK, [], 0) == (1000 - 32 - 100 - 60, 1)
-    assert line(300, *[8] * 20).overtaken(8, 460, CHUNK, [], 0) == NOBODY, "the long one has ended by then"
+    assert line(1000, 8, 10).overtaken(8, 1018, [], 0) == (1000 - 32 - 3 * 56 + 2, 1)
+    assert line(1000, 100).overtaken(60, 1100, [], 0) == (1000 - 32 - 100 - 60, 1)
+    assert line(300, *[8] * 20).overtaken(8, 460, [], 0) == NOBODY, "the long one has ended by then"
 
 
 def test_half_as_long_is_much_shorter() -> None:
-    assert line(400).overtaken(200, 400, CHUNK, [], 0) == (400 - 32 - 200, 1)
-    assert line(399).overtaken(200, 399, CHUNK, [], 0) == NOBODY
+    assert line(400).overtaken(200, 400, [], 0) == (400 - 32 - 200, 1)
+    assert line(399).overtaken(200, 399, [], 0) == NOBODY
     # Half of the long one's last 88 tokens would be all that is saved.
-    assert line(88).overtaken(8, 88, CHUNK, [], 0) == NOBODY
-    assert line(89).overtaken(8, 89, CHUNK, [], 0) == (1, 1)
+    assert line(88).overtaken(8, 88, [], 0) == NOBODY
+    assert line(89).overtaken(8, 89, [], 0) == (1, 1)
 
 
 def test_nobody_goes_before_the_prompt_that_computes_its_beginning() -> None:
     """Guards a burst behind a cold prompt, of which each was taken to be next: what it is believed to find in the cache
     is still to be computed."""
     cold, other = [b"c0", b"c1", b"c2"], [b"o0"]
-    made = ReadingLine()
+    made = ReadingLine(CHUNK)
     made.enter(A, 1000, 1, b"c1")
-    assert made.overtaken(8, 1000, CHUNK, cold, 3) == NOBODY
-    assert made.overtaken(8, 1000, CHUNK, cold, 2) == NOBODY
-    assert made.overtaken(8, 1000, CHUNK, cold, 1) == (912, 1), "it needs no more than had been cached"
-    assert made.overtaken(8, 1000, CHUNK, [b"c0", b"d1", b"d2"], 3) == (912, 1), "another ending of the same beginning"
-    assert made.overtaken(8, 1000, CHUNK, other, 1) == (912, 1)
+    assert made.overtaken(8, 1000, cold, 3) == NOBODY
+    assert made.overtaken(8, 1000, cold, 2) == NOBODY
+    assert made.overtaken(8, 1000, cold, 1) == (912, 1), "it needs no more than had been cached"
+    assert made.overtaken(8, 1000, [b"c0", b"d1", b"d2"], 3) == (912, 1), "another ending of the same beginning"
+    assert made.overtaken(8, 1000, other, 1) == (912, 1)
     made.enter(B, 5000, 0, b"")
-    assert made.overtaken(8, 6000, CHUNK, cold, 3) == (5000 - 32 - 56 - 1000, 1), "it waits for that one's steps"
+    assert made.overtaken(8, 6000, cold, 3) == (5000 - 32 - 56 - 1000, 1), "it waits for that one's steps"
 
 
 def test_what_is_computed_is_of_the_oldest() -> None:
     """Guards a prompt that is nearly read against being taken for a long one."""
-    assert line(1000, 1000).overtaken(100, 1100, CHUNK, [], 0) == (1000 - 32 - 2 * 100, 1)
-    assert line(1000, 300).overtaken(8, 200, CHUNK, [], 0) == (200 - 32 - 56, 1)
-    assert line(1000).overtaken(8, 2000, CHUNK, [], 0) == (912, 1), "nobody goes before what others have sent"
-    assert line().overtaken(8, 2000, CHUNK, [], 0) == NOBODY
-    assert line(1000).overtaken(8, 0, CHUNK, [], 0) == NOBODY
-    assert line(1000).overtaken(8, 1000, 0, [], 0) == NOBODY, "a worker that does not say how much a step computes"
+    assert line(1000, 1000).overtaken(100, 1100, [], 0) == (1000 - 32 - 2 * 100, 1)
+    assert line(1000, 300).overtaken(8, 200, [], 0) == (200 - 32 - 56, 1)
+    assert line(1000).overtaken(8, 2000, [], 0) == (912, 1), "nobody goes before what others have sent"
+    assert line().overtaken(8, 2000, [], 0) == NOBODY
+    assert line(1000).overtaken(8, 0, [], 0) == NOBODY
+    assert line(1000, chunk_tokens=0).overtaken(8, 1000, [], 0) == NOBODY, "a worker that does not say how much a step computes"
 
 
 def test_who_has_been_read_is_in_nobodys_way() -> None:
@@ -80,11 +80,11 @@ def test_who_has_been_read_is_in_nobodys_way() -> None:
     made.enter(A, 600, 0, b"")
     made.leave(RequestId("r0"))
     made.leave(C)
-    assert made.overtaken(8, 600, CHUNK, [], 0) == (600 - 88, 1)
+    assert made.overtaken(8, 600, [], 0) == (600 - 88, 1)
     made.enter(A, 300, 0, b"")
-    assert made.overtaken(8, 300, CHUNK, [], 0) == (300 - 88, 1), "sent again, it counts once"
+    assert made.overtaken(8, 300, [], 0) == (300 - 88, 1), "sent again, it counts once"
     made.leave(A)
-    assert made.overtaken(8, 300, CHUNK, [], 0) == NOBODY
+    assert made.overtaken(8, 300, [], 0) == NOBODY
 
 
 class PlainLine:
@@ -116,7 +116,7 @@ class PlainLine:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_it_is_what_a_plain_line_says(seed: int) -> None:
-    random, made, plain = Random(seed), ReadingLine(), PlainLine()
+    random, made, plain = Random(seed), ReadingLine(CHUNK), PlainLine()
     chain = [f"{n}".encode() for n in range(6)]
     told = 0
     for _ in range(400):
@@ -132,7 +132,7 @@ def test_it_is_what_a_plain_line_says(seed: int) -> None:
             plain.leave(request)
         tokens, held = random.choice([1, 8, 60, 64, 100, 300]), random.randrange(7)
         queue = max(sum(one[1] for one in plain.prompts) + random.choice([0, 0, -5, -400, 90]), 0)
-        found = made.overtaken(tokens, queue, CHUNK, chain, held)
+        found = made.overtaken(tokens, queue, chain, held)
         assert found == plain.overtaken(tokens, queue, chain, held)
         told += found != NOBODY
     assert told > 40, "nothing was compared"
@@ -142,7 +142,8 @@ class LiveLine:
     """A real line in simulated time, and what is told of it before each prompt."""
 
     def __init__(self) -> None:
-        self.time, self.shape, self.reading = Clockwork(), ClusterShape(), ReadingLine()
+        self.time, self.shape = Clockwork(), ClusterShape()
+        self.reading = ReadingLine(self.shape.chunk_tokens)
         self.worker = SimulatedPrefill("p", self.shape, 1.0, self.time, lambda record: None)
         self.late_steps: list[float] = []
         self.fifo_steps: list[float] = []
@@ -152,7 +153,7 @@ class LiveLine:
         chunk, own, request = self.shape.chunk_tokens, len(tokens) - cached, RequestId(name)
         step_s = self.shape.speeds.prefill_step_s + chunk * self.shape.speeds.prefill_token_s
         queue, began_s = self.worker.line.backlog_tokens, self.time.now
-        passed = self.reading.overtaken(own, queue, chunk, [], 0).tokens
+        passed = self.reading.overtaken(own, queue, [], 0)[0]
         self.reading.enter(request, own, 0, name.encode())
 
         def finished(job: Job) -> None:

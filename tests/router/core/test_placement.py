@@ -632,8 +632,8 @@ def busy_holder(chunk_tokens: int) -> tuple[Parts, Call, list[float]]:
 
 
 def test_a_prompt_goes_to_its_holder_though_that_reads_a_long_one() -> None:
-    """Guards the hits that are lost where load is low: the holder reads something, an idle worker seemed to be sooner by
-    all of it, and the prefix was computed once more. It takes who is much shorter first."""
+    """Guards the hits that are lost where load is low: the holder reads something, an idle worker seemed to be sooner,
+    and the prefix was computed once more. Yet the holder takes first who is much shorter."""
     parts, call, _ = busy_holder(chunk_tokens=64)
     choice = parts.placer.choose(call, 0.0)
     assert choice is not None and choice.prefill.name == "p0"
