@@ -31,14 +31,14 @@ class ReadingLine:
     computes at most `chunk_tokens` in a step; 0: it does not say, and nobody is taken to go before others."""
 
     # Mutable state: for each of them its uncached tokens, which block of its prompt is the first of those and the
-    # name of that block; and the sum of the tokens.
+    # name of that block; and the sum of the tokens, and the most of them.
 
-    __slots__ = ("_chunk_tokens", "_prompts", "_tokens")
+    __slots__ = ("_chunk_tokens", "_longest", "_prompts", "_tokens")
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._prompts: dict[RequestId, tuple[int, int, bytes]] = {}
-        self._tokens = 0
+        self._tokens = self._longest = 0
 
     def __iter__(self) -> Iterator[RequestId]:
         return iter(self._prompts)
@@ -49,12 +49,15 @@ class ReadingLine:
         self.leave(request)
         self._prompts[request] = tokens, first, block
         self._tokens += tokens
+        self._longest = max(self._longest, tokens)
 
     def leave(self, request: RequestId) -> None:
         """Note that a prompt has been read, or never will be here."""
         known = self._prompts.pop(request, None)
         if known is not None:
             self._tokens -= known[0]
+            if known[0] == self._longest:
+                self._longest = max((tokens for tokens, _, _ in self._prompts.values()), default=0)
 
     def overtaken(self, tokens: int, queue_tokens: int, chain: Sequence[bytes], held: int) -> tuple[int, int]:
         """Return of how many queued tokens a prompt with so many uncached `tokens` is not behind, and how many prompts
@@ -63,8 +66,8 @@ class ReadingLine:
         # Every decision asks every worker that has much to do.
         chunk_tokens = self._chunk_tokens
         longer, beside = MUCH_SHORTER * tokens, chunk_tokens // 2 + max(chunk_tokens - tokens, tokens)
-        if not chunk_tokens or not self._prompts or queue_tokens < longer or queue_tokens <= beside:
-            return NOBODY  # as where there is little to do, and for whoever is long itself
+        if not chunk_tokens or self._longest < longer or queue_tokens <= beside:
+            return NOBODY  # as where there is little to do, and for whoever is no shorter than others
         computed = self._tokens - queue_tokens
         passed = prompts = 0
         for left, first, block in self._prompts.values():

@@ -72,7 +72,7 @@ def test_what_is_computed_is_of_the_oldest() -> None:
     assert line(1000).overtaken(8, 2000, [], 0) == (912, 1), "nobody goes before what others have sent"
     assert line().overtaken(8, 2000, [], 0) == NOBODY
     assert line(1000).overtaken(8, 0, [], 0) == NOBODY
-    assert line(1000, chunk_tokens=0).overtaken(8, 1000, [], 0) == NOBODY, "a worker that does not say how much a step computes"
+    assert line(1000, chunk_tokens=0).overtaken(8, 1000, [], 0) == NOBODY, "it does not say what a step computes"
 
 
 def test_who_has_been_read_is_in_nobodys_way() -> None:
