@@ -7,13 +7,13 @@ their requests, and with their load as often as a worker does. Token i reads as 
 a worker sends as i the time of the step in 0.1 ms, so a client reads from the text itself how old a token is; clients
 check that no text is missing. CPU is what the kernel has counted for the router's process between two moments, so that
 it does not matter who else uses the cores. `tokens a message` says how many tokens the router joined for a client.
+`--routers N` puts N of them behind one port; CPU and memory are then of all, and `a core` of one of their cores.
 `bare-grpc` and `bare-sse` are servers that only write (`benchmarks/front_bare.py`): the bound of both fronts.
 """
 
 import asyncio
 import multiprocessing
 import os
-import queue
 import re
 import resource
 import sys
@@ -30,43 +30,18 @@ from benchmarks import figures, output
 from benchmarks.front_bare import serve_bare
 from benchmarks.front_disturbed import serve_disturber
 from benchmarks.front_peers import SmgFront, serve_text_workers
+from benchmarks.front_workers import CONTEXT_TOKENS, SECRETS, TICK_S, VOCABULARY, serve_workers, ticks
 from benchmarks.vllm_front import VllmFront
 from cluster.processes.collector import spare_collector
-from engine.handshake import Keyring, Party
-from engine.messages import (
-    PROTOCOL,
-    Accepted,
-    Cancel,
-    Ended,
-    Finish,
-    Load,
-    PeerAddress,
-    Place,
-    Record,
-    RequestStats,
-    Tokens,
-    WorkerInfo,
-    decode_router_frame,
-    frames,
-)
+from engine.messages import PeerAddress
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
 from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
-from engine.types import FinishReason, Incarnation, SamplingParams
+from engine.types import SamplingParams
 from router.config import FrontLimits, RouterConfig
-from router.dispatch import ATTACH
 from router.server import RouterServer
-from worker.rpc import RpcLoop, Send, ServedStream
 
-SECRETS = Keyring((b"the front benchmark keeps no secrets",))
-VOCABULARY = 1 << 16
-TICK_S = 1e-4
-"""The unit of a token's time; it comes round after 6.5 s."""
-BLOCKS = 1 << 22
-CONTEXT_TOKENS = 1 << 22
 SETTLE_S = 1.5
-REPORT_S = 0.05
-"""As in `worker/worker.py`, whose imports a router's process has no use for."""
 WINDOWS = 5
 """Seconds with, and as many without, whoever disturbs."""
 CHARACTERS = 5
@@ -125,20 +100,26 @@ class HexText:
         return self._detokenizers.token_bytes(token)
 
 
-def _ticks() -> int:
-    return int(time.monotonic() / TICK_S) % VOCABULARY
-
-
 # ---- the router
 
 
-def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_http: bool, wakes_per_s: float) -> None:
+def serve_router(
+    pipe: Connection,
+    workers: dict[str, list[PeerAddress]],
+    has_http: bool,
+    wakes_per_s: float,
+    number: int,
+    ports: tuple[int, int],
+    own_port: int,
+) -> None:
     """Serve until the pipe closes; its first word is the two addresses. Without the HTTP front, gRPC's has all
-    descriptors of the process."""
+    descriptors of the process. `ports`, gRPC's and HTTP's, 0: any; `own_port`, -1: it has them alone."""
     limits = FrontLimits(connections=16_384, connections_per_address=16_384, calls_per_address=16_384)
     config = RouterConfig(
-        grpc_port=0,
-        http_port=0 if has_http else -1,
+        name=f"router-{number}",
+        grpc_port=ports[0],
+        http_port=ports[1] if has_http else -1,
+        own_port=own_port,
         limits=limits,
         max_waiting=16_384,
         default_max_tokens=CONTEXT_TOKENS // 2,
@@ -155,108 +136,6 @@ def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_ht
     pipe.send((addresses.grpc, addresses.http))
     _wait_closed(pipe)
     os._exit(0)
-
-
-# ---- scripted workers
-
-
-class ScriptedWorker:
-    """One worker. Its rpc loop's thread puts what routers say into `_said`; the one thread that calls `step` does all
-    else. Mutable state: the next index and the placement of every request, the router's stream, and when it reports."""
-
-    def __init__(self, name: str, role: Any, number: int) -> None:
-        self._me = Party(role, name, Incarnation(number))
-        self._rpc = RpcLoop(name, self._me, SECRETS)
-        self._said: queue.SimpleQueue[Record] = queue.SimpleQueue()
-        self._send: Send | None = None
-        self._next: dict[Any, tuple[int, int]] = {}
-        self._steps = 0
-        self._report_s = 0.0
-        served = ServedStream(frozenset({"router"}), self._accept)
-        self.address = PeerAddress(name, f"127.0.0.1:{self._rpc.start('127.0.0.1', 0, {ATTACH[role]: served})}")
-
-    @property
-    def unread_bytes(self) -> int:
-        return 0
-
-    def frame(self, data: bytes) -> None:
-        for record in decode_router_frame(data):
-            self._said.put(record)
-
-    def closed(self, why: str) -> None:
-        self._send = None
-
-    def _accept(self, send: Send, router: Party) -> "ScriptedWorker":
-        info = WorkerInfo(
-            name=self._me.name, role=self._me.role, incarnation=self._me.incarnation, address=self.address.address,
-            model="hex", fingerprint="f", block_size=16, blocks=BLOCKS, context_tokens=CONTEXT_TOKENS,
-            pid=os.getpid(), host="here", growth_tokens=16, protocol=PROTOCOL,
-        )  # fmt: skip
-        for data in frames([info]):
-            send(data)
-        self._send = send
-        return self
-
-    def step(self) -> None:
-        """Answer what was said, and send the next token of every request, in one frame."""
-        records: list[Record] = []
-        while not self._said.empty():
-            record = self._said.get_nowait()
-            if isinstance(record, Place):
-                self._next[record.record.request] = (record.placement, 0)
-                records.append(Accepted(record.record.request, record.placement, 0))
-            elif isinstance(record, Cancel | Finish) and record.request in self._next:
-                del self._next[record.request]
-                why = record.reason if isinstance(record, Cancel) else FinishReason.STOP
-                end = Ended(request=record.request, placement=record.placement, reason=why, stats=RequestStats())
-                records.append(end)
-        token = _ticks()
-        for request, (placement, index) in self._next.items():
-            records.append(Tokens(request, placement, index, [token]))
-            self._next[request] = (placement, index + 1)
-        self._steps += 1
-        if time.monotonic() >= self._report_s:
-            self._report_s = time.monotonic() + REPORT_S
-            records.append(
-                Load(
-                    step=self._steps,
-                    free_blocks=BLOCKS,
-                    cached_blocks=0,
-                    active_blocks=0,
-                    reserved_blocks=0,
-                    quarantined_blocks=0,
-                    running_requests=len(self._next),
-                    s_per_token=1e-4,
-                )
-            )
-        if self._send is not None:
-            for data in frames(records):
-                self._send(data)
-
-
-def serve_workers(pipe: Connection, count: int) -> None:
-    """Step `count` decode workers at the rate that the pipe last named, and a prefill worker four times a second."""
-    decode = [ScriptedWorker(f"decode-{i}", "decode", 100 + i) for i in range(count)]
-    prefill = ScriptedWorker("prefill-0", "prefill", 99)
-    pipe.send({"prefill": [prefill.address], "decode": [worker.address for worker in decode]})
-    rate = 20.0
-    begin_s = time.monotonic()
-    due = [(begin_s + i / count / rate, worker) for i, worker in enumerate(decode)]
-    beat_s = begin_s
-    while True:
-        due.sort(key=lambda one: one[0])
-        at_s, worker = due[0]
-        if pipe.poll(max(0.0, at_s - time.monotonic())):
-            rate = pipe.recv()
-            now = time.monotonic()
-            due = [(now + i / count / rate, worker) for i, (_, worker) in enumerate(due)]
-            continue
-        worker.step()
-        # A step is never made up for: a worker that is late is later from then on.
-        due[0] = (max(at_s + 1 / rate, time.monotonic()), worker)
-        if time.monotonic() > beat_s:
-            beat_s += 0.25
-            prefill.step()
 
 
 # ---- clients
@@ -280,7 +159,7 @@ class ClientCounts:
         self.shared[TOKENS] += count
         self.shared[MESSAGES] += 1
         if window := self.shared[TIMED]:
-            now = _ticks()
+            now = ticks()
             sent = [int(text[at + 1 : at + 5], 16) for at in range(0, len(text), CHARACTERS)]
             self.ages[window - 1].extend([(now - at) % VOCABULARY for at in sent])
 
@@ -405,16 +284,17 @@ async def _ending(work: Any, pipe: Connection) -> None:
 # ---- the measurement
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used, user and system, all threads."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU seconds that processes have used, user and system, all threads."""
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
-def rss_bytes(pid: int) -> int:
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+def rss_bytes(pids: Sequence[int]) -> int:
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * resource.getpagesize()
 
 
 def _wait_closed(pipe: Connection) -> None:
@@ -431,26 +311,37 @@ def _start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connectio
 
 
 def _opened(
-    front: str, workers: int, has_http: bool, python: Path, wakes_per_s: float
-) -> tuple[Any, Any, str, str, list[Any]]:
-    """Start a front and its workers. Return its process, who is told the rate, the address that is measured, that of
+    front: str, workers: int, has_http: bool, python: Path, wakes_per_s: float, routers: int
+) -> tuple[list[Any], Any, str, str, list[Any]]:
+    """Start a front and its workers. Return its processes, who is told the rate, the address that is measured, that of
     HTTP, and what else is to be ended."""
     if front == "vllm":
         server = VllmFront(python, workers, TICK_S, VOCABULARY)
-        return server, server, server.address, server.address, []
+        return [server], server, server.address, server.address, []
     if front == "smg":
         fleet, to_fleet = _start(serve_text_workers, workers, TICK_S, VOCABULARY)
         peer = SmgFront(python, to_fleet.recv())
-        return peer, to_fleet, peer.address, peer.address, [fleet]
+        return [peer], to_fleet, peer.address, peer.address, [fleet]
     if front.startswith("bare-"):
         bare, to_bare = _start(serve_bare, front, workers, TICK_S, VOCABULARY)
         address = to_bare.recv()
-        return bare, to_bare, address, address, []
+        return [bare], to_bare, address, address, []
     fleet, to_fleet = _start(serve_workers, workers)
-    router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or has_http, wakes_per_s)
-    grpc_address, http = to_router.recv()
-    router.pipe = to_router  # the router ends with it
-    return router, to_fleet, http if front == "sse" else grpc_address, http, [fleet]
+    attached, has_http, ports = to_fleet.recv(), front == "sse" or has_http, (0, 0)
+    served: list[Any] = []
+    for number in range(routers):
+        # The first takes ports that are free, and the others share them.
+        own_port = -1 if routers == 1 else 0
+        router, to_router = _start(serve_router, attached, has_http, wakes_per_s, number, ports, own_port)
+        grpc_address, http = to_router.recv()
+        ports = _port(grpc_address), _port(http)
+        router.pipe = to_router  # the router ends with it
+        served.append(router)
+    return served, to_fleet, http if front == "sse" else grpc_address, http, [fleet]
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2] or 0)
 
 
 def measure(
@@ -465,14 +356,17 @@ def measure(
     python: Path = Path(sys.executable),
     calls: int = 1,
     wakes_per_s: float = 12_000.0,
+    routers: int = 1,
 ) -> dict[str, Any]:
-    """Return the line of one router with `streams` open streams, each of `rate` tokens a second; `disturb` says by whom
-    they are disturbed while half of the ages are read. `python` has the fronts of others. Over gRPC, so many `calls`
-    share a connection; `wakes_per_s` is the router's setting of that name."""
-    router, to_fleet, address, http, others = _opened(front, workers, bool(disturb), python, wakes_per_s)
+    """Return the line of so many routers behind one port, together with `streams` open streams, each of `rate` tokens a
+    second; `disturb` says by whom they are disturbed while half of the ages are read. `python` has the fronts of
+    others. Over gRPC, so many `calls` share a connection; `wakes_per_s` is the router's setting of that name.
+    """
+    served, to_fleet, address, http, others = _opened(front, workers, bool(disturb), python, wakes_per_s, routers)
+    pids = [process.pid for process in served]
     to_fleet.send(min(20.0, 2000.0 / streams))
     time.sleep(0.5)
-    empty_bytes, began_cpu_s = rss_bytes(router.pid), cpu_s(router.pid)
+    empty_bytes, began_cpu_s = rss_bytes(pids), cpu_s(pids)
     shares = [streams // clients + (i < streams % clients) for i in range(clients)]
     shared = [SPAWN.Array("Q", 4, lock=False) for _ in shares]
     readers = [
@@ -493,13 +387,13 @@ def measure(
         beside.append(disturber)
     while count(OPEN) < streams:
         time.sleep(0.02)
-    open_cpu_s, stream_bytes = cpu_s(router.pid) - began_cpu_s, (rss_bytes(router.pid) - empty_bytes) / streams
+    open_cpu_s, stream_bytes = cpu_s(pids) - began_cpu_s, (rss_bytes(pids) - empty_bytes) / streams
     to_fleet.send(float(rate))
     time.sleep(SETTLE_S)
-    tokens, messages, began_s, router_s = count(TOKENS), count(MESSAGES), time.monotonic(), cpu_s(router.pid)
+    tokens, messages, began_s, router_s = count(TOKENS), count(MESSAGES), time.monotonic(), cpu_s(pids)
     time.sleep(seconds)
     tokens, messages = count(TOKENS) - tokens, count(MESSAGES) - messages
-    took_s, router_s = time.monotonic() - began_s, cpu_s(router.pid) - router_s
+    took_s, router_s = time.monotonic() - began_s, cpu_s(pids) - router_s
     # Ages are read in a second of their own, as it costs the clients time.
     for window in (1, 2) * WINDOWS if disturb else (1,):
         if disturb:
@@ -522,11 +416,12 @@ def measure(
     ages.sort()
     disturbed.sort()
     first_s.sort()
-    for process in (*(process for process, _ in readers), *beside, router, *others):
+    for process in (*(process for process, _ in readers), *beside, *served, *others):
         process.kill()
         process.join()
     return {
         "front": front,
+        "routers": routers,
         "streams": streams,
         "asked/s": rate * streams,
         "tokens/s": round(tokens / took_s),
@@ -554,6 +449,7 @@ def main() -> None:
     parser.add_argument("--streams", default="128", help="open streams, one after the other: 128,1024")
     parser.add_argument("--rates", default="25,100,400", help="tokens a second of each stream")
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--routers", default="1", help="processes behind one port, one number after the other: 1,2")
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--calls", type=int, default=1, help="over gRPC: streams that share a connection")
     parser.add_argument(
@@ -576,7 +472,9 @@ def main() -> None:
             options.python,
             options.calls if "grpc" in front else 1,
             options.wakes_per_s,
+            routers if front in ("grpc", "sse") else 1,
         )
+        for routers in figures.numbers(options.routers)
         for front in options.fronts.split(",")
         for streams in figures.numbers(options.streams)
         for rate in figures.numbers(options.rates)

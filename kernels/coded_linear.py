@@ -14,7 +14,7 @@ Specification: `reference` below.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -37,12 +37,35 @@ FEW_ROWS = 16
 than most GPUs have."""
 SPLIT_ROWS = 64
 """Up to so many rows of x, each part of the columns has a program of its own."""
+SOME_ROWS = 128
+"""Up to so many rows of x, tiles are no higher than this."""
+HEIGHTS = (FEW_ROWS, SPLIT_ROWS, SOME_ROWS)
+"""A tile is as high as the first of these that takes all rows of x; of more, and never more than, its configuration's.
+"""
 PROGRAMS = 400
 """A weight has as many parts as give it so many programs with tiles of 64 rows, three for each multiprocessor of the
 largest cards; these hide the time that a step waits for its codes."""
 MERGE_TILE = 512
 LEAST_COLUMNS = 512
 """Parts are not made smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowConfigs:
+    """How a product is launched: with up to SPLIT_ROWS rows of x, and with more."""
+
+    few: KernelConfig
+    many: KernelConfig
+
+    def of(self, count: int) -> KernelConfig:
+        return self.few if count <= SPLIT_ROWS else self.many
+
+
+def row_configs(kernel: str, dtype: str, device: torch.device) -> RowConfigs:
+    """Return a product's entries of the table: its own, and the one for many rows."""
+    arch = arch_of(device)
+    few, many = (config_for(ConfigKey(name, 0, 0, 0, dtype, arch)) for name in (kernel, f"{kernel}_many"))
+    return RowConfigs(few, many)
 
 
 def reference(x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
@@ -155,14 +178,14 @@ def merge_parts_kernel(
 
 
 @cache
-def launch_config(device: torch.device, kind: str) -> KernelConfig:
+def launch_configs(device: torch.device, kind: str) -> RowConfigs:
     """Return how a product with codes of this kind is launched on a device."""
-    return config_for(ConfigKey("coded_linear", 0, 0, 0, kind, arch_of(device)))
+    return row_configs("coded_linear", kind, device)
 
 
-def coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
-    """Multiply `x` `[n, columns]`, contiguous -> `[n, rows]`, of its type. `config.tile` rows of W and `config.rows` of
-    x make a tile. Raises ValueError where shapes do not fit, and TypeError for bfloat16 in the interpreter."""
+def coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None, configs: RowConfigs) -> Tensor:
+    """Multiply `x` `[n, columns]`, contiguous -> `[n, rows]`, of its type. `tile` rows of W and, at most, `rows` of x
+    make a tile. Raises ValueError where shapes do not fit, and TypeError for bfloat16 in the interpreter."""
     width, columns = weight.shape
     if x.dim() != 2 or x.shape[1] != columns or not x.is_contiguous():
         raise ValueError(f"{tuple(x.shape)} does not fit {columns} columns")
@@ -172,10 +195,12 @@ def coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None, config: Ke
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x) == 0:
         return out
-    heights = replace(config, rows=min(config.rows, FEW_ROWS)) if x.dtype == torch.float32 else config
+    config = configs.of(len(x))
+    if x.dtype == torch.float32:
+        config = replace(config, rows=min(config.rows, FEW_ROWS))
     operands = (x, weight.codes, weight.scales, weight.offsets)
     own = {"KIND": weight.kind, "PART": GROUP // FACTORS[weight.kind][0], "OFFSETS": weight.offsets is not None}
-    sum_in_parts(coded_linear_kernel, operands, columns, bias, out, heights, own)
+    sum_in_parts(coded_linear_kernel, operands, columns, bias, out, config, own)
     return out
 
 
@@ -191,7 +216,7 @@ def sum_in_parts(
     """Launch a product whose columns are summed in parts, into `out` `[n, rows]`, of at least one row; for few rows
     each part by itself. `own`: the kernel's constants beside those of all such products; `operands` come first."""
     count, width = out.shape
-    rows = min(config.rows, next((most for most in (FEW_ROWS, SPLIT_ROWS) if count <= most), config.rows))
+    rows = min(config.rows, next((height for height in HEIGHTS if count <= height), config.rows))
     parts, length = parts_of(width, columns)
     split = parts > 1 and count <= SPLIT_ROWS
     summed = torch.empty(parts, count, width, dtype=torch.float32, device=out.device) if split else out

@@ -64,8 +64,10 @@ DEFAULTS = {
     "sample": KernelConfig(tile=1024, warps=8, stages=1, rows=16),
     "choose": KernelConfig(tile=512, warps=16, stages=1),
     "mask_logits": KernelConfig(tile=2048, warps=8, stages=1),
-    "coded_linear": KernelConfig(tile=64, warps=4, stages=3, rows=128),
-    "float8_linear": KernelConfig(tile=128, warps=8, stages=4, rows=64),
+    "coded_linear": KernelConfig(tile=64, warps=4, stages=3, rows=64),
+    "coded_linear_many": KernelConfig(tile=64, warps=4, stages=3, rows=128),
+    "float8_linear": KernelConfig(tile=128, warps=4, stages=4, rows=64),
+    "float8_linear_many": KernelConfig(tile=64, warps=4, stages=4, rows=64),
     "route_experts": KernelConfig(tile=0, warps=1, stages=1),
     # One pair a thread: with more, what is known of a pair crosses threads by the byte.
     "plan_experts": KernelConfig(tile=512, warps=16, stages=1),
@@ -108,6 +110,7 @@ _QUERY_BYTES = 64 << 10
 _CODES = ("q4", "q8", "f8")
 
 _WARPS = KernelConfig(tile=64, warps=8, stages=3, rows=16)
+_HIGH = KernelConfig(tile=64, warps=8, stages=3, rows=256)
 
 # (kernel, head_dim, group, block_size, dtype, entry for sm_80, entry for sm_90); None: the default.
 _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig | None]] = [
@@ -144,7 +147,11 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("coded_linear", 0, 0, 0, "q4", None, None),
     ("coded_linear", 0, 0, 0, "q8", None, None),
     ("coded_linear", 0, 0, 0, "f8", None, None),
+    ("coded_linear_many", 0, 0, 0, "q4", None, None),
+    ("coded_linear_many", 0, 0, 0, "q8", None, _HIGH),
+    ("coded_linear_many", 0, 0, 0, "f8", None, _HIGH),
     ("float8_linear", 0, 0, 0, "float8_e4m3fn", None, None),
+    ("float8_linear_many", 0, 0, 0, "float8_e4m3fn", None, None),
     ("route_experts", 0, 0, 0, "float32", None, None),
     ("plan_experts", 0, 0, 0, "int32", None, None),
     ("gate_up_experts", 0, 0, 0, "bfloat16", None, None),
@@ -187,7 +194,7 @@ def default_config(key: ConfigKey) -> KernelConfig:
     if key.kernel not in _BY_HEAD:
         config = DEFAULTS[key.kernel]
         # Without wgmma, higher tiles of x spill registers: of 128 rows up to 296 times, of 64 four (Triton 3.7.1).
-        return replace(config, rows=32) if (key.kernel, key.arch) == ("coded_linear", 80) else config
+        return replace(config, rows=32) if key.arch == 80 and key.kernel.startswith("coded_linear") else config
     padded, group = (1 << (size - 1).bit_length() for size in (max(64, key.head_dim), key.group))
     row_bytes = padded * (4 if key.dtype == "float32" else 2)
     if padded > 512 or group * row_bytes > _QUERY_BYTES:

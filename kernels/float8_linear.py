@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.coded_linear import STEP, sum_in_parts
-from kernels.configs import ConfigKey, KernelConfig, config_for
-from kernels.launch import arch_of, check_interpretable
+from kernels.coded_linear import STEP, RowConfigs, row_configs, sum_in_parts
+from kernels.launch import check_interpretable
 from kernels.quantize import encode_e4m3
 
 
@@ -90,9 +89,9 @@ def float8_linear_kernel(
 
 
 @cache
-def launch_config(device: torch.device) -> KernelConfig:
+def launch_configs(device: torch.device) -> RowConfigs:
     """Return how products of 8-bit floats are launched on a device."""
-    return config_for(ConfigKey("float8_linear", 0, 0, 0, "float8_e4m3fn", arch_of(device)))
+    return row_configs("float8_linear", "float8_e4m3fn", device)
 
 
 def round_rows(x: Tensor, part: int, least: float, most: float) -> tuple[Tensor, Tensor]:
@@ -122,7 +121,7 @@ def float8_linear(
     scales: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    config: KernelConfig,
+    configs: RowConfigs,
 ) -> Tensor:
     """Multiply rounded rows (`round_rows`) with `codes` `[rows, columns]` and `scales` `[parts, rows]`: `[n, rows]` of
     `dtype`. There is at least one row. Raises ValueError for parts that are no multiple of STEP columns."""
@@ -132,5 +131,5 @@ def float8_linear(
         raise ValueError(f"scales of {columns // len(scales)} columns, where a step takes {STEP}")
     out = torch.empty(count, width, dtype=dtype, device=own.device)
     scaled = {"SCALED": columns // len(scales)}
-    sum_in_parts(float8_linear_kernel, (own, own_scales, codes, scales), columns, bias, out, config, scaled)
+    sum_in_parts(float8_linear_kernel, (own, own_scales, codes, scales), columns, bias, out, configs.of(count), scaled)
     return out

@@ -43,9 +43,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             raise RuntimeError("weights in panels need the native kernels")
         return kernels.linear(x, weight, bias)
     if isinstance(weight, CodedWeight):
-        from kernels.coded_linear import coded_linear, launch_config
+        from kernels.coded_linear import coded_linear, launch_configs
 
-        return coded_linear(x, weight, bias, launch_config(x.device, weight.kind))
+        return coded_linear(x, weight, bias, launch_configs(x.device, weight.kind))
     if isinstance(weight, Float8Weight):
         return scaled_linear(x, weight, bias)
     if weight.is_mkldnn:

@@ -125,10 +125,10 @@ def scaled_linear(x: Tensor, weight: Float8Weight, bias: Tensor | None = None) -
     if not count:
         return x.new_empty(0, weight.shape[0])
     if weight.way == "tile":
-        from kernels.float8_linear import float8_linear, launch_config, round_rows
+        from kernels.float8_linear import float8_linear, launch_configs, round_rows
 
         codes_of_x = round_rows(x.contiguous(), weight.part, _LEAST, MOST)
-        return float8_linear(codes_of_x, weight.codes, weight.scales, bias, x.dtype, launch_config(x.device))
+        return float8_linear(codes_of_x, weight.codes, weight.scales, bias, x.dtype, launch_configs(x.device))
     if x.device.type == "cpu":
         x = pad(x, (0, 0, 0, -count % ROWS))
     codes, scales = rounded(x, weight.part)

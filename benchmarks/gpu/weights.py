@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from benchmarks.gpu.card import Card, Line
-from kernels.coded_linear import coded_linear, launch_config
+from kernels.coded_linear import coded_linear, launch_configs
 from kernels.coded_weight import CodedStack, CodedWeight
 from kernels.experts import ExpertWeights, RoutedRows, Stack
 from kernels.grouped_experts import expert_configs, mix
@@ -41,8 +41,8 @@ def products(card: Card) -> Iterator[Line]:
             "bytes": plain.nbytes,
         }
         for kind, weight in codes.items():
-            config = launch_config(card.device, kind)
-            taken = card.timer.seconds(lambda x=x, w=weight, c=config: coded_linear(x, w, None, c))  # type: ignore[misc]
+            configs = launch_configs(card.device, kind)
+            taken = card.timer.seconds(lambda x=x, w=weight, c=configs: coded_linear(x, w, None, c))  # type: ignore[misc]
             yield _line(kind, rows, taken, theirs, weight.nbytes)
     try:
         way = find_way(card.device, card.dtype)

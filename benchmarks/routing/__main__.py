@@ -4,7 +4,8 @@ The real router core and the real order of prefill, over exact least-recently-us
 and per-session closed arrivals (`benchmarks.routing.cluster`, `benchmarks.routing.workloads`). A load of 0.8 spaces the
 sessions so that a cluster with the hits of one cache as large as all prefill workers' together would be busy for 0.8 of
 the time. Hits are counted where prompts are computed, and compared with that cache's (`of LRU`); times to first token
-(TTFT) in simulated seconds, and those of the best policy in the same place (`of best`).
+(TTFT) in simulated seconds, and those of the best policy in the same place (`of best`). `--decision` times decisions
+of a router of as many workers besides, by CPU (`benchmarks.decision`).
 
     python -m benchmarks.routing --trace mooncake.jsonl.xz --workload hot --workload chat --seeds 1,2,3
 """
@@ -15,13 +16,16 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks import output
+from benchmarks import decision, output
 from benchmarks.routing import bounds
 from benchmarks.routing.cluster import RoutingFaults
 from benchmarks.routing.lower_tiers import TierShape
 from benchmarks.routing.runs import MADE, NAMES, RoutingCase, around_restart, bound, gap_ms, percentile, run, workload
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome
 from benchmarks.routing.workloads import BLOCK, GENERATED, PUBLISHED, in_order
+
+PROMPT_BLOCKS, POOL_BLOCKS, DECISIONS = 512, 2000, 1000
+"""The blocks of a prompt and of each worker, and how many prompts there are, for `--decision`."""
 
 
 def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> list[output.Line]:
@@ -95,8 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=_numbers(int), default=[1], metavar="N,...")
     parser.add_argument("--load", type=_numbers(float), default=[0.5, 0.8, 0.95], metavar="SHARE,...")
     parser.add_argument("--policies", type=_names, default=list(NAMES), metavar="NAME,...")
-    parser.add_argument("--prefill", type=int, default=usual.prefill, help="prefill workers")
-    parser.add_argument("--decode", type=int, default=usual.decode, help="decode workers")
+    parser.add_argument("--workers", type=int, help="of both kinds together; alone: half of them prefill")
+    parser.add_argument("--prefill", type=int, help="prefill workers")
+    parser.add_argument("--decode", type=int, help="decode workers")
     parser.add_argument("--capacity-blocks", type=int, default=usual.prefill_blocks, help="of one prefill worker")
     parser.add_argument("--decode-blocks", type=int, default=usual.decode_blocks, help="of one decode worker")
     parser.add_argument("--host-blocks", type=int, default=0, help="of one prefill worker's host tier")
@@ -107,11 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--restart-at", type=float, default=0.0, help="restart the router after this share of prompts")
     parser.add_argument("--untold", action="store_true", help="workers tell no router what it has not placed")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--decision", action="store_true", help="time decisions besides, of the first of the policies")
     options = parser.parse_args(arguments)
+    workers = usual.prefill + usual.decode if options.workers is None else options.workers
+    prefill, decode = _pools(workers, options.prefill, options.decode)
+    if min(prefill, decode) < 1 or (options.workers is not None and prefill + decode != workers):
+        parser.error(f"{prefill} prefill and {decode} decode workers are not {workers}, or none of a kind")
     sources = [*map(str, options.trace), *options.workload] or list(GENERATED)
     shape = ClusterShape(
-        prefill=options.prefill,
-        decode=options.decode,
+        prefill=prefill,
+        decode=decode,
         prefill_blocks=options.capacity_blocks,
         decode_blocks=options.decode_blocks,
         slow=options.slow,
@@ -132,8 +142,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "What caches could find": limits(sources, options.seeds, options.requests, shape),
         "What policies found": lines(cases, outcomes),
     }
+    if options.decision:
+        results["Decisions, CPU and wall"] = _decisions(prefill + decode, options.policies[0])
     output.tell(options, "routing", results)
     return 0
+
+
+def _pools(workers: int, prefill: int | None, decode: int | None) -> tuple[int, int]:
+    """Return how many prefill and decode, where either may be left out."""
+    if prefill is None:
+        prefill = workers // 2 if decode is None else workers - decode
+    return prefill, workers - prefill if decode is None else decode
+
+
+def _decisions(workers: int, policy: str) -> list[output.Line]:
+    figures = decision.measure(workers, PROMPT_BLOCKS, POOL_BLOCKS, DECISIONS, policy)
+    return [{"what": what, **spent} for what, spent in figures.items() if isinstance(spent, dict)]
 
 
 def _numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:

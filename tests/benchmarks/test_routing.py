@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import traces
 from benchmarks.routing import bounds
-from benchmarks.routing.__main__ import lines, main
+from benchmarks.routing.__main__ import _pools, lines, main
 from benchmarks.routing.cluster import SimulatedCluster
 from benchmarks.routing.runs import NAMES, RoutingCase, at_load, gap_ms, run, workload
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome, Speeds
@@ -130,13 +130,22 @@ def test_the_command_reads_traces_and_writes_figures(tmp_path: Path, capsys: pyt
     trace, out = tmp_path / "small.jsonl", tmp_path / "out.json"
     trace.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     arguments = ["--trace", str(trace), "--load", "0.5", "--policies", "least-cost,random", "--json", str(out)]
-    assert main([*arguments, "--prefill", "2", "--decode", "1"]) == 0
+    assert main([*arguments, "--workers", "3", "--prefill", "2", "--decode", "1", "--decision"]) == 0
     assert "least-cost" in capsys.readouterr().out
     written = json.loads(out.read_text())
     found = written["rows"]["What policies found"]
     assert [line["policy"] for line in found] == ["least-cost", "random"] and found[0]["workload"] == "small"
-    with pytest.raises(SystemExit):
-        main(["--policies", "nonsense"])
+    timed = {line["what"]: line["cpu_p99_us"] for line in written["rows"]["Decisions, CPU and wall"]}
+    assert {"decision", "policy", "accepted"} <= timed.keys() and timed["decision"] > timed["policy"] > 0
+    for refused in (["--policies", "nonsense"], ["--workers", "4", "--prefill", "2", "--decode", "1"], ["--decode=0"]):
+        with pytest.raises(SystemExit):
+            main(refused)
+
+
+def test_workers_of_either_kind_follow_from_all() -> None:
+    assert [_pools(8, 4, 4), _pools(9, None, None), _pools(8, 6, None), _pools(8, None, 2)] == [
+        (4, 4), (4, 5), (6, 2), (6, 2)
+    ]  # fmt: skip
 
 
 def test_the_published_gain_of_cache_aware_routing_is_there() -> None:

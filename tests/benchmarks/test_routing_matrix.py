@@ -94,7 +94,7 @@ def test_the_matrix_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureF
     assert matrix.main(arguments) == 0 and out.read_bytes() == whole
     out.write_bytes(whole[:-20])
     assert matrix.main(arguments) == 0
-    assert [made.key for made in matrix.read(out)] == [("cold", 40, 1, 0.5, p) for p in ("least-cost", "random")]
+    assert [made.key for made in matrix.read(out)] == [("cold", 40, 1, 0.5, p, 2000) for p in ("least-cost", "random")]
 
 
 def test_goals_are_missed_where_another_is_better() -> None:
@@ -131,6 +131,7 @@ def test_goals_are_missed_where_another_is_better() -> None:
     assert missed(change(base, hits=0.48, load=0.95), change(other, load=0.95)) == "none", "0.94 is enough there"
     assert missed(change(base, hits=0.1, infinite=0.51), change(other, infinite=0.51)) == "none", "not asked"
     assert missed(change(base, itl_p99_ms=9), change(other, mean_s=0.99)) == "ITL"
+    assert missed(change(base, itl_p99_ms=9, mean_s=0.5), other) == "ITL", "its own gaps are no yardstick"
     assert missed(change(base, mean_s=9.0, p99_s=9.0), change(other, diverged=True)) == "none"
     assert matrix.goals([base], policies) == [], "the seed is not complete"
 

@@ -10,8 +10,9 @@ from kernels.coded_linear import (
     LEAST_COLUMNS,
     SPLIT_ROWS,
     STEP,
+    RowConfigs,
     coded_linear,
-    launch_config,
+    launch_configs,
     parts_of,
     reference,
 )
@@ -21,7 +22,8 @@ from kernels.panels import FACTORS, Kind
 from tests.kernels.cases import DEVICE
 
 KINDS: list[Kind] = ["q4", "q8", "a8", "h8", "x8", "f8"]
-CONFIG = KernelConfig(tile=32, warps=4, stages=2, rows=32)
+LOW = KernelConfig(tile=32, warps=4, stages=2, rows=32)
+CONFIGS = RowConfigs(LOW, LOW)
 
 
 def weight_of(kind: Kind, rows: int, columns: int) -> CodedWeight:
@@ -45,7 +47,7 @@ def test_products(kind: Kind, rows: int, columns: int) -> None:
     bias = torch.randn(rows, generator=noise).to(DEVICE)
     for count, dtype, of in ((1, torch.float32, bias), (17, torch.float16, None), (50, torch.float32, None)):
         x = torch.randn(count, columns, generator=noise).to(DEVICE, dtype)
-        got, want = coded_linear(x, weight, of, CONFIG), reference(x, weight, of)
+        got, want = coded_linear(x, weight, of, CONFIGS), reference(x, weight, of)
         error = 1e-5 if dtype == torch.float32 else 2e-3
         scale = float((x.double().abs() @ weight.widen(dtype).double().abs().T).max())
         assert got.dtype == dtype and float((got.double() - want).abs().max()) <= error * scale
@@ -57,13 +59,14 @@ def test_a_rows_bits_are_its_own(kind: Kind, columns: int) -> None:
     """Guards an order of sums that would follow the size of the batch, in tiles of one height: of few rows each part of
     the columns has a program of its own. Rows keep their place in a tile, since the interpreter's library computes them
     by that."""
-    weight, config = weight_of(kind, 40, columns), replace(CONFIG, rows=16)
+    weight, low = weight_of(kind, 40, columns), replace(LOW, rows=16)
+    configs = RowConfigs(low, low)
     assert parts_of(*weight.shape)[0] == (1 if columns == 96 else 2)
     x = torch.randn(SPLIT_ROWS + 8, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     bias = torch.randn(40, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    whole = coded_linear(x, weight, bias, config)
+    whole = coded_linear(x, weight, bias, configs)
     for first, end in ((0, 1), (0, 11), (16, 30), (16, 40), (32, 40), (0, SPLIT_ROWS)):
-        assert torch.equal(coded_linear(x[first:end].contiguous(), weight, bias, config), whole[first:end])
+        assert torch.equal(coded_linear(x[first:end].contiguous(), weight, bias, configs), whole[first:end])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's library sums by a tile's height")
@@ -71,11 +74,11 @@ def test_a_rows_bits_are_its_own(kind: Kind, columns: int) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(96, 1056), (4096, 512), (320, 96)])
 def test_a_rows_bits_are_its_own_in_tiles_of_any_height(kind: Kind, rows: int, columns: int) -> None:
     """Guards heights of tiles that would take other matrix instructions, with the configuration that is served with."""
-    weight, config = weight_of(kind, rows, columns), launch_config(torch.device(DEVICE), kind)
+    weight, configs = weight_of(kind, rows, columns), launch_configs(torch.device(DEVICE), kind)
     x = torch.randn(300, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.bfloat16)  # on a GPU
-    whole = coded_linear(x, weight, None, config)
+    whole = coded_linear(x, weight, None, configs)
     for first, end in ((0, 1), (3, 14), (5, 40), (7, 71), (8, 72), (40, 300)):
-        assert torch.equal(coded_linear(x[first:end].contiguous(), weight, None, config), whole[first:end])
+        assert torch.equal(coded_linear(x[first:end].contiguous(), weight, None, configs), whole[first:end])
 
 
 @pytest.mark.parametrize(("dtype", "heights"), [(torch.float32, [16] * 3), (torch.float16, [16, 64, 128])])
@@ -89,9 +92,9 @@ def test_tiles_of_32_bits_stay_low(dtype: torch.dtype, heights: list[int], monke
             return lambda *_, **constants: seen.append(constants["ROWS"])
 
     monkeypatch.setattr("kernels.coded_linear.coded_linear_kernel", Kernel())
-    weight, config = weight_of("f8", 40, 96), replace(CONFIG, rows=128)
+    weight, configs = weight_of("f8", 40, 96), RowConfigs(replace(LOW, rows=64), replace(LOW, rows=128))
     for rows in (1, 64, 300):
-        coded_linear(torch.zeros(rows, 96, dtype=dtype, device=DEVICE), weight, None, config)
+        coded_linear(torch.zeros(rows, 96, dtype=dtype, device=DEVICE), weight, None, configs)
     assert seen == heights
 
 
@@ -112,21 +115,21 @@ def test_nothing_beside_the_matrix_is_read() -> None:
     scales = torch.full((40, 1), float("nan"), device=DEVICE)
     scales[:33] = weight.scales
     inner = CodedWeight("q8", weight.codes, scales[:33])
-    got = coded_linear(padded[:5], inner, None, CONFIG)
+    got = coded_linear(padded[:5], inner, None, CONFIGS)
     assert torch.isfinite(got).all() and got.shape == (5, 33)
 
 
 def test_no_rows_at_all() -> None:
-    assert coded_linear(torch.empty(0, 32, device=DEVICE), weight_of("q4", 40, 32), None, CONFIG).shape == (0, 40)
+    assert coded_linear(torch.empty(0, 32, device=DEVICE), weight_of("q4", 40, 32), None, CONFIGS).shape == (0, 40)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     weight = weight_of("q4", 40, 64)
     for x in (torch.zeros(3, 32), torch.zeros(64, 3).T, torch.zeros(64)):
         with pytest.raises(ValueError, match="does not fit 64 columns"):
-            coded_linear(x.to(DEVICE), weight, None, CONFIG)
+            coded_linear(x.to(DEVICE), weight, None, CONFIGS)
     with pytest.raises(ValueError, match="does not fit 40 rows"):
-        coded_linear(torch.zeros(3, 64, device=DEVICE), weight, torch.zeros(41, device=DEVICE), CONFIG)
+        coded_linear(torch.zeros(3, 64, device=DEVICE), weight, torch.zeros(41, device=DEVICE), CONFIGS)
     with pytest.raises(ValueError, match="are no q8 codes"):
         CodedWeight("q8", weight.codes, weight.scales)
     with pytest.raises(ValueError, match=r"want float32 factors \(40, 4\)"):

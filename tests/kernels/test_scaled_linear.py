@@ -10,8 +10,9 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from kernels import scaled_linear as scaled
+from kernels.coded_linear import RowConfigs
 from kernels.coded_weight import CodedWeight
-from kernels.float8_linear import float8_linear, launch_config, round_rows
+from kernels.float8_linear import float8_linear, launch_configs, round_rows
 from kernels.linear import linear
 from kernels.scaled_linear import Float8Error, Float8Weight, find_way, from_codes, reference, rounded
 from tests.kernels.cases import DEVICE
@@ -104,11 +105,12 @@ def test_a_rows_bits_are_its_own_in_tiles(columns: int, each: int) -> None:
     few = made(coded(48, columns, each), "tile")
     x = torch.randn(80, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     own = round_rows(x, few.part, scaled._LEAST, scaled.MOST)
-    config = replace(launch_config(x.device), rows=16)
-    whole = float8_linear(own, few.codes, few.scales, None, x.dtype, config)
+    low = replace(launch_configs(x.device).few, rows=16)
+    configs = RowConfigs(low, low)
+    whole = float8_linear(own, few.codes, few.scales, None, x.dtype, configs)
     for first, end in ((0, 1), (16, 30), (0, 64), (32, 80)):
         some = own[0][first:end], own[1][first:end]
-        assert torch.equal(float8_linear(some, few.codes, few.scales, None, x.dtype, config), whole[first:end])
+        assert torch.equal(float8_linear(some, few.codes, few.scales, None, x.dtype, configs), whole[first:end])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's library sums by a tile's height")

@@ -14,16 +14,35 @@ from tests.sim.batch import Report
 
 ROOT = Path(__file__).parent.parent.parent
 LEDGER = Path(__file__).parent / "ledger.jsonl"
-CORES = ("decode_worker", "prefill_worker", "transfer", "router", "engine")
-SIMULATOR = ("tests/sim",)
+CORES = (
+    "decode_worker/**/*.py",
+    "prefill_worker/**/*.py",
+    "worker/*.py",
+    "transfer/*.py",
+    "transfer/handoff/*.py",
+    "transfer/host/*.py",
+    "transfer/ranks/*.py",
+    "router/core/**/*.py",
+    "router/status/*.py",
+    "router/hub.py",
+    "router/roster.py",
+    "engine/*.py",
+    "engine/kv/**/*.py",
+    "engine/constraints/text.py",
+)
+"""What schedules run, but for what only tells of it (`telemetry`) and for who may speak (`access`)."""
+SIMULATOR = ("tests/sim/**/*.py",)
 
 
-def source_hash(folders: Iterable[str] = CORES) -> str:
+def sources(patterns: Iterable[str] = CORES) -> list[Path]:
+    return sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
+
+
+def source_hash(patterns: Iterable[str] = CORES) -> str:
     """One digest over the source of everything that is simulated."""
     sums = hashlib.sha256()
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            sums.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    for path in sources(patterns):
+        sums.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return sums.hexdigest()[:16]
 
 

@@ -1,12 +1,14 @@
 """Runs in several processes, and the ledger they are noted in."""
 
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from tests.sim import __main__ as command
 from tests.sim import batch, ledger
-from tests.sim.batch import run
+from tests.sim.batch import run, run_batch
 from tests.sim.bugs import planted
 
 SEEDS = range(79_000_000, 79_000_024)
@@ -82,3 +84,24 @@ def test_counting_goes_on_until_the_number_is_reached(tmp_path: Path, monkeypatc
     with pytest.raises(SystemExit, match="changed during the run"):
         command._noted(path, SEEDS, True, None, 1, 1)
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_what_schedules_run_is_counted_as_their_source() -> None:
+    """Guards a count over one source against a file of the cores that could change beside it."""
+    ran = set[str]()
+
+    def seen(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            ran.add(frame.f_code.co_filename)
+
+    sys.setprofile(seen)
+    try:
+        run_batch(SEEDS[:10], strict=True)
+    finally:
+        sys.setprofile(None)
+    counted = set(ledger.sources())
+    packages = {path.relative_to(ledger.ROOT).parts[0] for path in counted}
+    ours = {Path(file) for file in ran if Path(file).is_relative_to(ledger.ROOT)}
+    missed = {path for path in ours - counted if path.relative_to(ledger.ROOT).parts[0] in packages}
+    assert not missed and {"router", "engine", "decode_worker"} <= packages
+    assert len(ours & counted) > 50, "hardly anything was seen"

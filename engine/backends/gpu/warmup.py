@@ -20,7 +20,7 @@ from engine.plan import MAX_LOGPROBS
 from engine.runner import Runner
 from engine.step import Row, StepPlan, only
 from engine.types import BlockId
-from kernels.coded_linear import FEW_ROWS, SPLIT_ROWS
+from kernels.coded_linear import FEW_ROWS, SOME_ROWS, SPLIT_ROWS
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +69,18 @@ def single_tokens(reach: Reach) -> StepPlan:
 
 
 def some_tokens(reach: Reach) -> StepPlan | None:
-    """A short chunk: products with quantized weights have tiles for few rows, for some, and for many."""
-    count = min(SPLIT_ROWS, reach.limits.chunk_tokens, reach.context_tokens)
-    return StepPlan((reach.row(count, count),)) if count > FEW_ROWS else None
+    """A short chunk: products with quantized weights have tiles for few rows, for some, for more and for many."""
+    return _short_chunk(reach, FEW_ROWS, SPLIT_ROWS)
+
+
+def more_tokens(reach: Reach) -> StepPlan | None:
+    """A chunk that the next height is for."""
+    return _short_chunk(reach, SPLIT_ROWS, SOME_ROWS)
+
+
+def _short_chunk(reach: Reach, more_than: int, most: int) -> StepPlan | None:
+    count = min(most, reach.limits.chunk_tokens, reach.context_tokens)
+    return StepPlan((reach.row(count, count),)) if count > more_than else None
 
 
 def shared_prefix(reach: Reach) -> StepPlan | None:
@@ -86,6 +95,7 @@ STEPS: tuple[Callable[[Reach], StepPlan | None], ...] = (
     largest_step,
     single_tokens,
     some_tokens,
+    more_tokens,
     shared_prefix,
     copied_block,
 )

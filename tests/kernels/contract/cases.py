@@ -19,11 +19,13 @@ from tests.kernels.contract.launched import launched_cases
 from tests.kernels.contract.measure import Case, Watched
 from tests.kernels.contract.other_cases import (
     coded_case,
-    coded_tall_case,
+    coded_many_case,
+    coded_some_case,
     convert_case,
     copy_case,
     float8_case,
-    float8_tall_case,
+    float8_many_case,
+    float8_some_case,
     mask_case,
     merge_parts_case,
     norm_case,
@@ -50,7 +52,9 @@ BUILDERS = {
     "choose": choose_case,
     "mask_logits": mask_case,
     "coded_linear": coded_case,
+    "coded_linear_many": coded_many_case,
     "float8_linear": float8_case,
+    "float8_linear_many": float8_many_case,
     "route_experts": route_case,
     "plan_experts": count_case,
     "gate_up_experts": gate_up_case,
@@ -61,13 +65,13 @@ BUILDERS = {
     "rank_sum": rank_sum_case,
 }
 
-OF_HOPPER = ("float8_linear",)
+OF_HOPPER = ("float8_linear", "float8_linear_many")
 """Kernels that sm_80 has no instructions for."""
 
 BESIDE = {
     "convert_blocks": (widen_case,),
-    "coded_linear": (coded_tall_case,),
-    "float8_linear": (float8_tall_case, round_case, merge_parts_case),
+    "coded_linear": (coded_some_case,),
+    "float8_linear": (float8_some_case, round_case, merge_parts_case),
     "plan_experts": (place_case,),
     "sample": (weigh_case, gather_case),
 }

@@ -133,19 +133,31 @@ def coded_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
     )
 
 
-def coded_tall_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+def coded_some_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """A larger decode step's product, in tiles of the table's height."""
+    return _some(coded_case(key, config), config)
+
+
+def coded_many_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
     """A prompt's product, in tiles of the table's height, which go through all parts."""
-    few = coded_case(key, config)
-    types = {**few.types, "out_ptr": "*bf16"}
-    constants = {**few.constants, "SPLIT": False, "ROWS": config.rows}
-    return replace(few, name=f"{few.name}, many rows", types=types, constants=constants)
+    return _many(coded_case(key, config), config)
 
 
-def float8_tall_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
-    few = float8_case(key, config)
+def float8_some_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return _some(float8_case(key, config), config)
+
+
+def float8_many_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return _many(float8_case(key, config), config)
+
+
+def _some(few: Case, config: configs.KernelConfig) -> Case:
+    return replace(few, name=f"{few.name}, some rows", constants={**few.constants, "ROWS": config.rows})
+
+
+def _many(few: Case, config: configs.KernelConfig) -> Case:
     types = {**few.types, "out_ptr": "*bf16"}
-    constants = {**few.constants, "SPLIT": False, "ROWS": config.rows}
-    return replace(few, name=f"{few.name}, many rows", types=types, constants=constants)
+    return replace(few, types=types, constants={**few.constants, "SPLIT": False, "ROWS": config.rows})
 
 
 def float8_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:

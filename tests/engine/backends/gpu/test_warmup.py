@@ -28,6 +28,8 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of Tri
 
 BLOCK, BLOCKS = 16, 40
 SHARED_TOKENS = 256
+OF_CODES = {"some_tokens", "more_tokens"}
+"""Steps of the warm-up that only quantized weights need."""
 ROLES = {
     "prefill": StepLimits(chunk_tokens=24, prompts=5),
     "decode": StepLimits(chunk_tokens=24, batch=3),
@@ -163,13 +165,13 @@ def test_serving_compiles_nothing(side: tuple[Path, str], monkeypatch: pytest.Mo
             "decode_kernel", "merge_kernel", "prefill_kernel", "rope_kv_write_kernel", "rms_norm_kernel",
             "silu_mul_kernel", "copy_blocks_kernel", "tops_kernel", "weigh_kernel", "gather_kernel", "choose_kernel",
         }  # fmt: skip
-        # Quantized weights alone need some tokens (below).
-        warmed = {name: keys for name, keys in started.warmed.items() if name != "some_tokens"}
+        # Quantized weights alone need these (below).
+        warmed = {name: keys for name, keys in started.warmed.items() if name not in OF_CODES}
         for step in warmed:
             rest = [keys for name, keys in warmed.items() if name != step]
             if served - started.recorded.union(*rest):
                 needed.add(step)
-    assert needed == {step.__name__ for step in STEPS} - {"some_tokens"}
+    assert needed == {step.__name__ for step in STEPS} - OF_CODES
 
 
 @pytest.mark.parametrize("form", ["awq", "fp8-rows"])
@@ -180,13 +182,18 @@ def test_serving_quantized_weights_compiles_nothing(
     on a worker that has recorded none of them."""
     source = save_quantized(reference(**SIZES), tmp_path / "model", FORMATS[form]())
     folder = prepare(source, tmp_path / "cache", "float16", mapped=False)
-    limits = StepLimits(chunk_tokens=96, prompts=2)
+    limits = StepLimits(chunk_tokens=160, prompts=2)
     started = start((folder, "float16"), limits, monkeypatch)
     chance, kinds = Random(7), set[Key]()
-    for tokens in (1, 2, 16, 17, 40, 64, 65, 96):
+    for tokens in (1, 2, 16, 17, 40, 64, 65, 96, 128, 129, 160):
         with launched() as served:
-            started.runner.run(StepPlan((made(chance, tokens, tokens, chance.sample(range(BLOCKS), 6)),)))
+            started.runner.run(StepPlan((made(chance, tokens, tokens, chance.sample(range(BLOCKS), 10)),)))
         assert served - started.all == set(), tokens
         kinds |= {key for key in served if key[0] == "coded_linear_kernel"}
     assert len(kinds) >= 3
-    assert any(key in started.warmed["some_tokens"] for key in kinds)
+    needed = set()
+    for step in OF_CODES:
+        rest = [keys for name, keys in started.warmed.items() if name != step]
+        if kinds - started.recorded.union(*rest):
+            needed.add(step)
+    assert needed == (OF_CODES if form == "fp8-rows" else {"some_tokens"})  # codes of 4 bits have no higher tiles
