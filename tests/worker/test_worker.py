@@ -154,6 +154,7 @@ def test_a_router_hears_who_it_is_and_how_it_stands_until_it_has_left(
         until(lambda: len(listener.heard) >= 2)
         assert info.role == role and info.blocks == 8
         assert (info.growth_tokens is not None) == (role == "decode")
+        assert info.chunk_tokens == (128 if role == "prefill" else 64), "a router reckons with it who goes before whom"
         first, *later = listener.heard
         assert first[0] == info and isinstance(first[0], WorkerInfo) and isinstance(first[1], Load)
         assert all(isinstance(record, Load) for frame in later for record in frame)
