@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from engine.messages import guarded
 from engine.model.config import ModelError, Progress, read_prepared
 from engine.model.prepared.pieces import Made, load_index, locked, write_pieces
 from engine.model.prepared.shards import Stamp
@@ -28,6 +29,9 @@ BOOTS = 8
 """The boots that a record tells of: a cache on a network's disk is used by several hosts."""
 
 log = logging.getLogger(__name__)
+
+
+_read_record = guarded(msgspec.json.Decoder(dict[str, dict[str, Stamp]]).decode)
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -158,7 +162,7 @@ class CheckRecord:
 
     def _read(self) -> dict[str, dict[str, Stamp]]:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, dict[str, Stamp]])
+            return _read_record(self._path.read_bytes())
         except (OSError, msgspec.DecodeError):
             return {}
 
