@@ -259,6 +259,7 @@ def _seed_of(name: str) -> Callable[[Path], object]:
 
 _STAMP = {"path": "text.json", "size_bytes": 1, "mtime_ns": 1, "ctime_ns": 1, "inode": 1}
 _NOTED = json.dumps({"boot": {"text.json": _STAMP}, "before": {}}).encode()
+_NAMES = (b'{"files":{"a\\u0000":"x"},"pieces":[]}', b'{"files":{},"pieces":["/"]}', b'{"files":{"":"x"},"pieces":[]}')
 _SEEN = json.dumps({"stamp": [_STAMP], "digest": "d"}).encode()
 
 
@@ -299,7 +300,9 @@ def files() -> tuple[Decoder, ...]:
         Decoder("prepared-config", _prepared(CONFIG_FILE), (ModelError, FieldError), (_some_config(),)),
         Decoder("prepared-text", _prepared("text.json"), (ModelError, FieldError), (_TEXT,)),
         Decoder("prepared-tokenizer", _prepared("tokenizer.json"), (ModelError, FieldError), (_TOKENIZER,)),
-        Decoder("prepared-digests", _digests, (ModelError, OSError), (_written("digests", _seed_of(DIGESTS_FILE)),)),
+        Decoder(
+            "prepared-digests", _digests, (ModelError, OSError), (_written("digests", _seed_of(DIGESTS_FILE)),), _NAMES
+        ),
         Decoder("prepared-index", _index, (ModelError, OSError), (_written("index", _seed_of("codes.json")),)),
         Decoder("prepared-noted", _noted, (), (_NOTED, _SEEN), (b'{"\xff":{}}', b"[" * 100_000, b'{"boot":' * 50_000)),
         Decoder("adapter-config", _adapter(adapter.CONFIG), (ModelError,), (json.dumps(_ADAPTER).encode(),)),

@@ -173,6 +173,8 @@ _ASKED = json.dumps({**_MESSAGES, "max_tokens": 4, "stop_sequences": ["x"], "tem
 _INPUT = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
 _FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
 _RESPONSE = json.dumps({"input": _INPUT, "instructions": "i", "text": _FORMAT, "max_output_tokens": 4}).encode()
+_NO_TEXT = _RESPONSE.replace(b'"object"', b'"obj\xffect"')
+"""A schema is not looked into while the body is read, and then repeated."""
 _TOKENIZE = json.dumps({"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}).encode()
 _PROTO_TOKENIZE = pb.TokenizeRequest(prompt="hi", add_special_tokens=True).SerializeToString()
 _DEEP = b'{"messages":' + b"[" * 100_000
@@ -184,7 +186,7 @@ FRONTS = (
     Decoder("http-completion", lambda data: _taken(parse_completion(data).call), _REFUSED, (_TEXT, b'{"prompt":"hi"}')),
     Decoder("http-messages", lambda data: _taken(parse_messages(data).call), _REFUSED, (_ASKED,), (_DEEP, _RESULT)),
     Decoder("http-count", lambda data: _taken(parse_count(data)), _REFUSED, (_COUNT,), (_DEEP,)),
-    Decoder("http-responses", lambda data: _taken(parse_response(data).call), _REFUSED, (_RESPONSE,)),
+    Decoder("http-responses", lambda data: _taken(parse_response(data).call), _REFUSED, (_RESPONSE,), (_NO_TEXT,)),
     Decoder("http-tokenize", _tokenize, _REFUSED, (_TOKENIZE, b'{"prompt":"hi"}'), (_DEEP, b'{"prompt":[1]}')),
     Decoder("http-detokenize", IDS.read, _REFUSED, (b'{"tokens":[1,2],"model":"tiny"}',), (b'{"tokens":[-1e9]}',)),
     Decoder("http-timeout", _header, _REFUSED, (b"1.5",), (b"nan", b"1e400")),

@@ -49,16 +49,25 @@ def seal(folder: Path) -> None:
     (folder / DIGESTS_FILE).write_bytes(msgspec.json.encode(Seal(files, pieces)))
 
 
+def _sealed(folder: Path) -> Seal:
+    """Raises ModelError where it cannot be told what `folder` was written with, or that lies elsewhere."""
+    told = read_prepared(folder / DIGESTS_FILE, Seal)
+    for name in (*told.files, *told.pieces):
+        if name in ("", "..") or "\0" in name or Path(name).name != name:
+            raise ModelError(folder / DIGESTS_FILE, f"{name!r} is no file of its folder")
+    return told
+
+
 def sealed_files(folder: Path) -> list[Path]:
     """List what `folder` was written with. Raises ModelError where that cannot be told."""
-    told = read_prepared(folder / DIGESTS_FILE, Seal)
+    told = _sealed(folder)
     return [folder / name for name in (DIGESTS_FILE, *told.files, *told.pieces)]
 
 
 def check_folder(folder: Path, progress: Progress | None = None) -> int:
     """Read all that `folder` was written with; return its bytes. Raises ModelError naming a file that is missing or
     holds other bytes, and OSError. `progress` hears of bytes read."""
-    told = read_prepared(folder / DIGESTS_FILE, Seal)
+    told = _sealed(folder)
     total, done = sum(_size(path) for path in sealed_files(folder)), 0
     for name, digest in told.files.items():
         if (found := file_digest(folder / name)) != digest:
