@@ -260,6 +260,8 @@ def _seed_of(name: str) -> Callable[[Path], object]:
 _STAMP = {"path": "text.json", "size_bytes": 1, "mtime_ns": 1, "ctime_ns": 1, "inode": 1}
 _NOTED = json.dumps({"boot": {"text.json": _STAMP}, "before": {}}).encode()
 _NAMES = (b'{"files":{"a\\u0000":"x"},"pieces":[]}', b'{"files":{},"pieces":["/"]}', b'{"files":{"":"x"},"pieces":[]}')
+_PIECE = {"offset_bytes": 10**30, "size_bytes": 1, "shape": [1], "form": "cTQ=", "digest": ""}
+_FAR = (json.dumps({"size_bytes": 4104, "pieces": {"w.codes": _PIECE}}).encode(),)
 _SEEN = json.dumps({"stamp": [_STAMP], "digest": "d"}).encode()
 
 
@@ -303,7 +305,7 @@ def files() -> tuple[Decoder, ...]:
         Decoder(
             "prepared-digests", _digests, (ModelError, OSError), (_written("digests", _seed_of(DIGESTS_FILE)),), _NAMES
         ),
-        Decoder("prepared-index", _index, (ModelError, OSError), (_written("index", _seed_of("codes.json")),)),
+        Decoder("prepared-index", _index, (ModelError, OSError), (_written("index", _seed_of("codes.json")),), _FAR),
         Decoder("prepared-noted", _noted, (), (_NOTED, _SEEN), (b'{"\xff":{}}', b"[" * 100_000, b'{"boot":' * 50_000)),
         Decoder("adapter-config", _adapter(adapter.CONFIG), (ModelError,), (json.dumps(_ADAPTER).encode(),)),
         Decoder("adapter-weights", _adapter(adapter.WEIGHTS), (ModelError,), (_FACTORS,)),

@@ -89,6 +89,9 @@ def load_index(path: Path) -> PieceIndex:
         raise ModelError(path.with_suffix(".json"), "holds other bytes than were written")
     if (size := path.stat().st_size if path.exists() else 0) != index.size_bytes:
         raise ModelError(path, f"has {size} bytes and should have {index.size_bytes}")
+    for name, one in index.pieces.items():
+        if not 0 <= one.offset_bytes <= one.offset_bytes + one.size_bytes <= size:
+            raise ModelError(path, f"{name} does not lie within the file's {size} bytes")
     return index
 
 
