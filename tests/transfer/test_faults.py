@@ -228,7 +228,7 @@ def test_a_stranger_gets_nothing(make_rig: Any) -> None:
     """Guards against anybody who finds the port and reads other people's prompts out of the KV blocks."""
     rig = make_rig("tcp")
     peer = rig.peer()
-    details = {**peer.details, "token": "00" * 32}
+    details = {**peer.details, "key": "00" * 32}
     rig.connect(peer.me, Endpoint(transport="tcp", details=details))
     peer.send(ME, "r", 0, [0])
     rig.poison()
