@@ -2,7 +2,8 @@
 (`transfer.host.tcp.proof`), and nobody else; the other dials.
 
 Nobody waits for anybody here: each step takes what has come, in the thread that waits on the reactor. Who says nothing,
-or says it byte by byte, holds one of MAX_STRANGERS places for `stall_s` at most, and no more than a greeting of memory.
+or says it byte by byte, holds one of MAX_STRANGERS places until the thread's first turn after `stall_s`, and no more
+memory than a greeting.
 """
 
 import contextlib
@@ -45,8 +46,8 @@ Target = tuple[int, tuple[str, int]]
 
 class DoorAddress(msgspec.Struct, frozen=True):
     """The address at which a worker listens, and the key by which it and one peer know each other there. Its blocks
-    have `block_bytes`. An older release, which shows a `token` in the clear, has no `key`: neither end takes the other's
-    address, and nobody dials."""
+    have `block_bytes`. An older release, which shows a `token` in the clear, has no `key`: neither end takes the
+    other's address, and nobody dials."""
 
     host: str
     port: int

@@ -32,12 +32,16 @@ GREETING_BYTES = _GREETING.size
 
 
 class ProofError(TransferError):
-    """Whoever answers has not proven that it is the peer."""
+    """Whoever answers has not proven that it is the peer, or nobody could."""
 
 
 def greeting(dialer: Incarnation, wanted: Incarnation, nonce: bytes) -> bytes:
-    """Return what the one that dials says first. `nonce` is NONCE_BYTES that nobody could have guessed."""
-    return _GREETING.pack(MAGIC, dialer, wanted, nonce)
+    """Return what the one that dials says first. `nonce` is NONCE_BYTES that nobody could have guessed. Raises
+    ProofError for an incarnation that no process can have."""
+    try:
+        return _GREETING.pack(MAGIC, dialer, wanted, nonce)
+    except struct.error as error:
+        raise ProofError(f"there are no {dialer} and {wanted} to meet: {error}") from error
 
 
 def greeted(said: bytes) -> tuple[Incarnation, Incarnation] | None:

@@ -175,10 +175,10 @@ class TcpTransport:
     def _dial(self, incarnation: Incarnation, peer: _Peer) -> None:
         try:
             peer.incoming.sock = sock = dial(peer.target, self._stall_s)
-        except OSError as error:
+            knock = Knock(sock, peer.key, self._incarnation, incarnation)
+        except (OSError, TransferError) as error:
             self._lose_incoming(peer, f"cannot connect: {error}")
             return
-        knock = Knock(sock, peer.key, self._incarnation, incarnation)
         self._reactor.watch(sock, lambda: self._knock(peer, sock, knock), selectors.EVENT_WRITE)
 
     def _knock(self, peer: _Peer, sock: socket.socket, knock: Knock) -> None:
