@@ -68,6 +68,7 @@ class WorkerInfo(Record, kw_only=True):
     disk_blocks: int = 0
     context_tokens: int
     adapters: list[str] = []  # digests of those that it can apply: a record with another one is not taken
+    chunk_tokens: int = 0  # of prompts: what a step computes at most; 0: one that does not say
     growth_tokens: int | None = None  # room for an answer that is promised when a request is taken; None: all of it
     pid: int
     host: str

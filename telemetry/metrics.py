@@ -67,7 +67,10 @@ class WorkerMetrics(ProcessMetrics):
             buckets.STEP_TOKENS,
         )[()]
         self._blocks = families.snapshot(
-            "kv_blocks", "KV blocks by state; the states add up to the pool.", "state", BLOCK_STATES
+            "kv_blocks",
+            "KV blocks by state, counted anew: unless they add up to the pool, one is lost or in two places.",
+            "state",
+            BLOCK_STATES,
         )
         self._groups = families.snapshot(
             "kv_group_blocks",

@@ -135,6 +135,7 @@ def open_parts(
         disk_blocks=0 if tiering is None else tiering.tiers.disk_blocks,
         context_tokens=device.context_tokens,
         adapters=sorted(device.adapters),
+        chunk_tokens=limits.chunk_tokens,
         pid=os.getpid(),
         host=host_id(),
         metrics_address=host_port(host, metrics.serve(host, guard=guard)),

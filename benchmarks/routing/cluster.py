@@ -63,7 +63,13 @@ NO_FAULTS = RoutingFaults()
 
 
 def stand_in(
-    name: str, role: str, incarnation: int, block_size: int, blocks: int, tiers: TierShape = NO_TIERS
+    name: str,
+    role: str,
+    incarnation: int,
+    block_size: int,
+    blocks: int,
+    tiers: TierShape = NO_TIERS,
+    chunk_tokens: int = 0,
 ) -> WorkerInfo:
     """Return what a worker of no process says of itself; all are of one model."""
     return WorkerInfo(
@@ -76,6 +82,7 @@ def stand_in(
         block_size=block_size,
         blocks=blocks,
         context_tokens=1 << 20,
+        chunk_tokens=chunk_tokens,
         pid=0,
         host="",
         host_blocks=tiers.host_blocks,
@@ -150,7 +157,7 @@ class SimulatedCluster:
             role, blocks, tiers = "prefill", self.shape.prefill_blocks, self.shape.tiers
             if name in self.decodes:
                 role, blocks, tiers = "decode", self.shape.decode_blocks, NO_TIERS
-            info = stand_in(name, role, number, BLOCK, blocks, tiers)
+            info = stand_in(name, role, number, BLOCK, blocks, tiers, self.shape.chunk_tokens)
             self._tell(router, Connected(PeerAddress(name, ""), info))
         return router
 

@@ -64,6 +64,9 @@ class ClusterView:
         call.prefill_life, call.prefill_key = prefill.life, prefill.key
         uncached = len(call.record.tokens) - choice.cached_tokens
         self.registry.dispatched(choice.name, call.record.request, uncached, 0)
+        chain, first = call.chain(prefill.key), choice.cached_tokens // prefill.key[1]
+        block = chain[first] if first < len(chain) else b""
+        self.registry.reads(choice.name, call.record.request, uncached, first, block)
         return prefill.peer
 
     def reading(self, call: Call) -> ReadTold:
@@ -154,4 +157,6 @@ def _predicted_s(choice: Choice) -> tuple[float, float] | None:
     if not prefill.s_per_token:
         return None
     exposure = decode.exposure[prefill.host != decode.host]
-    return (cost.queue_s + cost.compute_s) / prefill.delay, cost.move_s / exposure
+    # As if it went before nobody: what some wait less by that, others wait longer, and together they fit.
+    passed_s = prefill.passed_tokens * prefill.s_per_token
+    return (cost.queue_s + cost.compute_s) / prefill.delay + passed_s, cost.move_s / exposure

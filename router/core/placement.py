@@ -13,6 +13,7 @@ from engine.messages import Fault, PeerAddress, ReadTold, WorkerInfo
 from engine.types import RequestRecord
 from router.config import LocalPrefill
 from router.core.call import Call
+from router.core.overtaking import MUCH_SHORTER
 from router.core.policy import (
     ASSUMED_S_PER_TOKEN,
     Choice,
@@ -324,21 +325,33 @@ class Placer:
         if call.left_behind is not None and call.left_behind[0] is worker.load:
             queue_tokens = max(queue_tokens - call.left_behind[1], 0)
         cached_tokens, most = blocks * worker.room[0], wanted.prompt_tokens - 1
+        if cached_tokens > most:
+            cached_tokens = most
+        passed_tokens, uncached_tokens = 0, wanted.prompt_tokens - cached_tokens
+        if queue_tokens >= MUCH_SHORTER * uncached_tokens:  # or it goes before nobody, as most do
+            chain = call.chain(worker.key) if blocks else ()
+            passed_tokens, prompts = worker.reading.overtaken(uncached_tokens, queue_tokens, chain, blocks)
+            delaying += prompts * uncached_tokens
         return PrefillView(
             name,
-            cached_tokens if cached_tokens < most else most,
+            cached_tokens,
             queue_tokens,
             s_per_token,
             len(worker.own),
             delaying,
             delay,
             host,
+            passed_tokens,
         )
 
     def _least_read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
         """The least time after which a worker has read a prompt, by what it has measured itself."""
-        uncached = max(wanted.prompt_tokens - held.blocks(worker) * worker.room[0], 1)
-        return (worker.queue_tokens + uncached) * self._fitted.least_s_per_token(worker.name)
+        blocks, queue_tokens = held.blocks(worker), worker.queue_tokens
+        uncached = max(wanted.prompt_tokens - blocks * worker.room[0], 1)
+        if queue_tokens >= MUCH_SHORTER * uncached:
+            chain = held.call.chain(worker.key)
+            queue_tokens -= worker.reading.overtaken(uncached, queue_tokens, chain, blocks)[0]
+        return (queue_tokens + uncached) * self._fitted.least_s_per_token(worker.name)
 
     def _least_step_s(self, worker: WorkerEntry) -> float:
         """The least time of a decode worker's step with one more request, by what it has measured itself."""
@@ -401,7 +414,7 @@ class _Held:
 
     def __init__(self, index: PrefixIndex, call: Call) -> None:
         self._index = index
-        self._call = call
+        self.call = call
         self._depths: dict[ModelKey, dict[str, int]] = {}
         self.compared: Sequence[PrefillView] = ()
         """Those among which the worker that reads it was chosen."""
@@ -410,7 +423,7 @@ class _Held:
         """Return how many leading blocks the workers of one kind hold; those that hold none are left out."""
         depths = self._depths.get(key)
         if depths is None:
-            depths = self._depths[key] = self._index.depths(self._call.chain(key))
+            depths = self._depths[key] = self._index.depths(self.call.chain(key))
         return depths
 
     def blocks(self, worker: WorkerEntry) -> int:

@@ -3,7 +3,7 @@
 `LeastCost` takes the least predicted cost, a sum of named terms in seconds, whose coefficients are fitted for each
 worker (`router.core.fitting`):
 
-    queue(prefill) + uncached_tokens · s_per_token(prefill)
+    queue before it(prefill) + uncached_tokens · s_per_token(prefill)
     + missing_blocks · s_per_block(prefill → decode)
     + answer_tokens · (alone_s + 2 · rows · s_per_row)(decode), and a step for a pool that is full
 
@@ -58,6 +58,8 @@ class PrefillView(msgspec.Struct, frozen=True):
     """How many times longer prompts have taken here than its own speed says (`router.core.fitting`)."""
     host: int = 0
     """A number for its host."""
+    passed_tokens: int = 0
+    """Those of its queue that this prompt goes before (`router.core.overtaking`)."""
 
 
 class DecodeView(msgspec.Struct, frozen=True):
@@ -171,7 +173,7 @@ def _others_s(demand: Demand, prefill: PrefillView, decode: DecodeView | None = 
 def prefill_terms(demand: Demand, prefill: PrefillView) -> tuple[float, float]:
     each_s = token_s(prefill)
     uncached_tokens = max(demand.prompt_tokens - prefill.cached_tokens, 1)
-    return prefill.queue_tokens * each_s, uncached_tokens * each_s
+    return (prefill.queue_tokens - prefill.passed_tokens) * each_s, uncached_tokens * each_s
 
 
 def pressure_s(demand: Demand, decode: DecodeView) -> float:
@@ -311,7 +313,8 @@ def _reader_s(demand: Demand, prefill: PrefillView) -> float:
     the last bit, at a third of the time."""
     each_s = (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
     uncached_tokens = demand.prompt_tokens - prefill.cached_tokens
-    own_s = prefill.queue_tokens * each_s + (uncached_tokens if uncached_tokens > 1 else 1) * each_s
+    queue_tokens = prefill.queue_tokens - prefill.passed_tokens
+    own_s = queue_tokens * each_s + (uncached_tokens if uncached_tokens > 1 else 1) * each_s
     return own_s + prefill.delaying_tokens * each_s
 
 

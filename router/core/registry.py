@@ -11,6 +11,7 @@ from engine.messages import Load, PeerAddress, WorkerInfo
 from engine.types import Incarnation, RequestId
 from router.core.ejection import Ejections
 from router.core.fitting import Coefficients
+from router.core.overtaking import ReadingLine
 from router.core.policy import DecodeView
 
 Life = tuple[str, Incarnation]
@@ -46,6 +47,7 @@ class WorkerEntry:
     refused: bool = False  # said no since its last report: not asked again before the next one
     leaving: bool = False  # it drains
     own: dict[RequestId, InFlight] = field(default_factory=dict)
+    reading: ReadingLine = field(init=False)
     name: str = field(init=False)
     life: Life = field(init=False)
     key: ModelKey = field(init=False)
@@ -65,6 +67,7 @@ class WorkerEntry:
         self.name, self.life = self.peer.name, (self.peer.name, self.info.incarnation)
         self.key = (self.info.fingerprint, self.info.block_size)
         self.room = (self.info.block_size, self.info.growth_tokens)
+        self.reading = ReadingLine(self.info.chunk_tokens)
 
     def adds(self, tokens: int, blocks: int) -> None:
         """Count so much more, or less, beyond its last report."""
@@ -98,6 +101,7 @@ class WorkerEntry:
         """Raise AssertionError if what is kept ready is not what the report and the dispatches say."""
         assert (self.queue_tokens, self.used_blocks) == self._beyond(self.load), f"{self.name} is miscounted"
         assert self.prefilled_requests == sum(d.is_prefilled for d in self.own.values()), f"{self.name} is miscounted"
+        assert set(self.reading) <= {r for r, d in self.own.items() if not d.is_prefilled}, f"{self.name} is miscounted"
         view = self.decode_view
         if view is not None:
             assert (view.used_blocks, view.outstanding) == (self.used_blocks, len(self.own)), f"{self.name} is stale"
@@ -250,6 +254,11 @@ class Registry:
         worker.own[request] = InFlight(tokens, blocks)
         worker.adds(tokens, blocks)
 
+    def reads(self, name: str, request: RequestId, tokens: int, first: int, block: bytes) -> None:
+        """Note that a request that is sent to a worker has so many tokens to compute there, from the block `first` of
+        its prompt on, of the name `block`."""
+        self._workers[name].reading.enter(request, tokens, first, block)
+
     def told(self, name: str, tokens: int) -> None:
         """Note that another router sends a worker so many uncached tokens: its next report counts them."""
         worker = self._workers.get(name)
@@ -269,6 +278,7 @@ class Registry:
         dispatch = None if worker is None else worker.own.get(request)
         if worker is not None and dispatch is not None and not dispatch.is_prefilled:
             dispatch.is_prefilled = True
+            worker.reading.leave(request)
             worker.prefilled_requests += 1
 
     def released(self, name: str, request: RequestId) -> None:
@@ -276,5 +286,6 @@ class Registry:
         dispatch = None if worker is None else worker.own.pop(request, None)
         if worker is not None and dispatch is not None:
             worker.prefilled_requests -= dispatch.is_prefilled
+            worker.reading.leave(request)
             more = (0, 0) if dispatch.counted else (-dispatch.tokens, -dispatch.blocks)
             worker.adds(*more)

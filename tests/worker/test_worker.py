@@ -43,6 +43,7 @@ from prefill_worker.role import PrefillRole, open_prefill_worker
 from telemetry.audit import AuditError
 from tests.integration.fake_device import fake_device
 from tests.secrets_of_tests import SECRETS
+from tests.telemetry.pages import samples
 from transfer.handoff.commands import Connect, Disconnect
 from transfer.mover import Mover
 from worker.backlog import RECORDS_PER_TURN
@@ -153,6 +154,7 @@ def test_a_router_hears_who_it_is_and_how_it_stands_until_it_has_left(
         until(lambda: len(listener.heard) >= 2)
         assert info.role == role and info.blocks == 8
         assert (info.growth_tokens is not None) == (role == "decode")
+        assert info.chunk_tokens == (128 if role == "prefill" else 64), "a router reckons with it who goes before whom"
         first, *later = listener.heard
         assert first[0] == info and isinstance(first[0], WorkerInfo) and isinstance(first[1], Load)
         assert all(isinstance(record, Load) for frame in later for record in frame)
@@ -409,6 +411,45 @@ def test_the_auditor_looks_between_steps_that_never_pause(monkeypatch: pytest.Mo
         made.parts.kv.pool.allocate(1)
         with pytest.raises(AuditError, match="the kv ledger does not add up: LedgerError: 1 leaked"):
             assert made.step(), "there was nothing to compute"
+    finally:
+        made.stop()
+
+
+@pytest.mark.parametrize(("broken", "off"), [("leaked", -1), ("of two owners", 1)])
+def test_the_metrics_page_tells_blocks_that_do_not_add_up(broken: str, off: int) -> None:
+    """Guards the gauge of blocks, which was made of sums that move in pairs: it added up whatever was wrong."""
+    made = OPEN["decode"]()
+    pool, page = made.parts.kv.pool, made.parts.metrics.render
+
+    def told() -> tuple[float, float]:
+        made._recount_at = 0.0
+        made._load([], time.monotonic())
+        seen = samples(page())
+        by_state = [seen["headrace_kv_blocks", (("state", state),)] for state in pool.counts()]
+        return sum(by_state), seen["headrace_kv_pool_blocks", ()]
+
+    try:
+        assert told() == (pool.total, pool.total)
+        if broken == "leaked":
+            pool._free.pop()
+        else:
+            pool._free.insert(0, pool._free[0])
+        assert sum(pool.counts().values()) == pool.total
+        assert told() == (pool.total + off, pool.total)
+    finally:
+        made.stop()
+
+
+def test_blocks_are_not_counted_more_often_than_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards engines with many blocks, which report twenty times a second."""
+    made, counted = OPEN["decode"](), list[float]()
+    recount, began = made.parts.kv.pool.recount, time.monotonic()
+    monkeypatch.setattr(worker.worker, "RECOUNT_SHARE", 1e-9)
+    monkeypatch.setattr(made.parts.kv.pool, "recount", lambda: counted.append(began) or recount())
+    try:
+        for turn in range(5):
+            made._load([], began + turn)
+        assert len(counted) == 1
     finally:
         made.stop()
 

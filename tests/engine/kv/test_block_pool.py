@@ -98,3 +98,30 @@ def test_blocks_are_counted_by_the_layer_group_that_holds_them() -> None:
     pool._held = [1, 2]
     with pytest.raises(AssertionError):
         pool.check()
+
+
+@pytest.mark.parametrize(("broken", "off"), [("leaked", -1), ("on the list twice", 1), ("free and held", 1)])
+def test_a_recount_is_of_the_blocks_and_not_of_their_counts(broken: str, off: int) -> None:
+    """Guards a figure that adds up whatever happened: the counts move in pairs, and so did the gauge made of them."""
+    pool = BlockPool(6)
+    first, second = pool.allocate(2)
+    pool.release(first, keep=True)
+    assert pool.recount() == pool.counts() == dict(free=4, cached=1, active=1, reserved=0, quarantined=0)
+    if broken == "leaked":
+        pool._free.pop()
+    else:
+        pool._free.append(second if broken == "free and held" else pool._free[0])
+    assert sum(pool.counts().values()) == pool.total
+    assert sum(pool.recount().values()) == pool.total + off
+    with pytest.raises(AssertionError):
+        pool.check()
+
+
+def test_a_recount_sees_a_state_that_nobody_counted() -> None:
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    pool._states[block] = BlockState.QUARANTINED
+    assert pool.counts()["active"] == 1
+    assert (pool.recount()["active"], pool.recount()["quarantined"]) == (0, 1)
+    with pytest.raises(AssertionError):
+        pool.check()

@@ -45,9 +45,18 @@ class Parts:
         self.losses = Losses(settings, self.table, self.queue, self.registry, frozenset({STOP_ID}))
         self.out: list[Command] = []
 
-    def join(self, name: str, life: int = 1, blocks: int = 64, block_size: int = 16, model: str = "f") -> WorkerEntry:
+    def join(
+        self,
+        name: str,
+        life: int = 1,
+        blocks: int = 64,
+        block_size: int = 16,
+        model: str = "f",
+        chunk_tokens: int = 0,
+    ) -> WorkerEntry:
         """Connect a worker; one whose name begins with a p prefills."""
         info = worker_info(name, "prefill" if name[0] == "p" else "decode", life, blocks, block_size, model)
+        info = msgspec.structs.replace(info, chunk_tokens=chunk_tokens)
         self.registry.join(PeerAddress(name, f"{name}:1"), info, 0.0)
         self.index.add(name, blocks)
         worker = self.registry.get(name)

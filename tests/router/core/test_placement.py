@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from engine.messages import ReadTold
+from engine.types import RequestId
 from router.core.call import Call
 from router.core.placement import LOCAL, _fits, demand
 from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, DecodeView, Demand, PrefillView, cost
@@ -607,3 +608,86 @@ def test_a_decode_worker_that_reads_itself_is_compared_with_the_others() -> None
     parts.report("d1", s_per_prompt_token=0.01, s_per_token=0.01, waiting_tokens=100)
     assert pair(parts.placer.choose(waiting(), 0.0)) == (LOCAL.name, "d0")
     assert parts.placer._reuse.arrivals._spare_tokens == pytest.approx(100)
+
+
+def busy_holder(chunk_tokens: int) -> tuple[Parts, Call, list[float]]:
+    """p0 holds the first 304 of the 320 tokens of a prompt and has begun to read 800 others; p1 is idle. And what
+    requests pay for their first token at least."""
+    parts = Parts()
+    parts.join("d0", blocks=1000)
+    reader = parts.join("p0", blocks=1000, chunk_tokens=chunk_tokens)
+    parts.report("p0", s_per_token=0.01)
+    long = parts.run("long", tokens=800)
+    assert long.prefill == "p0"
+    parts.registry.accepted("p0", long.record.request)
+    parts.join("p1", blocks=1000, chunk_tokens=chunk_tokens)
+    for name in ("p0", "p1"):
+        parts.report(name, s_per_token=0.01, waiting_tokens=800 if name == "p0" else 0)
+    record = msgspec.structs.replace(request_record("b", tokens=320), tokens=[1000 + n for n in range(320)])
+    call = Call(record, 1, None)
+    parts.index.insert("p0", call.chain(reader.key)[:19])
+    soonest = parts.placer.soonest(call, 0.0)
+    assert soonest is not None
+    return parts, call, [soonest.first_token_s]
+
+
+def test_a_prompt_goes_to_its_holder_though_that_reads_a_long_one() -> None:
+    """Guards the hits that are lost where load is low: the holder reads something, an idle worker seemed to be sooner,
+    and the prefix was computed once more. Yet the holder takes first who is much shorter."""
+    parts, call, _ = busy_holder(chunk_tokens=64)
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and choice.prefill.name == "p0"
+    # Half a step, and one beside the long prompt, of which its own 16 tokens are the rest.
+    assert choice.prefill.queue_tokens - choice.prefill.passed_tokens == 32 + 48
+    assert choice.cost.queue_s == pytest.approx(0.80)
+    assert choice.prefill.delaying_tokens == pytest.approx(16), "the long one is later by so much"
+    # Who does not say how much a step computes is waited for to the end.
+    parts, call, _ = busy_holder(chunk_tokens=0)
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and choice.prefill.name == "p1"
+
+
+def test_what_is_being_computed_is_waited_for() -> None:
+    """Guards a burst behind a cold prompt: its beginning is not there before the first has been read."""
+    parts, _, _ = busy_holder(chunk_tokens=64)
+    again = waiting(name="c", tokens=810)
+    choice = parts.placer.choose(again, 0.0)
+    assert choice is not None
+    parts.registry.leave("p1")
+    choice = parts.placer.choose(again, 0.0)
+    assert choice is not None and choice.prefill.cached_tokens == 800
+    assert (choice.prefill.queue_tokens, choice.prefill.passed_tokens) == (800, 0)
+
+
+def test_who_goes_before_others_is_not_told_that_it_comes_too_late() -> None:
+    """Guards a deadline that a prompt meets, since it does not wait for all that is queued."""
+    assert busy_holder(chunk_tokens=0)[2] == [pytest.approx(3.2)], "the idle one would be sooner"
+    assert busy_holder(chunk_tokens=64)[2] == [pytest.approx(0.80 + 0.16)]
+
+
+def test_a_prompt_that_has_been_read_is_in_nobodys_way() -> None:
+    """Guards what is believed of a line against requests that have left it: read, or lost."""
+    for has_left in (True, False):
+        parts, call, _ = busy_holder(chunk_tokens=64)
+        long = parts.table.calls[RequestId("long")]
+        if has_left:
+            parts.registry.prefilled("p0", long.record.request)
+        else:
+            parts.view.release(long)
+        for worker in parts.registry:
+            worker.check()
+        parts.report("p0", s_per_token=0.01, waiting_tokens=800)
+        parts.registry.leave("p1")
+        choice = parts.placer.choose(call, 0.0)
+        assert choice is not None and choice.prefill.passed_tokens == 0, "of what is queued there, nothing is known"
+
+
+def test_predictions_are_learnt_from_as_if_nobody_went_before_others() -> None:
+    """Guards a worker's factor: the short ones are as soon as predicted, and the long ones before which they went
+    would make it seem slower, the more so the more is sent to it."""
+    parts, call, _ = busy_holder(chunk_tokens=64)
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None
+    parts.table.calls[call.record.request] = call
+    parts.view.offered(call, choice)
+    assert call.predicted_s is not None and call.predicted_s[0] == pytest.approx((800 + 16) * 0.01)

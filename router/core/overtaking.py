@@ -1,0 +1,82 @@
+"""Which prompts a new one goes before on a prefill worker, and what it waits for instead of its whole queue. Pure.
+
+A prefill worker does not take prompts in the order in which they came (`prefill_worker/scheduler/line.py`): beside the
+first in line one that is much shorter, at most half as long, takes up to half of each step, one at a time. So who finds
+nearly all of its prompt in the cache does not wait for the long one before it, however long, but for
+
+    all that is no longer than twice itself, or of which nothing is known, as it would anyway
+    + for each of those, and for itself, what such a step computes of the long ones beside it
+    + half a step, the one under way on average
+
+and never for more than the queue. While it reads what they compute, who shares a prompt's beginning cannot go before
+that one. What it goes before is delayed by what it computes, each by as much.
+
+The router knows these lengths of the prompts that it has sent itself. What a report counts less than them has been
+computed, of the oldest first; what it counts more are other routers' prompts, before which nobody is taken to go.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from engine.types import RequestId
+
+MUCH_SHORTER = 2
+"""How many times as long a prompt is at least that another one goes before."""
+
+
+NOBODY = 0, 0
+
+
+class ReadingLine:
+    """The prompts that the router has sent to one worker and that it has not read yet, the oldest first. The worker
+    computes at most `chunk_tokens` in a step; 0: it does not say, and nobody is taken to go before others."""
+
+    # Mutable state: for each of them its uncached tokens, which block of its prompt is the first of those and the
+    # name of that block; and the sum of the tokens, and the most of them.
+
+    __slots__ = ("_chunk_tokens", "_longest", "_prompts", "_tokens")
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._prompts: dict[RequestId, tuple[int, int, bytes]] = {}
+        self._tokens = self._longest = 0
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._prompts)
+
+    def enter(self, request: RequestId, tokens: int, first: int, block: bytes) -> None:
+        """Note a prompt with so many tokens to compute, from the block `first` on, of that name; b"": it has no whole
+        one."""
+        self.leave(request)
+        self._prompts[request] = tokens, first, block
+        self._tokens += tokens
+        self._longest = max(self._longest, tokens)
+
+    def leave(self, request: RequestId) -> None:
+        """Note that a prompt has been read, or never will be here."""
+        known = self._prompts.pop(request, None)
+        if known is not None:
+            self._tokens -= known[0]
+            if known[0] == self._longest:
+                self._longest = max((tokens for tokens, _, _ in self._prompts.values()), default=0)
+
+    def overtaken(self, tokens: int, queue_tokens: int, chain: Sequence[bytes], held: int) -> tuple[int, int]:
+        """Return of how many queued tokens a prompt with so many uncached `tokens` is not behind, and how many prompts
+        those are, which it delays: where the worker has `queue_tokens` to compute, and holds, or is about to, the first
+        `held` blocks of its `chain`."""
+        # Every decision asks every worker that has much to do.
+        chunk_tokens = self._chunk_tokens
+        longer, beside = MUCH_SHORTER * tokens, chunk_tokens // 2 + max(chunk_tokens - tokens, tokens)
+        if not chunk_tokens or self._longest < longer or queue_tokens <= beside:
+            return NOBODY  # as where there is little to do, and for whoever is no shorter than others
+        computed = self._tokens - queue_tokens
+        passed = prompts = 0
+        for left, first, block in self._prompts.values():
+            if computed > 0:
+                left, computed = left - computed, computed - left
+            if left >= longer and not (first < held and block == chain[first]):
+                passed += left
+                prompts += 1
+            elif left > 0:
+                beside += max(chunk_tokens - left, left)
+        passed = min(passed, queue_tokens) - beside
+        return (passed, prompts) if passed > 0 else NOBODY
