@@ -27,6 +27,7 @@ import msgspec
 from cluster.config import ClusterConfig, ConfigError
 from cluster.processes.spec import LaunchError
 from cluster.secret import write
+from engine.messages import guarded
 
 MARK = "_HEADRACE_CLUSTER"
 """The variable that tells a cluster's processes on its host: the path of the cluster's socket."""
@@ -55,6 +56,9 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def runs(self) -> bool:
         return start_of(self.pid) == self.started
+
+
+_read_processes = guarded(msgspec.json.Decoder(list[ProcessIdentity]).decode)
 
 
 def start_of(pid: int) -> int | None:
@@ -132,7 +136,7 @@ class RunDir:
         path = self.folder / f"{self.name}.key"
         try:
             found = path.lstat()
-            kept = path.read_text()
+            kept = path.read_text(errors="replace")
         except FileNotFoundError:
             kept = ""
         else:
@@ -162,7 +166,7 @@ class RunDir:
         """Return the processes that were written down last and still run, those that bear the mark, and the supervisor.
         """
         try:
-            known = msgspec.json.decode(self._left.read_bytes(), type=list[ProcessIdentity])
+            known = _read_processes(self._left.read_bytes())
         except (OSError, msgspec.DecodeError):
             known = []
         listed = {process.pid: process for process in known if process.runs}
@@ -205,7 +209,7 @@ class RunDir:
     def take_fault(self) -> str:
         """Return the word that was left, once; empty where all is well."""
         try:
-            fault = self._fault.read_text()
+            fault = self._fault.read_text(errors="replace")
         except FileNotFoundError:
             return ""
         self._fault.unlink()

@@ -26,7 +26,7 @@ fi
 """
 NOTHING = "#!/bin/bash\nexit 0\n"
 STEPS = {"check", "contract", "extras", "bundle", "test", "slow", "parity", "observe", "chaos", "clients", "sim"}
-STEPS |= {"models", "rayup", "demo"}
+STEPS |= {"models", "rayup", "fuzz", "demo"}
 
 
 class Steps:
@@ -77,6 +77,15 @@ def test_every_step_is_run_and_counted(steps: Steps) -> None:
     assert status == 0, lines
     assert lines[-2:] == ["== all passed", "70 passed, 0 failed"]
     assert "== skipped" not in lines
+    at = lines.index("== left to make slow and make chaos")
+    told = lines[at + 1 : lines.index("", at)]
+    asked = {
+        word.partition("=")[2]
+        for step in ("slow", "chaos")
+        for word in steps.called(step)[0].split()
+        if "deselect" in word
+    }
+    assert set(told) == asked and len(told) > 5
     for step in STEPS - {"contract"}:
         assert len(steps.called(step)) == 1, step
     assert steps.called("contract") == ["", "TRITON=3.6.0 ARGS=--arch 90"]
@@ -96,10 +105,12 @@ def test_what_was_skipped_is_said_last(steps: Steps) -> None:
         "SKIPPED [2] tests/transfer/nccl/test_library.py:33: no libnccl is installed",
         "=== 2890 passed, 33 skipped, 9 deselected in 600.00s (0:10:00) ===",
     )
+    steps.says("fuzz", "52 decoders, inputs changed at random: no atheris here", "52 held, 0 broken ")
     status, lines = steps.run()
     assert status == 0, lines
     assert lines[lines.index("== skipped") :] == [
         "== skipped",
+        "inputs of make fuzz guided by atheris: it is not installed",
         "the whole of make rayup: no hosts to try it on: needs root",
         "31 of make test: needs a CUDA device",
         "2 of make test: no libnccl is installed",

@@ -3,8 +3,9 @@
 Clients ask without pause, greedy, seeded and by beam search, short and long, some leave early, half of them come back
 after a broken connection; meanwhile a fault strikes every few seconds, workers mostly, and now and then the router is
 killed. The report counts requests by their end and faults by their kind, each shown to have taken effect. A router then
-serves 10,000 requests of stand-ins for workers. Status 1 if a token was wrong, a request ended in silence or with an
-unexpected error, blocks did not come back, or the router's memory grew by more than `tests.router.growth` allows.
+serves 10,000 requests of stand-ins for workers. Status 1 if a token was wrong, a request ended in silence, with an
+unexpected error or refused as poisonous (none of these kills), blocks did not come back, or the router's memory grew by
+more than `tests.router.growth` allows.
 """
 
 import argparse
@@ -39,6 +40,8 @@ BEAM_WIDTH = 3
 SILENCE_S = 120.0
 PAUSE_S = (2.0, 6.0)
 ALLOWED_ERRORS = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+POISONOUS = "refused as poisonous"
+"""What a router says of a request that seems to kill its workers. None of these does: each of these is a problem."""
 
 
 @dataclass(slots=True)
@@ -166,8 +169,9 @@ class Soak:
         if ask.tokens != whole[: len(ask.tokens)]:
             self._note("wrong", ask, f"{question}: wrong tokens {ask.tokens}, not {whole}")
         elif ask.error is not None:
-            known = ask.error.code in ALLOWED_ERRORS
-            self._note(ask.error.code, ask, "" if known else f"{question}: {ask.error!r}")
+            is_accused = POISONOUS in ask.error.message
+            known = ask.error.code in ALLOWED_ERRORS and not is_accused
+            self._note(POISONOUS if is_accused else ask.error.code, ask, "" if known else f"{question}: {ask.error!r}")
         elif ask.finished is not None:
             short = ask.tokens != whole
             self._note(f"exact ({question.mode})", ask, f"{question}: {len(ask.tokens)} tokens" if short else "")

@@ -22,7 +22,7 @@ from tests.fuzz.mutation import mutated
 
 ROOM_BYTES = 2 << 30
 """Address space that a decoder's process may have beyond what it has when it begins."""
-OURS = ["cluster", "engine", "router", "telemetry", "transfer", "gguf"]
+OURS = ["access", "cluster", "engine", "router", "telemetry", "transfer", "gguf"]
 """The packages whose lines guide atheris."""
 LATE_S = 60
 """An input that does not come back ends its process so long after the process's time."""

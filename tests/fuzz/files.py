@@ -1,4 +1,5 @@
-"""What lies on disk: models that somebody else made, prepared models, segments of the disk tier, a log of decisions."""
+"""What lies on disk: models and adapters that somebody else made, prepared models and what is noted of them, segments
+of the disk tier, a log of decisions."""
 
 import json
 import struct
@@ -10,16 +11,22 @@ from functools import cache, partial
 from pathlib import Path
 
 import gguf
+import msgspec
 import numpy as np
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from engine.kv.tiers.tiers import Tiers
-from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
+from engine.model.config import CONFIG_FILE, ModelConfig, ModelError, read_prepared
+from engine.model.files import adapter
 from engine.model.files.gguf_model import GGUFModel
 from engine.model.files.hf_model import HFModel
 from engine.model.files.safetensors_reader import SafetensorsFile
+from engine.model.prepared.cache import _digest, _hash
+from engine.model.prepared.checked import DIGESTS_FILE, CheckRecord, check_folder, check_pieces, seal
+from engine.model.prepared.codes_file import coded_forms
+from engine.model.prepared.pieces import Made, PieceIndex, load_index, map_pieces, write_pieces
 from engine.storage.tiers.segments import SegmentFolder
 from engine.text.bundle import TextModel
 from engine.text.files import TextFiles, TextSettings
@@ -35,7 +42,7 @@ IDENTITY = b"i" * 16
 
 
 @cache
-def _scratch() -> Path:
+def scratch() -> Path:
     """A folder in memory, where there is such a thing: a disk would be what takes the time."""
     return Path(_keeper().name)
 
@@ -50,7 +57,7 @@ def _in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], obj
     """Return what writes its input to a file of a folder of its own and has the file read."""
 
     def feed(data: bytes) -> object:
-        path = _scratch() / name
+        path = scratch() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         return read(path)
@@ -59,7 +66,7 @@ def _in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], obj
 
 
 def _written(name: str, write: Callable[[Path], object]) -> bytes:
-    path = _scratch() / "seeds" / name
+    path = scratch() / "seeds" / name
     path.parent.mkdir(exist_ok=True)
     write(path)
     return path.read_bytes()
@@ -135,7 +142,7 @@ def _directory(name: str) -> Callable[[bytes], object]:
     """Return what reads a Hugging Face directory whose file `name` holds its input."""
 
     def feed(data: bytes) -> None:
-        folder = _scratch() / "hf" / name
+        folder = scratch() / "hf" / name
         folder.mkdir(parents=True, exist_ok=True)
         config = json.dumps(_CONFIG).encode()
         sound = {"config.json": config, "tokenizer.json": _TOKENIZER, "model.safetensors": _TENSORS}
@@ -150,7 +157,7 @@ def _prepared(name: str) -> Callable[[bytes], object]:
     """Return what reads the text side of a prepared model whose file `name` holds its input."""
 
     def feed(data: bytes) -> None:
-        folder = _scratch() / "prepared" / name
+        folder = scratch() / "prepared" / name
         folder.mkdir(parents=True, exist_ok=True)
         settings = TextSettings(name="tiny", vocab_size=3, context_tokens=64)
         TextFiles(_TOKENIZER.decode(), "{{ messages[0].content }}", settings).save(folder)
@@ -163,9 +170,73 @@ def _prepared(name: str) -> Callable[[bytes], object]:
     return feed
 
 
+_ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"], "rank_pattern": {}}
+_FACTORS = save({f"q.lora_{at}.weight": np.ones(shape, np.float32) for at, shape in (("A", (2, 4)), ("B", (4, 2)))})
+
+
+def _adapter(name: str) -> Callable[[bytes], object]:
+    """Return what names an adapter whose file `name` holds its input."""
+
+    def feed(data: bytes) -> str:
+        folder = scratch() / "adapter" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        sound = {adapter.CONFIG: json.dumps(_ADAPTER).encode(), adapter.WEIGHTS: _FACTORS}
+        for file, content in {**sound, name: data}.items():
+            (folder / file).write_bytes(content)
+        return adapter.digest(folder)
+
+    return feed
+
+
+@cache
+def _sealed() -> Path:
+    """A folder as one that was prepared: one file, and one of two pieces."""
+    folder = scratch() / "sealed"
+    folder.mkdir()
+    (folder / "text.json").write_bytes(_TEXT)
+    codes = Made("w.codes", (2, 16), b"q4", [memoryview(bytes(32))])
+    write_pieces(folder / "codes.bin", [codes, Made("w.scales", (2, 1), b"float32", [memoryview(bytes(8))])])
+    seal(folder)
+    return folder
+
+
+def _digests(data: bytes) -> None:
+    (_sealed() / DIGESTS_FILE).write_bytes(data)
+    check_folder(_sealed())
+
+
+def _index(data: bytes) -> None:
+    """An index of pieces, as it is; and, if it can be read, with the digest that it would have."""
+    path = _sealed() / "codes.bin"
+    path.with_suffix(".json").write_bytes(data)
+    try:
+        load_index(path)
+    except ModelError:
+        index = read_prepared(path.with_suffix(".json"), PieceIndex).sealed()
+        path.with_suffix(".json").write_bytes(msgspec.json.encode(index))
+    coded_forms(load_index(path), path)
+    check_pieces(path)
+    map_pieces(path)
+
+
+def _noted(data: bytes) -> None:
+    """What was found sound, and what a source's digest was: whatever is noted, no more than time is lost."""
+    folder, cache_dir = _sealed(), scratch() / "cache"
+    record = CheckRecord(folder, "boot")
+    record._path.write_bytes(data)
+    record.knows([folder / "text.json"])
+    record.note([folder / "text.json"])
+    assert record.knows([folder / "text.json"])
+    source = folder / "text.json"
+    seen = cache_dir / "seen" / f"{_hash(str(source.resolve()))}.json"
+    seen.parent.mkdir(parents=True, exist_ok=True)
+    seen.write_bytes(data)
+    _digest(source, [source], cache_dir)
+
+
 def _segment(data: bytes) -> None:
     """A worker that starts finds `data` in its folder as a segment."""
-    folder = _scratch() / "segments"
+    folder = scratch() / "segments"
     folder.mkdir(exist_ok=True)
     path = folder / "000000000007.segment"
     path.write_bytes(data)
@@ -180,6 +251,16 @@ def _segment(data: bytes) -> None:
         tiers.check()
     finally:
         segments.close()
+
+
+def _seed_of(name: str) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes((_sealed() / name).read_bytes())
+
+
+_STAMP = {"path": "text.json", "size_bytes": 1, "mtime_ns": 1, "ctime_ns": 1, "inode": 1}
+_NOTED = json.dumps({"boot": {"text.json": _STAMP}, "before": {}}).encode()
+_NAMES = (b'{"files":{"a\\u0000":"x"},"pieces":[]}', b'{"files":{},"pieces":["/"]}', b'{"files":{"":"x"},"pieces":[]}')
+_SEEN = json.dumps({"stamp": [_STAMP], "digest": "d"}).encode()
 
 
 def _segment_seed(path: Path) -> None:
@@ -219,6 +300,13 @@ def files() -> tuple[Decoder, ...]:
         Decoder("prepared-config", _prepared(CONFIG_FILE), (ModelError, FieldError), (_some_config(),)),
         Decoder("prepared-text", _prepared("text.json"), (ModelError, FieldError), (_TEXT,)),
         Decoder("prepared-tokenizer", _prepared("tokenizer.json"), (ModelError, FieldError), (_TOKENIZER,)),
+        Decoder(
+            "prepared-digests", _digests, (ModelError, OSError), (_written("digests", _seed_of(DIGESTS_FILE)),), _NAMES
+        ),
+        Decoder("prepared-index", _index, (ModelError, OSError), (_written("index", _seed_of("codes.json")),)),
+        Decoder("prepared-noted", _noted, (), (_NOTED, _SEEN), (b'{"\xff":{}}', b"[" * 100_000, b'{"boot":' * 50_000)),
+        Decoder("adapter-config", _adapter(adapter.CONFIG), (ModelError,), (json.dumps(_ADAPTER).encode(),)),
+        Decoder("adapter-weights", _adapter(adapter.WEIGHTS), (ModelError,), (_FACTORS,)),
         Decoder("decision", _decision, (BrokenLineError,), tuple(map(line_of, made(times=2)))),
         Decoder("segment", _segment, (), (_written("segment", _segment_seed),)),
     )

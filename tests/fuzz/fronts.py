@@ -1,6 +1,7 @@
 """What clients and operators say: HTTP bodies and headers, gRPC messages, chats, orders to the supervisor, settings."""
 
 import asyncio
+import importlib.util
 import json
 from typing import Any
 
@@ -20,9 +21,12 @@ from router.front.api import ApiError, GenerateCall
 from router.front.intake import to_record
 from router.front.namespaces import CacheNamespaces
 from router.front.validate import check_call
-from router.grpc.convert import call_from_proto, positions_from_proto
+from router.grpc.convert import call_from_proto, positions_from_proto, tokenize_call
+from router.http.adapters.messages_request import parse_count, parse_messages
+from router.http.adapters.responses_request import parse_response
 from router.http.openai import parse_chat, parse_completion, timeout_from
 from router.http.openai_stream import positions
+from router.http.tokens import IDS, parse_tokenize
 from tests.fuzz.judge import Decoder
 from tests.secrets_of_tests import SECRETS
 
@@ -84,8 +88,37 @@ def _generate(data: bytes) -> None:
     _taken(call_from_proto(pb.GenerateRequest.FromString(data)))
 
 
+def _tokenize(data: bytes) -> None:
+    _taken(parse_tokenize(data)[0].call)
+
+
+def _grpc_tokenize(data: bytes) -> None:
+    _taken(tokenize_call(pb.TokenizeRequest.FromString(data)))
+
+
 def _resume(data: bytes) -> None:
     positions_from_proto(pb.ResumeRequest.FromString(data))
+
+
+def _vllm() -> tuple[Decoder, ...]:
+    """The engine protocol of vLLM, whose messages are a package that need not be there."""
+    if importlib.util.find_spec("smg_grpc_proto") is None:
+        return ()
+    from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+    from router.grpc.vllm.messages import call_from_vllm
+
+    asked: Any = vllm.GenerateRequest(request_id="r", text="hi")
+    asked.sampling_params.temperature, asked.sampling_params.seed, asked.sampling_params.regex = 0.5, -1, "a+"
+    ids: Any = vllm.GenerateRequest(request_id="r", stream=True)
+    ids.tokenized.input_ids.extend((1, 2, 3))
+    ids.sampling_params.logit_bias[3] = 1.0
+    seeds = tuple(one.SerializeToString() for one in (asked, ids))
+
+    def feed(data: bytes) -> None:
+        _taken(call_from_vllm(vllm.GenerateRequest.FromString(data)))
+
+    return (Decoder("grpc-vllm", feed, (*_REFUSED, DecodeError), seeds),)
 
 
 class _NoSlots:
@@ -131,6 +164,19 @@ _PROTO = pb.GenerateRequest(
 _REFUSED = (ApiError, FieldError, TooLongError)
 
 _RESUME = pb.ResumeRequest(resume_token="t", next_index=3).SerializeToString()
+_BLOCKS = [{"type": "text", "text": "h\u00e9"}]
+_RESULT = b'{"messages":[{"role":"user","content":[{"type":"tool_result","content":"x"}]}],"max_tokens":4}'
+_MESSAGES = {"system": "s", "messages": [{"role": "user", "content": _BLOCKS}], "tool_choice": {"type": "auto"}}
+_MESSAGES["tools"] = [{"name": "f", "input_schema": {"type": "object"}}]
+_COUNT = json.dumps(_MESSAGES | {"thinking": {"type": "disabled"}}).encode()
+_ASKED = json.dumps({**_MESSAGES, "max_tokens": 4, "stop_sequences": ["x"], "temperature": 0.5, "top_k": 3}).encode()
+_INPUT = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
+_FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+_RESPONSE = json.dumps({"input": _INPUT, "instructions": "i", "text": _FORMAT, "max_output_tokens": 4}).encode()
+_NO_TEXT = _RESPONSE.replace(b'"object"', b'"obj\xffect"')
+"""A schema is not looked into while the body is read, and then repeated."""
+_TOKENIZE = json.dumps({"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}).encode()
+_PROTO_TOKENIZE = pb.TokenizeRequest(prompt="hi", add_special_tokens=True).SerializeToString()
 _DEEP = b'{"messages":' + b"[" * 100_000
 _DRAIN, _SCALE = b'{"worker":"decode-0","replace":true,"timeout_s":1}', b'{"prefill":2,"decode":1}'
 _NO_ORDERS = (b'{"worker":"\xff"}', b"[" * 100_000, b'{"prefill":' + b"9" * 5000 + b"}")
@@ -138,10 +184,17 @@ _NO_ORDERS = (b'{"worker":"\xff"}', b"[" * 100_000, b'{"prefill":' + b"9" * 5000
 FRONTS = (
     Decoder("http-chat", lambda data: _taken(parse_chat(data).call), _REFUSED, (_CHAT,), (_DEEP,)),
     Decoder("http-completion", lambda data: _taken(parse_completion(data).call), _REFUSED, (_TEXT, b'{"prompt":"hi"}')),
+    Decoder("http-messages", lambda data: _taken(parse_messages(data).call), _REFUSED, (_ASKED,), (_DEEP, _RESULT)),
+    Decoder("http-count", lambda data: _taken(parse_count(data)), _REFUSED, (_COUNT,), (_DEEP,)),
+    Decoder("http-responses", lambda data: _taken(parse_response(data).call), _REFUSED, (_RESPONSE,), (_NO_TEXT,)),
+    Decoder("http-tokenize", _tokenize, _REFUSED, (_TOKENIZE, b'{"prompt":"hi"}'), (_DEEP, b'{"prompt":[1]}')),
+    Decoder("http-detokenize", IDS.read, _REFUSED, (b'{"tokens":[1,2],"model":"tiny"}',), (b'{"tokens":[-1e9]}',)),
     Decoder("http-timeout", _header, _REFUSED, (b"1.5",), (b"nan", b"1e400")),
     Decoder("http-event-id", _event_id, _REFUSED, (b"t.1.2.3", b"t.1.2.3.4.5.6"), (b"t." + b"1" * 5000 + b".2.3",)),
     Decoder("grpc-generate", _generate, (*_REFUSED, DecodeError), (_PROTO,)),
     Decoder("grpc-resume", _resume, (DecodeError,), (_RESUME,)),
+    Decoder("grpc-tokenize", _grpc_tokenize, (*_REFUSED, DecodeError), (_PROTO_TOKENIZE,)),
+    *_vllm(),
     Decoder("chat-input", _chat_input, (FieldError,), (b"user\0hi\0assistant\0yes",), (b"tool\0x", b"user\0\xff")),
     Decoder("admin-order", _order, (), (_DRAIN, _SCALE), _NO_ORDERS),
 )

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import xxhash
 
+from engine.messages import guarded
 from engine.types import Incarnation
 from transfer.config import TransferConfig
 from transfer.handoff.commands import MoverCommand, MoverEvent
@@ -76,7 +77,8 @@ class MoveLink(Generic[T]):
 
     def __init__(self, sock: socket.socket, kind: Any) -> None:
         self._socket = sock
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._decode = guarded(decoder.decode)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
         self._said = self._heard = 0
@@ -107,7 +109,10 @@ class MoveLink(Generic[T]):
         self._heard += 1
         if (number, digest) != (self._heard, _digest(raw, self._heard)):
             raise TransferError(f"frame {self._heard} is not frame {number} as it was said")
-        return self._decoder.decode(raw)
+        try:
+            return self._decode(raw)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"frame {number} says nothing that is known here: {error}") from error
 
     def __iter__(self) -> Iterator[T]:
         while (record := self.hear()) is not None:

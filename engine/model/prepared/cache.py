@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
+from engine.messages import guarded
 from engine.model.config import CONFIG_FILE, PICKLES, ModelError, Progress
 from engine.model.files.checkpoint import check_is_file
 from engine.model.prepared.checked import CheckRecord, check_locked, check_once, seal, sealed_files
@@ -54,6 +55,9 @@ BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 class _Seen(msgspec.Struct, frozen=True):
     stamp: list[Stamp]
     digest: str
+
+
+_read_seen = guarded(msgspec.json.Decoder(_Seen).decode)
 
 
 def default_cache_dir(home: Path, xdg_cache_home: str = "") -> Path:
@@ -240,7 +244,7 @@ def _digest(path: Path, parts: list[Path], cache: Path) -> str:
         raise ModelError(path, str(error)) from error
     memory = cache / "seen" / f"{_hash(str(path.resolve()))}.json"
     try:
-        seen = msgspec.json.decode(memory.read_bytes(), type=_Seen)
+        seen = _read_seen(memory.read_bytes())
         if seen.stamp == stamp:
             return seen.digest
     except (FileNotFoundError, msgspec.DecodeError):

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from engine.messages import guarded
 from engine.model.config import ModelError, Progress, read_prepared
 from engine.model.prepared.pieces import Made, load_index, locked, write_pieces
 from engine.model.prepared.shards import Stamp
@@ -28,6 +29,9 @@ BOOTS = 8
 """The boots that a record tells of: a cache on a network's disk is used by several hosts."""
 
 log = logging.getLogger(__name__)
+
+
+_read_record = guarded(msgspec.json.Decoder(dict[str, dict[str, Stamp]]).decode)
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -45,16 +49,25 @@ def seal(folder: Path) -> None:
     (folder / DIGESTS_FILE).write_bytes(msgspec.json.encode(Seal(files, pieces)))
 
 
+def _sealed(folder: Path) -> Seal:
+    """Raises ModelError where it cannot be told what `folder` was written with, or that lies elsewhere."""
+    told = read_prepared(folder / DIGESTS_FILE, Seal)
+    for name in (*told.files, *told.pieces):
+        if name in ("", "..") or "\0" in name or Path(name).name != name:
+            raise ModelError(folder / DIGESTS_FILE, f"{name!r} is no file of its folder")
+    return told
+
+
 def sealed_files(folder: Path) -> list[Path]:
     """List what `folder` was written with. Raises ModelError where that cannot be told."""
-    told = read_prepared(folder / DIGESTS_FILE, Seal)
+    told = _sealed(folder)
     return [folder / name for name in (DIGESTS_FILE, *told.files, *told.pieces)]
 
 
 def check_folder(folder: Path, progress: Progress | None = None) -> int:
     """Read all that `folder` was written with; return its bytes. Raises ModelError naming a file that is missing or
     holds other bytes, and OSError. `progress` hears of bytes read."""
-    told = read_prepared(folder / DIGESTS_FILE, Seal)
+    told = _sealed(folder)
     total, done = sum(_size(path) for path in sealed_files(folder)), 0
     for name, digest in told.files.items():
         if (found := file_digest(folder / name)) != digest:
@@ -158,7 +171,7 @@ class CheckRecord:
 
     def _read(self) -> dict[str, dict[str, Stamp]]:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, dict[str, Stamp]])
+            return _read_record(self._path.read_bytes())
         except (OSError, msgspec.DecodeError):
             return {}
 

@@ -85,7 +85,7 @@ def coded_weights(pieces: Mapping[str, Tensor], forms: Mapping[str, str]) -> dic
 def coded_forms(index: PieceIndex, path: Path) -> dict[str, str]:
     """Return the form of each matrix of a file. Raises ModelError."""
     found = {
-        name.removesuffix(".codes"): piece.form.decode()
+        name.removesuffix(".codes"): piece.form.decode(errors="replace")
         for name, piece in index.pieces.items()
         if name.endswith(".codes")
     }

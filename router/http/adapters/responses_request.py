@@ -135,7 +135,7 @@ def parse_response(body: bytes, *, label: str = "", timeout_s: float | None = No
         created=created,
         label=label,
         api="responses",
-        repeated=msgspec.json.encode(_echo(request)).decode(),
+        repeated=_repeated(request),
     )
     sampling = {name: value for name in ("temperature", "top_p") if (value := getattr(request, name)) is not None}
     names = ("seed", "priority", "tenant", "model", "parallel_tool_calls")
@@ -156,6 +156,14 @@ def parse_response(body: bytes, *, label: str = "", timeout_s: float | None = No
         **_constrained(request.text),
     )
     return Parsed(call, form, bool(request.stream))
+
+
+def _repeated(request: ResponsesRequest) -> str:
+    """Return what every answer repeats of its request, as JSON, in which a schema stands as it came."""
+    try:
+        return msgspec.json.encode(_echo(request)).decode()
+    except UnicodeDecodeError as error:
+        raise invalid("", f"the body is not valid UTF-8: {error.reason}") from error
 
 
 def _constrained(text: TextOptions | None) -> dict[str, Any]:
