@@ -59,6 +59,11 @@ class ReadingLine:
             if known[0] == self._longest:
                 self._longest = max((tokens for tokens, _, _ in self._prompts.values()), default=0)
 
+    def check(self) -> None:
+        """Raise AssertionError if what is kept ready is not what the prompts say."""
+        lengths = [tokens for tokens, _, _ in self._prompts.values()]
+        assert (self._tokens, self._longest) == (sum(lengths), max(lengths, default=0)), "the line is miscounted"
+
     def overtaken(self, tokens: int, queue_tokens: int, chain: Sequence[bytes], held: int) -> tuple[int, int]:
         """Return of how many queued tokens a prompt with so many uncached `tokens` is not behind, and how many prompts
         those are, which it delays: where the worker has `queue_tokens` to compute, and holds, or is about to, the first
@@ -78,5 +83,5 @@ class ReadingLine:
                 prompts += 1
             elif left > 0:
                 beside += max(chunk_tokens - left, left)
-        passed = min(passed, queue_tokens) - beside
+        passed -= beside
         return (passed, prompts) if passed > 0 else NOBODY

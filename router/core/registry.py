@@ -102,6 +102,7 @@ class WorkerEntry:
         assert (self.queue_tokens, self.used_blocks) == self._beyond(self.load), f"{self.name} is miscounted"
         assert self.prefilled_requests == sum(d.is_prefilled for d in self.own.values()), f"{self.name} is miscounted"
         assert set(self.reading) <= {r for r, d in self.own.items() if not d.is_prefilled}, f"{self.name} is miscounted"
+        self.reading.check()
         view = self.decode_view
         if view is not None:
             assert (view.used_blocks, view.outstanding) == (self.used_blocks, len(self.own)), f"{self.name} is stale"

@@ -47,8 +47,9 @@ from tests.fuzz.judge import Decoder
 from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.host.peer_file import PoolFileDetails, peer_pool_file
 from transfer.host.shm import _Mapping
-from transfer.host.tcp.door import MAGIC, Door, DoorAddress, greeting, listen, peer_door
+from transfer.host.tcp.door import Door, DoorAddress, Knock, listen, peer_door
 from transfer.host.tcp.link import InLink, header
+from transfer.host.tcp.proof import ANSWER_BYTES, CODE_BYTES, ProofError, greeting
 from transfer.nccl.wire import BuildCommunicator, Go, Ready, Welcome, Wire
 from transfer.reactor import Reactor
 from transfer.transport import BlockSlice, Move, Ticket, TransferError
@@ -115,7 +116,9 @@ def _hello_with(**details: object) -> bytes:
 
 
 def _tcp_endpoint(data: bytes) -> None:
-    greeting(peer_door(_endpoint(data), DoorAddress, SLICE), Incarnation(1), Incarnation(2))
+    ours, theirs = socket.socketpair()
+    with closing(ours), closing(theirs):
+        Knock(ours, peer_door(_endpoint(data), DoorAddress, SLICE).key, Incarnation(1), Incarnation(2))
 
 
 def _shm_endpoint(data: bytes) -> None:
@@ -148,7 +151,23 @@ def _door(data: bytes) -> None:
             for _ in range(4):
                 reactor.wait(0.01)
         door.close()
-    assert not let_in, "a stranger without the token was let in"
+    assert not let_in, "a stranger without the key was let in"
+
+
+def _knock(data: bytes) -> None:
+    """Whoever listens where a peer is meant to be says `data` and hangs up."""
+    ours, theirs = socket.socketpair()
+    with closing(ours), closing(theirs):
+        ours.setblocking(False)
+        knock = Knock(ours, "07" * 32, Incarnation(1), Incarnation(2))
+        theirs.sendall(data[:4096])
+        theirs.shutdown(socket.SHUT_WR)
+        try:
+            while not knock.step():
+                assert len(data) < ANSWER_BYTES, "it waits for more than an answer"
+        except ProofError:
+            return  # as it must
+        raise AssertionError("one without the key was believed")
 
 
 class _Scrap:
@@ -205,6 +224,7 @@ _LOAD = Load(step=1, free_blocks=1, cached_blocks=1, active_blocks=1, reserved_b
 _OFFER = Offer(H, 0, [BlockOffer(BlockId(1), 2, 0, 16, 7)])
 _FIRST = FirstToken(H, token=1, chunks=1, queue_s=0.1, run_s=0.2, cached_tokens=3)
 _START = StartPrefill(H, record=RECORD, have_tokens=0)
+_GREETING = greeting(Incarnation(1), Incarnation(2), bytes(32))
 _LINK_FRAME = header(MOVE, 2, BLOCK_BYTES) + bytes(2 * BLOCK_BYTES) + b"\x01"
 
 WIRE = (
@@ -217,8 +237,8 @@ WIRE = (
         "endpoint-tcp",
         _tcp_endpoint,
         (msgspec.MsgspecError, TransferError),
-        (_hello_with(host="127.0.0.1", port=1, token="00" * 32, block_bytes=BLOCK_BYTES),),
-        (_hello_with(host="127.0.0.1", port=2**64 - 1, token="00" * 32, block_bytes=BLOCK_BYTES),),
+        (_hello_with(host="127.0.0.1", port=1, key="00" * 32, block_bytes=BLOCK_BYTES),),
+        (_hello_with(host="127.0.0.1", port=2**64 - 1, key="00" * 32, block_bytes=BLOCK_BYTES),),
     ),
     Decoder(
         "endpoint-shm",
@@ -227,7 +247,8 @@ WIRE = (
         (_hello_with(**_pool()),),
         (_hello_with(**_pool() | {"blocks": 2**63 - 1}), _hello_with(**_pool() | {"pid": -1})),
     ),
-    Decoder("tcp-door", _door, (), (MAGIC + bytes(48), b"")),
+    Decoder("tcp-door", _door, (), (_GREETING, _GREETING + bytes(CODE_BYTES), b"")),
+    Decoder("tcp-knock", _knock, (OSError,), (bytes(ANSWER_BYTES), _GREETING + bytes(CODE_BYTES))),
     Decoder("tcp-link", _tcp_link, (OSError, TransferError), (_LINK_FRAME, _LINK_FRAME[:-1] + b"\0")),
     Decoder(
         "nccl-wire",

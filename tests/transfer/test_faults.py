@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine.messages import Endpoint
+from engine.messages import Endpoint, Handoff
+from engine.types import BlockId, Incarnation, RequestId
+from tests.transfer.wire import whole
 from transfer.host.shm import ShmTransport
 from transfer.host.tcp.door import MAX_STRANGERS
 from transfer.host.tcp.transport import TcpTransport
@@ -228,7 +230,7 @@ def test_a_stranger_gets_nothing(make_rig: Any) -> None:
     """Guards against anybody who finds the port and reads other people's prompts out of the KV blocks."""
     rig = make_rig("tcp")
     peer = rig.peer()
-    details = {**peer.details, "token": "00" * 32}
+    details = {**peer.details, "key": "00" * 32}
     rig.connect(peer.me, Endpoint(transport="tcp", details=details))
     peer.send(ME, "r", 0, [0])
     rig.poison()
@@ -291,6 +293,19 @@ def test_a_port_that_cannot_be_is_refused(make_rig: Any, port: int) -> None:
     peer = rig.peer()
     with pytest.raises(TransferError, match="no port"):
         rig.connect(peer.me, Endpoint(transport="tcp", details={**peer.details, "port": port}))
+
+
+def test_a_life_that_cannot_be_is_lost(make_rig: Any) -> None:
+    """Guards against a peer whose incarnation does not fit into what is said first: it may not end the thread."""
+    rig = make_rig("tcp")
+    peer = rig.peer()
+    nobody = Incarnation(-1)
+    every = whole(rig.layout)
+    rig.transport.connect(nobody, Endpoint(transport="tcp", details=peer.details), every, every)
+    move = Move(Handoff(RequestId("r"), 1, 1, Incarnation(ME), nobody), 0, remote=((BlockId(0), 0),))
+    ticket = rig.transport.recv(nobody, move, None)
+    (ended,) = rig.transport.poll(0.0)
+    assert (ended.ticket, ended.outcome) == (ticket, Outcome.LOST) and "no " in ended.error
 
 
 @pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])

@@ -10,7 +10,8 @@ import msgspec
 
 from engine.messages import Endpoint
 from engine.types import Incarnation
-from transfer.host.tcp.door import Door, check_connected, greeting, listen, peer_door, resolve
+from transfer.host.tcp.door import Door, Knock, check_connected, listen, peer_door, resolve
+from transfer.host.tcp.proof import ProofError
 from transfer.liveness import Watchdog
 from transfer.nccl.library import dotted
 from transfer.nccl.pair import Pair
@@ -68,11 +69,12 @@ class Meeting:
         dial = None
         if self._incarnation < peer:
             now = time.monotonic()
-            dial = Dial(resolve(details), greeting(details, self._incarnation, peer), now, now + self._limit_s)
+            dial = Dial(resolve(details), details.key, now, now + self._limit_s)
         return NcclPeer(peer, sent, received, dial, Watchdog(self._stall_s), Pair(leads=dial is not None))
 
     def step(self, now: float) -> None:
-        """Dial whoever is to be dialled."""
+        """Dial whoever is to be dialled; close the door to those that have had their time."""
+        self._door.step(now)
         for peer in list(self._peers.values()):
             dial = peer.dial
             if dial is None or peer.is_met or peer.lost:
@@ -81,9 +83,10 @@ class Meeting:
                 self._lose(peer, f"cannot be met within {self._limit_s:g} s")
             elif peer.wire is None and now >= dial.next_s:
                 try:
-                    self._watch(peer, Wire(dial.connect(now, self._stall_s), dial.greeting))
+                    sock = dial.connect(now, self._stall_s)
                 except OSError:
                     continue  # until the limit
+                self._watch(peer, Wire(sock, Knock(sock, dial.key, self._incarnation, peer.incarnation)))
 
     def flush(self) -> None:
         """Send what was said, as far as the sockets take it."""
@@ -132,6 +135,9 @@ class Meeting:
                     peer.meet()
                 elif peer.wire is wire:
                     self._heard(peer, said)
+        except ProofError as error:
+            self._lose(peer, str(error))
+            return
         except (OSError, TransferError) as error:
             self._broken(peer, wire, f"connection lost: {error}")
             return

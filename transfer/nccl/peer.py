@@ -32,10 +32,11 @@ class NcclDetails(DoorAddress, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Dial:
-    """One attempt after another to reach a follower, until `until_s`; the next one is due at `next_s`."""
+    """One attempt after another to reach a follower, whose door has `key`, until `until_s`; the next one is due at
+    `next_s`."""
 
     target: Target
-    greeting: bytes
+    key: str
     next_s: float
     until_s: float
     pause_s: float = FIRST_PAUSE_S

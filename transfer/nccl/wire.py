@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from engine.messages import guarded
+from transfer.host.tcp.door import Knock
 from transfer.transport import TransferError
 
 MAX_MESSAGE_BYTES = 4096
@@ -108,17 +109,18 @@ _decode: Callable[[bytes], Said] = guarded(msgspec.msgpack.Decoder(Said).decode)
 
 
 class Wire:
-    """Messages in order over one connected, non-blocking socket."""
+    """Messages in order over one non-blocking socket."""
 
-    def __init__(self, sock: socket.socket, said: bytes = b"") -> None:
-        """`said` goes out before all else."""
+    def __init__(self, sock: socket.socket, knock: Knock | None = None) -> None:
+        """Nothing is written, or read as a message, before `knock` is done."""
         self.sock = sock
-        self._out = deque([memoryview(said)] if said else [])
+        self._knock = knock
+        self._out: deque[memoryview] = deque()
         self._heard = bytearray()
 
     @property
     def wants_write(self) -> bool:
-        return bool(self._out)
+        return bool(self._out) if self._knock is None else self._knock.wants_write
 
     def say(self, message: Said) -> None:
         """Queue a message; `write` sends it."""
@@ -127,7 +129,7 @@ class Wire:
 
     def write(self) -> None:
         """Raises OSError when the connection is lost."""
-        while self._out:
+        while self._out and self._knock is None:
             try:
                 sent = self.sock.send(self._out[0])
             except BlockingIOError:
@@ -139,7 +141,12 @@ class Wire:
 
     def read(self) -> list[Said]:
         """Return what has come, at most `TURN_BYTES` of it: the rest keeps the socket readable. Raises OSError when the
-        connection is lost, TransferError for what is no message."""
+        connection is lost, TransferError for what is no message, ProofError when somebody else than the peer
+        answers."""
+        if self._knock is not None:
+            if not self._knock.step():
+                return []
+            self._knock = None
         try:
             data = self.sock.recv(TURN_BYTES)
         except BlockingIOError:

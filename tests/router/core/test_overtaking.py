@@ -48,6 +48,10 @@ def test_half_as_long_is_much_shorter() -> None:
     # Half of the long one's last 88 tokens would be all that is saved.
     assert line(88).overtaken(8, 88, [], 0) == NOBODY
     assert line(89).overtaken(8, 89, [], 0) == (1, 1)
+    # Beside another short one it is half a step and two.
+    assert line(144, 8).overtaken(8, 152, [], 0) == NOBODY
+    assert line(145, 8).overtaken(8, 153, [], 0) == (1, 1)
+    assert line(16, 129).overtaken(8, 145, [], 0) == (145 - 88, 2), "the least that is much longer"
 
 
 def test_nobody_goes_before_the_prompt_that_computes_its_beginning() -> None:
@@ -69,6 +73,8 @@ def test_what_is_computed_is_of_the_oldest() -> None:
     """Guards a prompt that is nearly read against being taken for a long one."""
     assert line(1000, 1000).overtaken(100, 1100, [], 0) == (1000 - 32 - 2 * 100, 1)
     assert line(1000, 300).overtaken(8, 200, [], 0) == (200 - 32 - 56, 1)
+    assert line(1000, 1000).overtaken(8, 1000, [], 0) == (1000 - 32 - 56, 1), "all of the first"
+    assert line(1000).overtaken(8, 999, [], 0) == (999 - 32 - 56, 1)
     assert line(1000).overtaken(8, 2000, [], 0) == (912, 1), "nobody goes before what others have sent"
     assert line().overtaken(8, 2000, [], 0) == NOBODY
     assert line(1000).overtaken(8, 0, [], 0) == NOBODY
@@ -130,6 +136,7 @@ def test_it_is_what_a_plain_line_says(seed: int) -> None:
         else:
             made.leave(request)
             plain.leave(request)
+        made.check()
         tokens, held = random.choice([1, 8, 60, 64, 100, 300]), random.randrange(7)
         queue = max(sum(one[1] for one in plain.prompts) + random.choice([0, 0, -5, -400, 90]), 0)
         found = made.overtaken(tokens, queue, chain, held)

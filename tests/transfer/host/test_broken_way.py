@@ -22,6 +22,7 @@ from transfer.handoff.commands import (
 )
 from transfer.handoff.negotiation import Agreement
 from transfer.host.tcp.link import header
+from transfer.host.tcp.proof import CODE_BYTES, NONCE_BYTES, answer
 from transfer.host.tcp.transport import TcpTransport
 from transfer.transport import Move, Outcome
 
@@ -126,26 +127,56 @@ def test_a_peer_that_accepts_and_says_nothing() -> None:
         arrives(pair, AGAIN)
 
 
+class Slow:
+    """A peer that is a listening socket and no more, and whose key is known to the one that dials it."""
+
+    def __init__(self, pair: Pair, listener: socket.socket) -> None:
+        self.transport = TcpTransport(pair.decode.pool, DECODE, "127.0.0.1", STALL_S)
+        details = {**self.transport.describe(PREFILL).details, "port": listener.getsockname()[1]}
+        self.transport.connect(PREFILL, Endpoint(transport="tcp", details=details), *[whole(LAYOUT)] * 2)
+        move = Move(H, 0, remote=((BlockId(0), 0),))
+        self.ticket = self.transport.recv(PREFILL, move, Into(pair.decode.pool, [BLOCKS - 1]))
+        self.sock = listener.accept()[0]
+        self.transport.poll(1.0)
+        self.answer = answer(bytes.fromhex(details["key"]), self.sock.recv(4096), bytes(NONCE_BYTES))
+        self.frame = header(move, 1, LAYOUT.block_bytes) + bytes(LAYOUT.block_bytes) + b"\x01"
+
+    def close(self) -> None:
+        self.transport.close()
+        self.sock.close()
+
+
 def test_slow_is_not_silent() -> None:
     """Guards against a limit on the whole transfer: bytes that keep coming, however slowly, are waited for."""
-    with opened() as pair, socket.create_server(("", 0)) as slow:
-        transport = TcpTransport(pair.decode.pool, DECODE, "127.0.0.1", STALL_S)
-        details = {**transport.describe(PREFILL).details, "port": slow.getsockname()[1]}
-        transport.connect(PREFILL, Endpoint(transport="tcp", details=details), *[whole(LAYOUT)] * 2)
-        move = Move(H, 0, remote=((BlockId(0), 0),))
-        ticket = transport.recv(PREFILL, move, Into(pair.decode.pool, [BLOCKS - 1]))
-        sock = slow.accept()[0]
-        frame = header(move, 1, LAYOUT.block_bytes) + bytes(LAYOUT.block_bytes) + b"\x01"
+    with opened() as pair, socket.create_server(("", 0)) as listener, contextlib.closing(Slow(pair, listener)) as slow:
+        transport = slow.transport
+        slow.sock.send(slow.answer)
+        transport.poll(1.0)
+        assert len(slow.sock.recv(4096)) == CODE_BYTES
         began_s = time.monotonic()
         ended = []
         for byte in range(20):
-            sock.send(frame[byte : byte + 1])
+            slow.sock.send(slow.frame[byte : byte + 1])
             ended += transport.poll(0.0)
             time.sleep(STALL_S / 10)
         assert time.monotonic() - began_s > 1.5 * STALL_S and not ended
-        sock.sendall(frame[20:])
+        slow.sock.sendall(slow.frame[20:])
         while not ended:
             ended = transport.poll(1.0)
-        assert (ended[0].ticket, ended[0].outcome) == (ticket, Outcome.DONE)
-        transport.close()
-        sock.close()
+        assert (ended[0].ticket, ended[0].outcome) == (slow.ticket, Outcome.DONE)
+
+
+def test_a_proof_that_comes_by_the_byte_is_not_waited_for() -> None:
+    """Guards a receive from one that answers for ever without ever proving itself: only blocks' bytes are progress."""
+    with opened() as pair, socket.create_server(("", 0)) as listener, contextlib.closing(Slow(pair, listener)) as slow:
+        began_s, said, ended = time.monotonic(), 0, []
+        while not ended:
+            assert said < len(slow.answer) - 1, "it is waited for"
+            with contextlib.suppress(ConnectionError):
+                slow.sock.send(slow.answer[said : said + 1])
+            said += 1
+            ended = slow.transport.poll(0.0)
+            time.sleep(STALL_S / 10)
+        assert time.monotonic() - began_s >= STALL_S and said > 5
+        assert (ended[0].ticket, ended[0].outcome) == (slow.ticket, Outcome.LOST)
+        assert "nothing came" in ended[0].error

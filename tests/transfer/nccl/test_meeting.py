@@ -81,6 +81,25 @@ def test_who_is_never_met_is_given_up() -> None:
     two.meeting.close()
 
 
+def test_one_that_listens_in_a_peers_place_is_told_nothing() -> None:
+    """Guards what a leader says first, and its communicators, from whoever has the port that a peer had."""
+    one, false = Worker(1), Worker(2)
+    details = false.meeting.details(one.me, LAYOUT.block_bytes, 1, "gpu")
+    leader = one.peers[false.me] = one.meeting.begin(
+        false.me, msgspec.structs.replace(details, key="00" * 32), EVERY, EVERY
+    )
+    leader.say(Gone(True, 3))
+    false.begin(one)
+    _until(lambda: bool(leader.lost), one, false)
+    assert "not the peer" in leader.lost
+    for _ in range(10):
+        one.turn()
+        false.turn()
+    assert false.heard == [] and leader.wire is None and not false.peers[one.me].is_met
+    one.meeting.close()
+    false.meeting.close()
+
+
 def test_another_version_is_refused_before_anybody_dials() -> None:
     one, two = Worker(1), Worker(2)
     details = two.meeting.details(one.me, LAYOUT.block_bytes, 22809, "gpu")

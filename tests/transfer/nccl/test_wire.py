@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from transfer.nccl.wire import MAX_MESSAGE_BYTES, TURN_BYTES, Go, Gone, Ready, Welcome, Wire
+from engine.types import Incarnation
+from transfer.host.tcp.door import Knock
+from transfer.host.tcp.proof import CODE_BYTES, GREETING_BYTES, NONCE_BYTES, answer, is_proven
+from transfer.nccl.wire import MAX_MESSAGE_BYTES, TURN_BYTES, BuildCommunicator, Go, Gone, Ready, Welcome, Wire
 from transfer.transport import TransferError
 
 
@@ -41,15 +44,42 @@ def test_messages_come_whole_and_in_order_wherever_they_are_cut(ends: tuple[sock
 
 def test_what_the_socket_does_not_take_goes_out_later(ends: tuple[socket.socket, socket.socket]) -> None:
     """Guards the rest of a message that was sent in part: it must not begin anew."""
-    greeting = bytes(range(256)) * 4096
-    speaker = Wire(ends[0], said=greeting)
-    speaker.say(Welcome())
-    came = b""
-    while speaker.wants_write:
+    said = [BuildCommunicator(epoch, bytes(range(256)) * 8) for epoch in range(500)]
+    speaker, listener = Wire(ends[0]), Wire(ends[1])
+    for message in said:
+        speaker.say(message)
+    speaker.write()
+    assert speaker.wants_write, "the socket takes it all: nothing is shown"
+    heard = []
+    while len(heard) < len(said):
         speaker.write()
-        came += ends[1].recv(1 << 20)
-        assert len(came) < 2 * len(greeting), "it begins anew"
-    assert came.startswith(greeting) and 0 < len(came) - len(greeting) < 32
+        heard += listener.read()
+    assert heard == said and not speaker.wants_write
+
+
+def test_nothing_is_said_or_heard_before_both_ends_are_proven(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Guards what a leader says first from whoever listens at its peer's port."""
+    key = bytes(32)
+    wire = Wire(ends[0], Knock(ends[0], key.hex(), Incarnation(1), Incarnation(2)))
+    wire.say(Gone(True, 3))
+    wire.write()
+    with pytest.raises(BlockingIOError):
+        ends[1].recv(1)
+    assert wire.wants_write and wire.read() == []
+    said = ends[1].recv(4096)
+    assert len(said) == GREETING_BYTES and not wire.wants_write
+    told = answer(key, said, bytes(NONCE_BYTES))
+    welcome = msgspec.msgpack.encode(Welcome(True))
+    ends[1].send(told[:-1])
+    assert wire.read() == []
+    wire.write()
+    with pytest.raises(BlockingIOError):
+        ends[1].recv(1)
+    ends[1].send(told[-1:] + len(welcome).to_bytes(4, "little") + welcome)
+    assert wire.read() == [Welcome(True)] and wire.wants_write
+    assert is_proven(key, said, told, ends[1].recv(CODE_BYTES))
+    wire.write()
+    assert Wire(ends[1]).read() == [Gone(True, 3)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,10 @@
-"""Lets the ends of `tcp` and `nccl` find each other: one listens and lets in who greets with the token that it was
-told alone, and nobody else; the other dials."""
+"""Lets the ends of `tcp` and `nccl` find each other: one listens, proves who it is, and lets in who proves the same
+(`transfer.host.tcp.proof`), and nobody else; the other dials.
+
+Nobody waits for anybody here: each step takes what has come, in the thread that waits on the reactor. Who says nothing,
+or says it byte by byte, holds one of MAX_STRANGERS places until the thread's first turn after `stall_s`, and no more
+memory than a greeting.
+"""
 
 import contextlib
 import errno
@@ -7,36 +12,46 @@ import hmac
 import os
 import secrets
 import socket
-import struct
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
 from engine.messages import Endpoint
 from engine.types import Incarnation
+from transfer.host.tcp.proof import (
+    ANSWER_BYTES,
+    CODE_BYTES,
+    GREETING_BYTES,
+    KEY_BYTES,
+    NONCE_BYTES,
+    answer,
+    greeted,
+    greeting,
+    is_proven,
+    proof,
+)
 from transfer.polling import details_of
 from transfer.reactor import Reactor
 from transfer.transport import BlockSlice, TransferError
 
-TOKEN_BYTES = 32
-MAGIC = b"HRKVTCP1"
 MAX_STRANGERS = 64
-"""Accepted connections that have not said who they are; past it the oldest is closed."""
-
-_GREETING = struct.Struct(f"<8s{TOKEN_BYTES}sQQ")
+"""Accepted connections that have not proven who they are; past it the oldest is closed."""
 
 Target = tuple[int, tuple[str, int]]
 """An address family, and the host's address and port."""
 
 
 class DoorAddress(msgspec.Struct, frozen=True):
-    """The address at which a worker listens, and the token by which it lets one peer in. Its blocks have `block_bytes`.
-    """
+    """The address at which a worker listens, and the key by which it and one peer know each other there. Its blocks
+    have `block_bytes`. An older release, which shows a `token` in the clear, has no `key`: neither end takes the
+    other's address, and nobody dials."""
 
     host: str
     port: int
-    token: str
+    key: str
     block_bytes: int
 
 
@@ -47,11 +62,11 @@ def peer_door(endpoint: Endpoint, kind: type[DoorAddressT], received: BlockSlice
     """Return what a peer has told of its door. Raises TransferError where its blocks are not the `received` ones."""
     details = details_of(endpoint, kind)
     try:
-        token = bytes.fromhex(details.token)
+        key = bytes.fromhex(details.key)
     except ValueError as error:
         raise TransferError(f"not a {endpoint.transport} endpoint: {error}") from error
-    if len(token) != TOKEN_BYTES:
-        raise TransferError(f"not a {endpoint.transport} endpoint: its token has {len(token)} bytes")
+    if len(key) != KEY_BYTES:
+        raise TransferError(f"not a {endpoint.transport} endpoint: its key has {len(key)} bytes")
     if not 0 < details.port < 1 << 16:
         raise TransferError(f"not a {endpoint.transport} endpoint: there is no port {details.port}")
     if details.block_bytes != received.block_bytes:
@@ -66,11 +81,6 @@ def resolve(address: DoorAddress) -> Target:
     except (OSError, ValueError) as error:  # ValueError: no host could have such a name
         raise TransferError(f"cannot find {address.host!r}: {error}") from error
     return family, (str(found[0]), int(found[1]))
-
-
-def greeting(address: DoorAddress, dialer: Incarnation, wanted: Incarnation) -> bytes:
-    """Return what the one that dials says first: the token it was told, who it is, and whom it means to reach."""
-    return _GREETING.pack(MAGIC, bytes.fromhex(address.token), dialer, wanted)
 
 
 def dial(target: Target, stall_s: float) -> socket.socket:
@@ -124,10 +134,64 @@ def _tune(sock: socket.socket, stall_s: float) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+class Knock:
+    """A connection that is being made to a peer's door, until both ends have proven themselves. `key` is what the peer
+    has told. Every attempt has a nonce of its own."""
+
+    def __init__(self, sock: socket.socket, key: str, dialer: Incarnation, wanted: Incarnation) -> None:
+        self._sock = sock
+        self._key = bytes.fromhex(key)
+        self._greeting = greeting(dialer, wanted, secrets.token_bytes(NONCE_BYTES))
+        self._heard = b""
+        self.wants_write = True
+
+    def step(self) -> bool:
+        """Go on as far as the socket lets it; True once the listener has proven itself and has our proof, and nothing
+        of what it says next has been read. Raises OSError when the connection is lost, ProofError when somebody else
+        answers."""
+        try:
+            if self.wants_write:
+                check_connected(self._sock)
+                self._say(self._greeting)
+                self.wants_write = False
+            more = self._sock.recv(ANSWER_BYTES - len(self._heard))
+        except BlockingIOError:
+            return False
+        if not more:
+            raise ConnectionResetError("the peer closed the connection")
+        self._heard += more
+        if len(self._heard) < ANSWER_BYTES:
+            return False
+        self._say(proof(self._key, self._greeting, self._heard))
+        return True
+
+    def _say(self, said: bytes) -> None:
+        # A fresh connection's buffer takes these few bytes whole.
+        if self._sock.send(said) != len(said):
+            raise OSError("what was said went out in part")
+
+
+@dataclass(slots=True, eq=False)
+class _Stranger:
+    """Somebody that has come and has not proven who it is: what it has `said` whole, our answer to that, and what has
+    come since."""
+
+    until_s: float
+    dialer: Incarnation | None = None
+    said: bytes = b""
+    answered: bytes = b""
+    heard: bytearray = field(default_factory=bytearray)
+
+    @property
+    def wanted_bytes(self) -> int:
+        return (CODE_BYTES if self.said else GREETING_BYTES) - len(self.heard)
+
+
 class Door:
     """Lets in those who come to `listener`, inside somebody else's reactor.
 
-    `admit(dialer, sock)` is called for each connection that greets rightly; the socket is its own if it returns True.
+    `admit(dialer, sock)` is called for each connection that has proven itself; the socket is its own where it returns
+    True.
     """
 
     def __init__(
@@ -140,27 +204,35 @@ class Door:
     ) -> None:
         self._listener = listener
         self._port = int(listener.getsockname()[1])
-        self._key = secrets.token_bytes(TOKEN_BYTES)
+        self._root = secrets.token_bytes(KEY_BYTES)
         self._incarnation = incarnation
         self._reactor = reactor
         self._stall_s = stall_s
         self._admit = admit
-        self._strangers: dict[socket.socket, bytearray] = {}
+        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         reactor.watch(listener, self._accept)
 
     def address(self, host: str, block_bytes: int, peer: Incarnation) -> DoorAddress:
         """Return what `peer` is told of this door, and nobody else. From any thread."""
-        return DoorAddress(host, self._port, self._token_of(peer).hex(), block_bytes)
+        return DoorAddress(host, self._port, self._key_of(peer).hex(), block_bytes)
 
-    def _token_of(self, peer: Incarnation) -> bytes:
-        """Return the token by which this peer alone is let in. Nobody can make it of another's."""
-        return hmac.digest(self._key, peer.to_bytes(8, "little"), "sha256")
+    def _key_of(self, peer: Incarnation) -> bytes:
+        """Return the key that this peer alone is told. Nobody can make it of another's."""
+        return hmac.digest(self._root, peer.to_bytes(8, "little"), "sha256")
+
+    def step(self, now: float) -> None:
+        """Close those that have had their time. Called behind the reads, so that what came while this process was
+        stopped counts."""
+        while self._strangers:
+            sock, oldest = next(iter(self._strangers.items()))
+            if now <= oldest.until_s:
+                return
+            self._turn_out(sock)
 
     def close(self) -> None:
-        for stranger in list(self._strangers):
-            self._forget(stranger)
-            stranger.close()
+        for sock in list(self._strangers):
+            self._turn_out(sock)
         self._reactor.unwatch(self._listener)
         self._listener.close()
         self._give_spare()
@@ -174,10 +246,8 @@ class Door:
                 self._turn_away()
             return  # nobody is there any more, or the connection broke before it began
         if len(self._strangers) >= MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            self._forget(oldest)
-            oldest.close()
-        self._strangers[sock] = bytearray()
+            self._turn_out(next(iter(self._strangers)))
+        self._strangers[sock] = _Stranger(time.monotonic() + self._stall_s)
         self._reactor.watch(sock, lambda: self._listen(sock))
 
     def _turn_away(self) -> None:
@@ -195,28 +265,45 @@ class Door:
             self._spare = -1
 
     def _listen(self, sock: socket.socket) -> None:
-        heard = self._strangers.get(sock)
-        if heard is None:
+        stranger = self._strangers.get(sock)
+        if stranger is None:
             return
         try:
-            more = sock.recv(_GREETING.size - len(heard))
+            more = sock.recv(stranger.wanted_bytes)
         except BlockingIOError:
             return
         except OSError:
             more = b""
-        heard += more
-        if more and len(heard) < _GREETING.size:
+        stranger.heard += more
+        if more and (stranger.wanted_bytes or (not stranger.said and self._answer(sock, stranger))):
             return
         self._forget(sock)
-        if not more or not self._is_welcome(heard, sock):
+        if not more or not self._is_welcome(stranger, sock):
             sock.close()
 
-    def _is_welcome(self, heard: bytearray, sock: socket.socket) -> bool:
-        magic, token, dialer, wanted = _GREETING.unpack(heard)
-        rightly = hmac.compare_digest(token, self._token_of(Incarnation(dialer)))
-        if not rightly or magic != MAGIC or wanted != self._incarnation:
+    def _answer(self, sock: socket.socket, stranger: _Stranger) -> bool:
+        """Prove who listens here to one that has greeted rightly."""
+        said = bytes(stranger.heard)
+        dialer, wanted = greeted(said) or (None, None)
+        if dialer is None or wanted != self._incarnation:
             return False
-        return self._admit(Incarnation(dialer), sock)
+        stranger.dialer, stranger.said = dialer, said
+        stranger.answered = answer(self._key_of(dialer), said, secrets.token_bytes(NONCE_BYTES))
+        stranger.heard.clear()
+        try:
+            return sock.send(stranger.answered) == ANSWER_BYTES
+        except OSError:
+            return False
+
+    def _is_welcome(self, stranger: _Stranger, sock: socket.socket) -> bool:
+        dialer, said, heard = stranger.dialer, stranger.said, bytes(stranger.heard)
+        if dialer is None or not is_proven(self._key_of(dialer), said, stranger.answered, heard):
+            return False
+        return self._admit(dialer, sock)
+
+    def _turn_out(self, sock: socket.socket) -> None:
+        self._forget(sock)
+        sock.close()
 
     def _forget(self, sock: socket.socket) -> None:
         del self._strangers[sock]

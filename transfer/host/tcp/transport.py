@@ -1,9 +1,9 @@
 """KV blocks over TCP, between any two hosts.
 
-Every worker listens; the one that receives dials the one that sends, when its first receive is posted, and proves with
-the token of the sender's endpoint that it is the one to whom it was told (on the control channel, whose ends have
-proven who they are; the bytes themselves are neither encrypted nor authenticated: a trusted network, or a tunnel, is
-assumed). One connection carries one direction, chunks in the order in which both ends post them. Sockets are
+Every worker listens; the one that receives dials the one that sends, when its first receive is posted. Both prove with
+the key of the sender's endpoint that they are those between whom it was told (`transfer.host.tcp.proof`), before any
+block is sent, or read; the bytes themselves are neither encrypted nor authenticated: a trusted network, or a tunnel, is
+assumed. One connection carries one direction, chunks in the order in which both ends post them. Sockets are
 non-blocking and driven inside `poll`.
 
 A connection that breaks, or on which nothing comes for `stall_s` although something is due, fails all that is
@@ -23,10 +23,9 @@ from engine.types import BlockId, Incarnation
 from transfer.host.tcp.door import (
     Door,
     DoorAddress,
+    Knock,
     Target,
-    check_connected,
     dial,
-    greeting,
     listen,
     peer_door,
     resolve,
@@ -41,7 +40,7 @@ from transfer.transport import BlockSlice, Completion, KVMemory, Landing, Move, 
 @dataclass(slots=True, eq=False)
 class _Peer:
     target: Target
-    greeting: bytes
+    key: str
     sent: BlockSlice
     received: BlockSlice
     watchdog: Watchdog  # of the incoming connection
@@ -77,9 +76,9 @@ class TcpTransport:
         """Remember where `peer` listens; forgets an earlier connection with it. Resolves a host name, so that it may
         wait for a name server where the endpoint names no plain address."""
         address = peer_door(endpoint, DoorAddress, received)
-        target, hello = resolve(address), greeting(address, self._incarnation, peer)
+        target = resolve(address)
         self.disconnect(peer)
-        self._peers[peer] = _Peer(target, hello, sent, received, Watchdog(self._stall_s))
+        self._peers[peer] = _Peer(target, address.key, sent, received, Watchdog(self._stall_s))
 
     def send(self, peer: Incarnation, move: Move, packed: Packed | None = None) -> Ticket:
         found = self._peers[peer]
@@ -101,7 +100,7 @@ class TcpTransport:
         head = header(move, len(move.remote), found.received.nbytes)
         found.incoming.post(ticket, head, landing, len(move.remote) * found.received.nbytes)
         if found.incoming.sock is None:
-            self._dial(found)
+            self._dial(peer, found)
         else:
             self._watch_incoming(found)
         return ticket
@@ -111,7 +110,9 @@ class TcpTransport:
 
     def poll(self, timeout_s: float) -> list[Completion]:
         self._reactor.wait(timeout_s)
-        self._give_up_stalled(time.monotonic())
+        now = time.monotonic()
+        self._give_up_stalled(now)
+        self._door.step(now)
         self._reactor.hush()
         return self._completions.take()
 
@@ -137,7 +138,7 @@ class TcpTransport:
     # ---- sending side
 
     def _admit(self, dialer: Incarnation, sock: socket.socket) -> bool:
-        """Somebody who knows our token has dialled: from now on its chunks go out over `sock`."""
+        """This peer has dialled, and proven itself: from now on its chunks go out over `sock`."""
         found = self._peers.get(dialer)
         if found is None:
             return False
@@ -162,36 +163,37 @@ class TcpTransport:
 
     @staticmethod
     def _closed_by_peer(sock: socket.socket) -> bool:
-        """A receiver says nothing after its greeting, so anything to read is its end (or nonsense: also the end)."""
+        """A receiver says nothing after its proof, so anything to read is its end (or nonsense: also the end)."""
         try:
             sock.recv(1)
         except BlockingIOError:
             return False
         return True
 
-    # ---- receiving side: dial, greet, read
+    # ---- receiving side: dial, prove, read
 
-    def _dial(self, peer: _Peer) -> None:
+    def _dial(self, incarnation: Incarnation, peer: _Peer) -> None:
         try:
             peer.incoming.sock = sock = dial(peer.target, self._stall_s)
-        except OSError as error:
+            knock = Knock(sock, peer.key, self._incarnation, incarnation)
+        except (OSError, TransferError) as error:
             self._lose_incoming(peer, f"cannot connect: {error}")
             return
-        self._reactor.watch(sock, lambda: self._introduce(peer, sock), selectors.EVENT_WRITE)
+        self._reactor.watch(sock, lambda: self._knock(peer, sock, knock), selectors.EVENT_WRITE)
 
-    def _introduce(self, peer: _Peer, sock: socket.socket) -> None:
+    def _knock(self, peer: _Peer, sock: socket.socket, knock: Knock) -> None:
         if peer.incoming.sock is not sock:
             return
         try:
-            check_connected(sock)
-            # A fresh connection's buffer takes these few bytes whole.
-            if sock.send(peer.greeting) != len(peer.greeting):
-                raise OSError("the greeting went out in part")
-        except OSError as error:
+            is_open = knock.step()
+        except (OSError, TransferError) as error:
             self._lose_incoming(peer, f"cannot connect: {error}")
             return
-        self._reactor.unwatch(sock)
-        self._watch_incoming(peer)
+        if is_open:
+            self._reactor.unwatch(sock)
+            self._watch_incoming(peer)
+        elif not knock.wants_write:
+            self._reactor.rewatch(sock, selectors.EVENT_READ)
 
     def _watch_incoming(self, peer: _Peer) -> None:
         sock = peer.incoming.sock
