@@ -2,7 +2,8 @@
 
 A decision is all the router does between a request's arrival and its `Place`: identities of the prompt's blocks, one
 walk of the index, views of all workers, the policy, and the bookkeeping; `policy` is the policy's part of it, what it
-takes to hand the decision to its log and to shadows included. Half of the workers prefill. Prompts begin
+takes to hand the decision to its log and to shadows included. Half of the workers prefill; `--queued` prompts for each
+of them were sent before, and none of these has been read. Prompts begin
 like one of 16 others, for a random length; the index is filled to the bounds of all workers before anything is timed,
 so that whatever comes in drives something out. The process is prepared as a router's is: identities in native code, if
 there is any, and Python's collector told of what stays. `accepted` is what the router does when a worker takes a
@@ -14,6 +15,7 @@ import argparse
 import gc
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -35,6 +37,7 @@ from router.decision_log import DecisionLog
 from router.shadows import ShadowPolicy
 
 BLOCK_TOKENS = 16
+CHUNK_TOKENS = 2048
 VOCAB = 49_152
 
 T = TypeVar("T")
@@ -96,10 +99,11 @@ def measure(
     decision_log: str = "",
     shadows: Sequence[str] = (),
     per_s: float = 0.0,
+    queued: int = 0,
 ) -> dict[str, object]:
     """Return the figures of a router with these workers, each with a pool of `pool_blocks`; its decisions logged and
-    shadowed as `router.decision_log` and `router.shadow_policies` would, at `per_s` requests a second if that is set.
-    """
+    shadowed as `router.decision_log` and `router.shadow_policies` would, at `per_s` requests a second if that is set;
+    behind `queued` prompts for each prefill worker."""
     use_native_identities()
     random = Random(seed)
     before_ms = collect(5)
@@ -114,10 +118,11 @@ def measure(
     names = []
     for number in range(workers):
         role = ("prefill", "decode")[number % 2]
-        info = stand_in(f"{role}{number}", role, number, BLOCK_TOKENS, pool_blocks)
+        info = stand_in(f"{role}{number}", role, number, BLOCK_TOKENS, pool_blocks, chunk_tokens=CHUNK_TOKENS)
         names.append(info.name)
         router.handle(Connected(PeerAddress(info.name, ""), info), 0.0)
     fill(router, names, prompt_blocks, pool_blocks, random)
+    lengths = queue_up(router, names[::2], queued, random)
     held = sum(router.index.held_blocks(name) for name in names)
     gc.collect()
     rss_after = _rss_bytes()
@@ -136,6 +141,7 @@ def measure(
         "workers": workers,
         "prompt_blocks": prompt_blocks,
         "held_blocks": held,
+        "shortest_and_longest_line": (min(lengths), max(lengths)),
         "bytes_per_block_and_worker": round((rss_after - rss_before) / max(held, 1), 1),
         "full_collection_before_ms": before_ms,
         "full_collection_ms": pauses_ms,
@@ -151,6 +157,20 @@ def fill(router: Router, names: list[str], prompt_blocks: int, pool_blocks: int,
         for _ in range(pool_blocks // prompt_blocks + 1):
             packed = random.randbytes(prompt_blocks * identity.IDENTITY_BYTES)
             router.index.insert(name, [packed[at : at + 16] for at in range(0, len(packed), 16)])
+
+
+def queue_up(router: Router, names: list[str], queued: int, random: Random) -> list[int]:
+    """Send so many cold prompts for each of these workers, of 256 to 8,191 tokens; return how many each has."""
+    lines = Counter({name: 0 for name in names})
+    for number in range(queued * len(names)):
+        prompt = [random.randrange(VOCAB) for _ in range(random.randrange(256, 8192))]
+        request = RequestId(f"queued {number}")
+        record = RequestRecord(request=request, tokens=prompt, prompt_tokens=len(prompt), max_tokens=64, seed=0)
+        (place,) = router.handle(Submit(record), 0.0)
+        assert isinstance(place, TellWorker) and isinstance(place.record, Place)
+        router.handle(WorkerSaid(place.worker, Accepted(request, 1, 0)), 0.0)
+        lines[place.record.prefill.name] += 1
+    return list(lines.values())
 
 
 def _taps(decision_log: str, shadows: Sequence[str], seed: int) -> list[DecisionLog | ShadowPolicy]:
@@ -239,6 +259,7 @@ def main() -> None:
     parser.add_argument("--decision-log", default="", metavar="FILE", help="log the decisions, as a router would")
     parser.add_argument("--shadow", action="append", default=[], metavar="POLICY", help="a policy that does not act")
     parser.add_argument("--per-s", type=float, default=0.0, help="requests in a second; without: one after another")
+    parser.add_argument("--queued", type=int, default=0, help="prompts sent to each prefill worker before")
     given = parser.parse_args()
     figures = measure(
         given.workers,
@@ -249,6 +270,7 @@ def main() -> None:
         decision_log=given.decision_log,
         shadows=given.shadow,
         per_s=given.per_s,
+        queued=given.queued,
     )
     print(json.dumps(figures, indent=2))
 

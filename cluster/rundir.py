@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import stat
+import string
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -142,7 +143,7 @@ class RunDir:
         else:
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
                 raise ConfigError(f"run_dir: {path} is not a file of this user alone (0600)")
-        if len(kept) == 2 * KEY_BYTES:
+        if len(kept) == 2 * KEY_BYTES and set(kept) <= set(string.hexdigits):
             return kept
         # None yet, or one that a full disk has cut short.
         key, partial = secrets.token_hex(KEY_BYTES), path.with_suffix(".partial-key")

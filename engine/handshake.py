@@ -38,6 +38,8 @@ MAX_HANDSHAKE_BYTES = 4096
 HANDSHAKE_S = 5.0
 """The time in which the other end must have proven itself."""
 _VERSION = b"headrace channel 1"
+LIVES = 1 << 64
+"""Incarnations have 64 bits, wherever they are written as such."""
 
 
 class HandshakeError(Exception):
@@ -78,6 +80,11 @@ class Party(msgspec.Struct, frozen=True):
     role: PartyRole
     name: str
     incarnation: Incarnation
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which a decoder says of what it was given."""
+        if not 0 <= self.incarnation < LIVES:
+            raise ValueError(f"no process has the incarnation {self.incarnation}")
 
     def is_called(self, role: str, name: str, incarnation: Incarnation) -> bool:
         """Say whether it is this one of whom a record speaks."""

@@ -194,6 +194,10 @@ def row_of(
     )
 
 
+MUCH_SHORTER = 2
+"""How many times as long a prompt is at least that a shorter one goes before."""
+
+
 def share_budget(remaining: Sequence[int], budget: int) -> list[int]:
     """Divide one step's tokens among prompts in the order of their priority; `remaining[i]` > 0 are still to compute.
 
@@ -205,7 +209,7 @@ def share_budget(remaining: Sequence[int], budget: int) -> list[int]:
     if not remaining:
         return shares
     shortest = min(range(len(remaining)), key=lambda at: (remaining[at], at))
-    if 2 * remaining[shortest] <= remaining[0]:
+    if MUCH_SHORTER * remaining[shortest] <= remaining[0]:
         shares[shortest] = min(remaining[shortest], budget // 2)
         budget -= shares[shortest]
     for at, left in enumerate(remaining):

@@ -46,6 +46,9 @@ from transfer.transport import Completion, KVMemory, Outcome, Ticket, TransferEr
 
 log = logging.getLogger(__name__)
 
+IDLE_LOOK_S = 1.0
+"""A mover with nothing to do looks as often at who has been at its doors for too long."""
+
 _Key = tuple[str, Ticket]  # transport name, ticket
 
 
@@ -153,7 +156,7 @@ class Mover:
         try:
             while not self._stopping:
                 self._busy = False
-                poller.poll(LOOK_S * 1000 if self.outstanding else None)
+                poller.poll((LOOK_S if self.outstanding else IDLE_LOOK_S) * 1000)
                 self._busy = True
                 self.run_once()
         except Exception:

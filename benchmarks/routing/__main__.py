@@ -23,6 +23,7 @@ from benchmarks.routing.lower_tiers import TierShape
 from benchmarks.routing.runs import MADE, NAMES, RoutingCase, around_restart, bound, gap_ms, percentile, run, workload
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome
 from benchmarks.routing.workloads import BLOCK, GENERATED, PUBLISHED, in_order
+from router.core.policies import POLICIES
 
 PROMPT_BLOCKS, POOL_BLOCKS, DECISIONS = 512, 2000, 1000
 """The blocks of a prompt and of each worker, and how many prompts there are, for `--decision`."""
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=_numbers(int), default=[1], metavar="N,...")
     parser.add_argument("--load", type=_numbers(float), default=[0.5, 0.8, 0.95], metavar="SHARE,...")
     parser.add_argument("--policies", type=_names, default=list(NAMES), metavar="NAME,...")
-    parser.add_argument("--workers", type=int, help="of both kinds together; alone: half of them prefill")
+    parser.add_argument("--workers", type=int, help="of both kinds; half of them prefill if neither is given")
     parser.add_argument("--prefill", type=int, help="prefill workers")
     parser.add_argument("--decode", type=int, help="decode workers")
     parser.add_argument("--capacity-blocks", type=int, default=usual.prefill_blocks, help="of one prefill worker")
@@ -114,10 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--decision", action="store_true", help="time decisions besides, of the first of the policies")
     options = parser.parse_args(arguments)
-    workers = usual.prefill + usual.decode if options.workers is None else options.workers
-    prefill, decode = _pools(workers, options.prefill, options.decode)
-    if min(prefill, decode) < 1 or (options.workers is not None and prefill + decode != workers):
-        parser.error(f"{prefill} prefill and {decode} decode workers are not {workers}, or none of a kind")
+    prefill, decode = _pools(options.workers, options.prefill, options.decode)
+    if min(prefill, decode) < 1 or options.workers not in (None, prefill + decode):
+        parser.error(f"{prefill} prefill and {decode} decode workers: not --workers, or none of a kind")
+    if options.decision and options.policies[0] not in POLICIES:
+        parser.error(f"--decision times the first policy, and {options.policies[0]} is a formula of the benchmark")
     sources = [*map(str, options.trace), *options.workload] or list(GENERATED)
     shape = ClusterShape(
         prefill=prefill,
@@ -148,8 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _pools(workers: int, prefill: int | None, decode: int | None) -> tuple[int, int]:
-    """Return how many prefill and decode, where either may be left out."""
+def _pools(workers: int | None, prefill: int | None, decode: int | None) -> tuple[int, int]:
+    """Return how many prefill and how many decode, where any may be left out."""
+    usual = ClusterShape()
+    if workers is None:
+        return usual.prefill if prefill is None else prefill, usual.decode if decode is None else decode
     if prefill is None:
         prefill = workers // 2 if decode is None else workers - decode
     return prefill, workers - prefill if decode is None else decode

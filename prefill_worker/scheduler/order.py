@@ -14,7 +14,7 @@ from enum import StrEnum
 from engine.kv.manager import Lease
 from engine.kv.tiers.fetches import Fetch
 from engine.messages import Handoff
-from engine.plan import mean
+from engine.plan import MUCH_SHORTER, mean
 from engine.types import RequestRecord, TokenLogprobs
 
 FIRST_SPEED = 300.0
@@ -101,4 +101,4 @@ class Order:
     def is_much_shorter(uncached_tokens: int, first: Job, running: Iterable[Job]) -> bool:
         """Say if a prompt is so much shorter than the first in line that it shares its steps. One at a time does."""
         shortest = min(job.remaining for job in running)
-        return 2 * uncached_tokens <= first.remaining < 2 * shortest
+        return MUCH_SHORTER * uncached_tokens <= first.remaining < MUCH_SHORTER * shortest

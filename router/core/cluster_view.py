@@ -26,8 +26,9 @@ class ClusterView:
         self.registry = Registry(silent_s)
         self.index = PrefixIndex()
 
-    def offered(self, call: Call, choice: Choice) -> PeerAddress:
-        """Note the decode worker that `call` is offered to, and who prefills it, whose address this returns."""
+    def offered(self, call: Call, choice: Choice, *, is_fork: bool = False) -> PeerAddress:
+        """Note the decode worker that `call` is offered to, and who prefills it, whose address this returns. `is_fork`:
+        another sample's prompt is its own, so nobody reads it."""
         decode = self.registry.get(choice.decode.name)
         assert decode is not None
         call.decode, call.decode_life, call.key = decode.name, decode.life, decode.key
@@ -37,7 +38,7 @@ class ClusterView:
         # What nobody else reads, it reads itself.
         uncached = 0 if choice.prefill.name else len(call.record.tokens) - choice.prefill.cached_tokens
         self.registry.dispatched(decode.name, call.record.request, uncached, new_blocks)
-        peer = self._use_prefill(call, choice.prefill)
+        peer = self._use_prefill(call, choice.prefill, is_read=call.source is None and not is_fork)
         # Those that come before the answer go where their beginning is about to be computed.
         self._reads(call)
         return peer
@@ -53,8 +54,8 @@ class ClusterView:
             believed_blocks = call.believed_prefill_tokens // call.prefill_key[1]
             self.index.correct(call.prefill, call.chain(call.prefill_key), believed_blocks)
 
-    def _use_prefill(self, call: Call, choice: PrefillView) -> PeerAddress:
-        """Note who prefills `call`, and what is believed of it."""
+    def _use_prefill(self, call: Call, choice: PrefillView, *, is_read: bool = True) -> PeerAddress:
+        """Note who prefills `call`, and what is believed of it. `is_read`: there is something to prefill."""
         call.prefill, call.believed_prefill_tokens = choice.name, choice.cached_tokens
         call.is_prefilled = False
         prefill = self.registry.get(choice.name)
@@ -64,9 +65,10 @@ class ClusterView:
         call.prefill_life, call.prefill_key = prefill.life, prefill.key
         uncached = len(call.record.tokens) - choice.cached_tokens
         self.registry.dispatched(choice.name, call.record.request, uncached, 0)
-        chain, first = call.chain(prefill.key), choice.cached_tokens // prefill.key[1]
-        block = chain[first] if first < len(chain) else b""
-        self.registry.reads(choice.name, call.record.request, uncached, first, block)
+        if is_read:
+            chain, first = call.chain(prefill.key), choice.cached_tokens // prefill.key[1]
+            block = chain[first] if first < len(chain) else b""
+            self.registry.reads(choice.name, call.record.request, uncached, first, block)
         return prefill.peer
 
     def reading(self, call: Call) -> ReadTold:

@@ -4,7 +4,7 @@ A prefill worker does not take prompts in the order in which they came (`prefill
 first in line one that is much shorter, at most half as long, takes up to half of each step, one at a time. So who finds
 nearly all of its prompt in the cache does not wait for the long one before it, however long, but for
 
-    all that is no longer than twice itself, or of which nothing is known, as it would anyway
+    all that is not twice as long as itself, or of which nothing is known, as it would anyway
     + for each of those, and for itself, what such a step computes of the long ones beside it
     + half a step, the one under way on average
 
@@ -17,13 +17,11 @@ computed, of the oldest first; what it counts more are other routers' prompts, b
 
 from collections.abc import Iterator, Sequence
 
+from engine.plan import MUCH_SHORTER
 from engine.types import RequestId
 
-MUCH_SHORTER = 2
-"""How many times as long a prompt is at least that another one goes before."""
-
-
 NOBODY = 0, 0
+"""What a prompt that waits for everybody goes before."""
 
 
 class ReadingLine:

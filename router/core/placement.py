@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from engine.messages import Fault, PeerAddress, ReadTold, WorkerInfo
+from engine.plan import MUCH_SHORTER
 from engine.types import RequestRecord
 from router.config import LocalPrefill
 from router.core.call import Call
-from router.core.overtaking import MUCH_SHORTER
 from router.core.policy import (
     ASSUMED_S_PER_TOKEN,
     Choice,

@@ -151,7 +151,7 @@ class WaitingQueue:
         self._table.move(call, State.OFFERED)
         call.placement = max(call.placement, call.highest) + 1
         self._table.offered(call, now)
-        prefill = self._view.offered(call, choice)
+        prefill = self._view.offered(call, choice, is_fork=host is not None)
         record = call.record
         if call.deadline_s is not None:
             record = msgspec.structs.replace(record, remaining_s=max(call.deadline_s - now, 0.0))

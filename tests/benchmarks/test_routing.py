@@ -16,6 +16,7 @@ from benchmarks.routing.workers import ClusterShape, RoutingOutcome, Speeds
 from benchmarks.routing.workloads import BLOCK, GENERATED, TOKEN_SCALE, PromptTurn, Visit, in_order
 from router.core.policies import make_policy
 
+FORMULA = ["--policies", "lmetric", "--decision"]
 SMALL = ClusterShape(prefill=2, decode=2, prefill_blocks=400, decode_blocks=2000)
 
 
@@ -125,7 +126,11 @@ def test_lines_compare_with_the_best() -> None:
     assert (first["ITL p99 ms"], second["hits"], first["busy"]) == (5, 0.5, 0.25)
 
 
-def test_the_command_reads_traces_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reads_traces_and_writes_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, few in (("PROMPT_BLOCKS", 16), ("POOL_BLOCKS", 64), ("DECISIONS", 50)):
+        monkeypatch.setattr(f"benchmarks.routing.__main__.{name}", few)
     rows = traces.make(traces.TraceShape(rows=60), 1)
     trace, out = tmp_path / "small.jsonl", tmp_path / "out.json"
     trace.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -137,7 +142,7 @@ def test_the_command_reads_traces_and_writes_figures(tmp_path: Path, capsys: pyt
     assert [line["policy"] for line in found] == ["least-cost", "random"] and found[0]["workload"] == "small"
     timed = {line["what"]: line["cpu_p99_us"] for line in written["rows"]["Decisions, CPU and wall"]}
     assert {"decision", "policy", "accepted"} <= timed.keys() and timed["decision"] > timed["policy"] > 0
-    for refused in (["--policies", "nonsense"], ["--workers", "4", "--prefill", "2", "--decode", "1"], ["--decode=0"]):
+    for refused in (["--policies", "nonsense"], [*arguments, "--workers=4", "--prefill=2", "--decode=1"], FORMULA):
         with pytest.raises(SystemExit):
             main(refused)
 
@@ -146,6 +151,8 @@ def test_workers_of_either_kind_follow_from_all() -> None:
     assert [_pools(8, 4, 4), _pools(9, None, None), _pools(8, 6, None), _pools(8, None, 2)] == [
         (4, 4), (4, 5), (6, 2), (6, 2)
     ]  # fmt: skip
+    usual = ClusterShape()
+    assert _pools(None, 8, None) == (8, usual.decode) and _pools(None, None, 1) == (usual.prefill, 1)
 
 
 def test_the_published_gain_of_cache_aware_routing_is_there() -> None:

@@ -149,6 +149,16 @@ def test_what_is_no_answer_is_refused() -> None:
         dialer.answer(encode(many))
 
 
+@pytest.mark.parametrize("life", [-1, -(1 << 63)])
+def test_a_life_that_cannot_be_is_refused(life: int) -> None:
+    """Guards what writes an incarnation in 64 bits, such as a transfer port's key, against one with the secret."""
+    greeting = msgspec.msgpack.decode(Dialer(Keyring((OLD,)), PATH, ROUTER, ONE).greet())
+    listening().welcome(encode(greeting))
+    greeting["party"]["incarnation"] = life
+    with pytest.raises(HandshakeError, match="incarnation"):
+        listening().welcome(encode(greeting))
+
+
 def test_a_proof_before_the_greeting_is_refused() -> None:
     with pytest.raises(HandshakeError, match="before the greeting"):
         listening().check(encode(DialerProof(bytes(32))))

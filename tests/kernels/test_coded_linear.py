@@ -77,7 +77,7 @@ def test_a_rows_bits_are_its_own_in_tiles_of_any_height(kind: Kind, rows: int, c
     weight, configs = weight_of(kind, rows, columns), launch_configs(torch.device(DEVICE), kind)
     x = torch.randn(300, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.bfloat16)  # on a GPU
     whole = coded_linear(x, weight, None, configs)
-    for first, end in ((0, 1), (3, 14), (5, 40), (7, 71), (8, 72), (40, 300)):
+    for first, end in ((0, 1), (3, 14), (5, 40), (7, 71), (9, 109), (40, 300)):
         assert torch.equal(coded_linear(x[first:end].contiguous(), weight, None, configs), whole[first:end])
 
 

@@ -120,7 +120,7 @@ def test_a_rows_bits_are_its_own_in_tiles_of_any_height(columns: int, each: int)
     weight = made(coded(96, columns, each), "tile")
     x = torch.randn(300, columns, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.bfloat16)  # on a GPU
     whole = linear(x, weight)
-    for first, end in ((0, 1), (3, 14), (5, 40), (7, 71), (8, 72), (40, 300)):
+    for first, end in ((0, 1), (3, 14), (5, 40), (7, 71), (9, 109), (40, 300)):
         assert torch.equal(linear(x[first:end].contiguous(), weight), whole[first:end])
 
 

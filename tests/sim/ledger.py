@@ -24,6 +24,8 @@ CORES = (
     "transfer/ranks/*.py",
     "router/core/**/*.py",
     "router/status/*.py",
+    "router/config.py",
+    "router/dispatch.py",
     "router/hub.py",
     "router/roster.py",
     "engine/*.py",

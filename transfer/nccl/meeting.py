@@ -86,7 +86,13 @@ class Meeting:
                     sock = dial.connect(now, self._stall_s)
                 except OSError:
                     continue  # until the limit
-                self._watch(peer, Wire(sock, Knock(sock, dial.key, self._incarnation, peer.incarnation)))
+                try:
+                    knock = Knock(sock, dial.key, self._incarnation, peer.incarnation)
+                except ProofError as error:
+                    sock.close()
+                    self._lose(peer, str(error))
+                    continue
+                self._watch(peer, Wire(sock, knock))
 
     def flush(self) -> None:
         """Send what was said, as far as the sockets take it."""

@@ -99,9 +99,11 @@ def map_codes(folder: Path) -> dict[str, CodedWeight]:
     """Map the codes of a prepared folder by name; none where it has no such file. Raises ModelError."""
     if not (path := folder / CODES_FILE).exists():
         return {}
-    kinds = {"float32": torch.float32}
-    pieces = {
-        name: torch.frombuffer(piece.raw, dtype=kinds.get(piece.form.decode(), torch.uint8)).view(piece.shape)
-        for name, piece in map_pieces(path).items()
-    }
+    pieces = {}
+    for name, piece in map_pieces(path).items():
+        dtype = torch.float32 if piece.form == b"float32" else torch.uint8
+        try:
+            pieces[name] = torch.frombuffer(piece.raw, dtype=dtype).view(piece.shape)
+        except (RuntimeError, ValueError) as error:
+            raise ModelError(path, f"{name}: {len(piece.raw)} bytes are no {piece.shape}: {error}") from error
     return coded_weights(pieces, coded_forms(load_index(path), path))

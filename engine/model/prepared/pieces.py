@@ -99,6 +99,10 @@ def map_pieces(path: Path) -> dict[str, Mapped]:
     """Map the pieces of the file `path` by name, in pages shared with every process that maps it. They are private once
     written to, and never to be written: PyTorch takes no others without a warning. Raises ModelError and OSError."""
     index = load_index(path)
+    if not index.size_bytes:
+        if index.pieces:
+            raise ModelError(path, "is empty, and its index names pieces")
+        return {}
     with path.open("rb") as file:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     return {

@@ -53,6 +53,23 @@ def test_an_offer_loads_both_of_its_workers() -> None:
     assert (decode.used_blocks, prefill.queue_tokens) == (4, 40)
 
 
+def test_what_nobody_reads_is_in_no_line() -> None:
+    """Guards eight samples of one prompt: seven of them were taken for prompts before which nobody goes."""
+    parts = cluster()
+    first = parts.offer("a")
+    accept(parts, first)
+    prefill = parts.registry.get("p0")
+    assert prefill is not None and list(prefill.reading) == ["a"]
+    for name in ("b", "c"):
+        sample = parts.wait(name)
+        beside = parts.placer.beside(sample, first, 0.0)
+        assert beside is not None and beside.prefill.name == "p0"
+        parts.view.offered(sample, beside, is_fork=True)
+    assert list(prefill.reading) == ["a"]
+    parts.view.offered(sample, beside)
+    assert list(prefill.reading) == ["a", "c"]
+
+
 def test_what_is_accepted_will_be_held() -> None:
     """Guards a burst of one cold prompt, which follows the first one before its worker has said yes; what decode
     workers are believed to hold, from their yes on alone; and what they contradict."""

@@ -38,7 +38,8 @@ from transfer.reactor import Reactor
 from transfer.transport import BlockSlice, TransferError
 
 MAX_STRANGERS = 64
-"""Accepted connections that have not proven who they are; past it the oldest is closed."""
+"""Accepted connections that have not proven who they are; past it one is closed, the oldest of those that have not
+greeted, if there are any."""
 
 Target = tuple[int, tuple[str, int]]
 """An address family, and the host's address and port."""
@@ -246,7 +247,8 @@ class Door:
                 self._turn_away()
             return  # nobody is there any more, or the connection broke before it began
         if len(self._strangers) >= MAX_STRANGERS:
-            self._turn_out(next(iter(self._strangers)))
+            silent = (other for other, stranger in self._strangers.items() if not stranger.said)
+            self._turn_out(next(silent, next(iter(self._strangers))))
         self._strangers[sock] = _Stranger(time.monotonic() + self._stall_s)
         self._reactor.watch(sock, lambda: self._listen(sock))
 
