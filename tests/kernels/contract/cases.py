@@ -20,6 +20,7 @@ from tests.kernels.contract.measure import Case, Watched
 from tests.kernels.contract.other_cases import (
     coded_case,
     coded_many_case,
+    coded_more_case,
     coded_some_case,
     convert_case,
     copy_case,
@@ -71,6 +72,7 @@ OF_HOPPER = ("float8_linear", "float8_linear_many")
 BESIDE = {
     "convert_blocks": (widen_case,),
     "coded_linear": (coded_some_case,),
+    "coded_linear_many": (coded_more_case,),
     "float8_linear": (float8_some_case, round_case, merge_parts_case),
     "plan_experts": (place_case,),
     "sample": (weigh_case, gather_case),

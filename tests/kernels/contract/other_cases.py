@@ -143,6 +143,13 @@ def coded_many_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Cas
     return _many(coded_case(key, config), config)
 
 
+def coded_more_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """A short chunk's product, in tiles that are lower than the table's where those are higher."""
+    more = _many(coded_case(key, config), config)
+    rows = min(config.rows, coded_linear.SOME_ROWS)
+    return replace(more, name=f"{more.name}, up to {rows} rows", constants={**more.constants, "ROWS": rows})
+
+
 def float8_some_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
     return _some(float8_case(key, config), config)
 
