@@ -335,16 +335,17 @@ class Worker(Generic[E]):
     def _report(self, now: float) -> None:
         self._reported_at, self._report_now = now, False
         evicted = self.parts.kv.take_evicted()
+        tiers = self.parts.kv.take_moved(EVICTED_AT_ONCE).items()
+        moved = {tier: b"".join(one[:SHORT_BYTES] for one in blocks) for tier, blocks in tiers}
         load = self._load(evicted, now)
-        frames = [encode([load])]
+        # Of a tier that was dropped, a report would be larger than a frame may be.
+        pieces = [evicted[at : at + EVICTED_AT_ONCE] for at in range(0, len(evicted), EVICTED_AT_ONCE)] or [[]]
+        frames = [encode([msgspec.structs.replace(load, evicted=piece)]) for piece in pieces[:-1]]
+        frames.append(encode([msgspec.structs.replace(load, evicted=pieces[-1], moved=moved)]))
         if cached := self.parts.kv.take_cached():
             # Before what was evicted: some of it may be gone again.
             runs = [HeldRun(parent[:SHORT_BYTES], b"".join(one[:SHORT_BYTES] for one in run)) for parent, run in cached]
             frames = [*split_frames([CachedTold(runs)]), *frames]
-        if len(evicted) > EVICTED_AT_ONCE:
-            # Of a tier that was dropped, a report would be larger than a frame may be.
-            pieces = [evicted[at : at + EVICTED_AT_ONCE] for at in range(0, len(evicted), EVICTED_AT_ONCE)]
-            frames = [encode([msgspec.structs.replace(load, evicted=piece)]) for piece in pieces]
         for router in self.parts.routers.values():
             for frame in frames:
                 router.send(frame)
@@ -386,6 +387,7 @@ class Worker(Generic[E]):
             group_blocks=held if len(held) > 1 else {},
             waiting_requests=scheduler.waiting_requests,
             running_requests=scheduler.running_requests,
+            s_per_loaded_block={} if kv.tiers is None else kv.tiers.cost.s_per_block,
             evicted=evicted,
             leaving=scheduler.leaving,
             silent=source.silent(self.parts.transfer.escalate_s, now),
