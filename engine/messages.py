@@ -122,6 +122,9 @@ class RouterHello(Record):
     name: str = "router"
     protocol: int = 1
     """The `PROTOCOL` of its release; 1: one that does not say."""
+    heard: int = 0
+    """How many `HoldingTold` of this life of the worker it has heard: of a telling that was cut, what follows them is
+    told. 0: all."""
 
 
 class Claim(Record):
@@ -335,6 +338,8 @@ class HoldingTold(Record):
     order of use, the latest first. Whatever comes and goes meanwhile is told as always."""
 
     runs: list[HeldRun]
+    number: int = 0
+    """Counts those of one telling from 1 on; 0: of a worker that does not say."""
 
 
 class CachedTold(Record):

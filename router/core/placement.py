@@ -34,6 +34,10 @@ FALLBACK = "fallback"
 SESSION = "session"
 """The reason of a choice that goes on where its conversation was."""
 
+NEGLIGIBLE = 1 / 8
+"""A load that takes no longer than this part of computing is free. With a price, requests would crowd where what they
+share is on the device, and what others have of it in host memory would grow old (docs/routing.md)."""
+
 LOCAL = PeerAddress("", "")
 """Stands in the place of a prefill worker: the decode worker prefills by itself."""
 
@@ -322,13 +326,13 @@ class Placer:
         return self._reuse.delaying_tokens(call.chain(alike[0].key), found, alike[0].key[1], queues, s_per_token)
 
     def _loading(self, worker: WorkerEntry, held: "_Held") -> tuple[int, float]:
-        """Return how many of the blocks that a worker holds in lower tiers it computes again, and the seconds in which
-        the others come back: as it decides itself (`engine.kv.tiers.cost`), as many of the first as save most."""
+        """Return how many of the blocks that a worker holds in lower tiers it computes again, and the price of those
+        that come back, in seconds: as it decides itself (`engine.kv.tiers.cost`), as many of the first as save most."""
         lower = held.lower(worker.key).get(worker.name)
         if lower is None or worker.load is None:
             return 0, 0.0
-        each_s = worker.load.s_per_loaded_block
         block_s = worker.room[0] * (self._fitted.reading(worker.name)[0] or ASSUMED_S_PER_TOKEN)
+        each_s = {tier: s for tier, s in worker.load.s_per_loaded_block.items() if s > NEGLIGIBLE * block_s}
         left, least_left, load_s, best_load_s, best_saved_s, saved_s = sum(lower), sum(lower), 0.0, 0.0, 0.0, 0.0
         for blocks, tier in zip(lower, TIERS[1:], strict=True):
             load_s += blocks * each_s.get(tier, 0.0)

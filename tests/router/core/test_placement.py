@@ -394,18 +394,19 @@ def test_a_decode_worker_that_may_read_may_be_the_soonest(local_prefill: str, ex
     ("each_s", "cached_tokens", "load_s"),
     [
         ({}, 47, 0.0),
-        ({"host": 0.02}, 47, 0.02),
-        ({"host": 0.02, "disk": 0.1}, 47, 0.02 + 0.1),
-        ({"host": 0.02, "disk": 0.2}, 32, 0.02),
+        ({"host": 0.02, "disk": 0.02}, 47, 0.0),
+        ({"host": 0.021}, 47, 0.021),
+        ({"host": 0.04, "disk": 0.1}, 47, 0.04 + 0.1),
+        ({"host": 0.04, "disk": 0.2}, 32, 0.04),
         ({"host": 0.2, "disk": 0.2}, 16, 0.0),
-        ({"host": 0.2, "disk": 0.01}, 47, 0.2 + 0.01),
+        ({"host": 0.2, "disk": 0.03}, 47, 0.2 + 0.03),
     ],
 )
 def test_what_lies_in_lower_tiers_is_loaded_where_that_is_sooner_than_computing(
     each_s: dict[str, float], cached_tokens: int, load_s: float
 ) -> None:
     """Guards the price of a block on disk, and of one that a worker will compute although it holds it; what has never
-    been loaded costs nothing. A decode worker loads, too, before the rest is asked for."""
+    been loaded, or takes next to nothing, has no price. A decode worker loads, too, before the rest is asked for."""
     parts, call = Parts(), waiting(tokens=48)
     chain = call.chain(parts.join("d0").key)
     parts.join("p0")
@@ -421,7 +422,7 @@ def test_what_lies_in_lower_tiers_is_loaded_where_that_is_sooner_than_computing(
     parts.index.moved("d0", {"disk": chain[1][:SHORT_BYTES]})
     choice, disk_s = parts.placer.choose(call, 0.0), each_s.get("disk", 0.0)
     assert choice is not None, "what has gone further down since is another load"
-    assert choice.decode.load_s == pytest.approx(2 * disk_s if disk_s < 16 * 0.01 else 0.0)
+    assert choice.decode.load_s == pytest.approx(2 * disk_s if 0.02 < disk_s < 16 * 0.01 else 0.0)
 
 
 def test_a_prompt_that_was_left_behind_is_no_line_and_no_less_than_none() -> None:
