@@ -23,8 +23,8 @@ others is put right by what ends next, and who is sent more is not.
 
 No request moves a factor by more than FACTOR_STEP, no report the line's slope by more than ROW_STEP, no factor leaves
 [1 / MOST, MOST], and no prompt counts for more than MOST usual ones before it, a worker's first by what is usual
-elsewhere in its pool: one odd request changes little, and a hundred of them what they should. A worker of which nothing is known has the median of
-its pool. Everything is a function of the records that came, in their order.
+elsewhere in its pool: one odd request changes little, and a hundred of them what they should. A worker of which nothing
+is known has the median of its pool. Everything is a function of the records that came, in their order.
 """
 
 from collections.abc import Iterable
