@@ -15,6 +15,7 @@ Needs the `dev` extra; the product itself never imports transformers.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from benchmarks.checkpoint import read
 from benchmarks.figures import show, write_json
+from cluster.processes.spec import model_cache
 from engine.backends.native_attention import NativeAttention
 from engine.backends.workspace import trial_row
 from engine.batch import ForwardBatch
@@ -239,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=512, help="tokens that are read at once")
     add("--threads", type=int, default=2)
     add("--peer", action="append", default=[], type=_peer, metavar="llama.cpp=VENV")
-    add("--cache-dir", type=Path, help="of prepared models")
+    add("--cache-dir", type=Path, default=model_cache("", os.environ), help="of prepared models")
     add("--json", type=Path, metavar="FILE")
     return parser
 

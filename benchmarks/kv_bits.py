@@ -12,6 +12,7 @@ would be drawn. Nothing here is faster or smaller: numbers are rounded to what t
                   (6 bits, 4.5 with blocks of 64); values as int4-32 (after KIVI, arXiv 2402.02750)
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import exp, sqrt
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import output
+from cluster.processes.spec import model_cache
 from engine.backends.attention import TorchAttention
 from engine.backends.workspace import trial_row
 from engine.batch import ForwardBatch
@@ -159,7 +161,7 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="a GGUF file or a directory (default: the demo model)")
     parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
-    folder = prepare(options.model)
+    folder = prepare(options.model, model_cache("", os.environ))
     model, text = load_model(folder), TextModel.load(folder)
     root = Path(__file__).parent.parent
     said = "\n".join((root / name).read_text(encoding="utf-8") for name in TEXTS)
