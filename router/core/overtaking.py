@@ -1,11 +1,11 @@
 """Which prompts a new one goes before on a prefill worker, and what it waits for instead of its whole queue. Pure.
 
-A prefill worker does not take prompts in the order in which they came (`prefill_worker/scheduler/line.py`): beside the
-first in line one that is much shorter, at most half as long, takes up to half of each step, one at a time. So who finds
-nearly all of its prompt in the cache does not wait for the long one before it, however long, but for
+A prefill worker does not take prompts in the order in which they came (`prefill_worker/scheduler/line.py`): beside a
+long one, those that are much shorter, at most half as long, share half of each step. So who finds nearly all of its
+prompt in the cache does not wait for the long one before it, however long, but for
 
     all that is not twice as long as itself, or of which nothing is known, as it would anyway
-    + for each of those, and for itself, what such a step computes of the long ones beside it
+    + what the steps in which half is for those and itself compute of the long ones beside them
     + half a step, the one under way on average
 
 and never for more than the queue. While it reads what they compute, who shares a prompt's beginning cannot go before
@@ -68,8 +68,8 @@ class ReadingLine:
         `held` blocks of its `chain`."""
         # Every decision asks every worker that has much to do.
         chunk_tokens = self._chunk_tokens
-        longer, beside = MUCH_SHORTER * tokens, chunk_tokens // 2 + max(chunk_tokens - tokens, tokens)
-        if not chunk_tokens or self._longest < longer or queue_tokens <= beside:
+        longer = MUCH_SHORTER * tokens
+        if not chunk_tokens or self._longest < longer or queue_tokens <= chunk_tokens:
             return NOBODY  # as where there is little to do, and for whoever is no shorter than others
         computed = self._tokens - queue_tokens
         passed = prompts = 0
@@ -80,6 +80,7 @@ class ReadingLine:
                 passed += left
                 prompts += 1
             elif left > 0:
-                beside += max(chunk_tokens - left, left)
-        passed -= beside
+                tokens += left
+        steps = -(-2 * tokens // chunk_tokens)  # half of each is theirs
+        passed -= chunk_tokens // 2 + steps * chunk_tokens - tokens
         return (passed, prompts) if passed > 0 else NOBODY
