@@ -15,7 +15,6 @@ Needs the `dev` extra; the product itself never imports transformers.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -241,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=512, help="tokens that are read at once")
     add("--threads", type=int, default=2)
     add("--peer", action="append", default=[], type=_peer, metavar="llama.cpp=VENV")
-    add("--cache-dir", type=Path, default=model_cache("", os.environ), help="of prepared models")
+    add("--cache-dir", type=Path, default=model_cache(), help="of prepared models")
     add("--json", type=Path, metavar="FILE")
     return parser
 

@@ -169,7 +169,7 @@ def _measure(
             )
             made: list[LoadSession] = []
             if name in TEXTS:
-                text = TextModel.load(prepare(None, model_cache("", os.environ)))
+                text = TextModel.load(prepare(None, model_cache()))
                 made = text_sessions(text, plan.workload, plan.requests, f"{number}/{name}")
             level, drafts, processor = asyncio.run(_run(peer, plan, made, pid, port, log))
             if level.summary.failed:

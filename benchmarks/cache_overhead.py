@@ -5,7 +5,6 @@ thread, and every call into the KV cache manager is timed. The share is time ins
 that the runner computed, both as processor time of the one thread that does both.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -145,7 +144,7 @@ def _record(
 def main() -> None:
     parser = output.parser(__doc__)
     parser.add_argument("--model", help="as for `headrace up`; default: the demo model")
-    parser.add_argument("--cache-dir", type=Path, default=model_cache("", os.environ), help="where prepared models lie")
+    parser.add_argument("--cache-dir", type=Path, default=model_cache(), help="where prepared models lie")
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--batches", type=int, default=2)
     options = parser.parse_args()

@@ -11,7 +11,6 @@ worker's first constraint takes beside all this, to load the vocabulary, comes f
 
 import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -132,7 +131,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pool-gib", type=float, default=2.0)
     options = parser.parse_args()
-    folder: Path = prepare(options.model, model_cache("", os.environ))
+    folder: Path = prepare(options.model, model_cache())
     config = EngineConfig(
         model_dir=str(folder), device=options.device, threads=options.threads,
         pool_bytes=int(options.pool_gib * (1 << 30)), jump_forward=False,

@@ -7,7 +7,6 @@ others is taken per round. With one thread, times are its processor time.
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -182,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", help="a GGUF file or a directory; default: the demo's")
-    add("--cache-dir", type=Path, default=model_cache("", os.environ), help="of prepared models")
+    add("--cache-dir", type=Path, default=model_cache(), help="of prepared models")
     add("--dtype", default="float32")
     add("--threads", type=int, default=1)
     add("--context-tokens", type=int, default=300)

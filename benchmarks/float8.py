@@ -6,7 +6,6 @@ weights in float32: what the rounded ones change, and what rounding activations 
 """
 
 import argparse
-import os
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cache-dir", type=Path, default=model_cache("", os.environ))
+    parser.add_argument("--cache-dir", type=Path, default=model_cache())
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     kernels = native()

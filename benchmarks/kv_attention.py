@@ -7,7 +7,6 @@ of the first side's to each.
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from statistics import median
@@ -127,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         print("the native kernels were not built: `headrace doctor` says why")
         return 1
     torch.set_num_threads(1)
-    model = load_model(prepare(options.model, model_cache("", os.environ)), panels=True, integer=23)
+    model = load_model(prepare(options.model, model_cache()), panels=True, integer=23)
     sides = sides_of(model, kernels, options.requests, options.context_tokens)
     title = f"{model.config.name}: {options.requests} requests at {options.context_tokens} tokens, {kernels.variant}"
     output.tell(options, "kv_attention", {title: measure(sides, options.rounds)})

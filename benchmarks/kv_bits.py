@@ -12,7 +12,6 @@ would be drawn. Nothing here is faster or smaller: numbers are rounded to what t
                   (6 bits, 4.5 with blocks of 64); values as int4-32 (after KIVI, arXiv 2402.02750)
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import exp, sqrt
@@ -161,7 +160,7 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="a GGUF file or a directory (default: the demo model)")
     parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
-    folder = prepare(options.model, model_cache("", os.environ))
+    folder = prepare(options.model, model_cache())
     model, text = load_model(folder), TextModel.load(folder)
     root = Path(__file__).parent.parent
     said = "\n".join((root / name).read_text(encoding="utf-8") for name in TEXTS)

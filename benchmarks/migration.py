@@ -7,7 +7,6 @@ is what did not. Beside it the bound: the same bytes at the speed of one thread'
 """
 
 import argparse
-import os
 import sys
 import time
 from contextlib import ExitStack
@@ -176,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", help="a GGUF file or a directory; default: the demo's")
-    add("--cache-dir", type=Path, default=model_cache("", os.environ), help="of prepared models")
+    add("--cache-dir", type=Path, default=model_cache(), help="of prepared models")
     add("--tokens", type=numbers, default=list(TOKENS), help="prompt lengths")
     add("--transports", type=lambda text: text.split(","), default=list(TRANSPORTS))
     add("--repeats", type=int, default=5)

@@ -257,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", help="a GGUF file or a directory; default: the demo's")
-    add("--cache-dir", type=Path, default=model_cache("", os.environ), help="of prepared models")
+    add("--cache-dir", type=Path, default=model_cache(), help="of prepared models")
     add("--tokens", type=numbers, default=list(TOKENS), help="prompt lengths")
     add("--at", type=numbers, default=list(KILLED_AT), help="kill decode workers at these tokens")
     add("--kills", type=int, default=10, help="of each kind")
