@@ -13,11 +13,13 @@ import msgspec
 
 from engine.types import Beam, BlockId, DrawnToken, FinishReason, Incarnation, RequestId, RequestRecord, TokenLogprobs
 
-PROTOCOL = 2
+PROTOCOL = 3
 """What a process says that it understands, in its `WorkerInfo` or `RouterHello`. A frame with a record of an unknown
 kind ends its stream, so each kind that is added gets a number here, and is said to nobody below it."""
 READS_TOLD = 2
 """The first at which `ReadTold` is understood."""
+SESSIONS_TOLD = 3
+"""The first at which `SessionTold` is."""
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
@@ -216,9 +218,21 @@ class ReadTold(Record):
     blocks: bytes
 
 
+class SessionTold(Record):
+    """From a router to its siblings, by way of the decode worker that has taken a conversation's request, which passes
+    it on as it is: the next turns go there. `session` names the conversation (`router.core.sessions`), `turn` says
+    which of two words of it is the later one, and `prefill` is the life that reads its prompt: empty, where the decode
+    worker does."""
+
+    session: bytes
+    turn: int
+    prefill: str = ""
+    prefill_incarnation: Incarnation = Incarnation(0)
+
+
 DecodeOrder = RouterHello | Claim | Place | Cancel | Finish | UsePrefill | Yield | Release
 """What a router says to a decode worker's scheduler."""
-RouterRecord = ProcessesTold | TenantsTold | ReadTold | DecodeOrder
+RouterRecord = ProcessesTold | TenantsTold | ReadTold | SessionTold | DecodeOrder
 
 
 # decode worker -> router
@@ -366,6 +380,7 @@ DecodeRecord = (
     | CachedTold
     | TenantsTold
     | ReadTold
+    | SessionTold
 )
 
 

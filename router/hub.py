@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine.messages import (
     PROTOCOL,
-    READS_TOLD,
+    SESSIONS_TOLD,
     CachedTold,
     ClaimTold,
     DecodeRecord,
@@ -26,6 +26,7 @@ from engine.messages import (
     Place,
     ReadTold,
     RouterRecord,
+    SessionTold,
     TenantsTold,
     Tokens,
     UsePrefill,
@@ -35,13 +36,24 @@ from engine.types import FinishReason, RequestId, RequestRecord, TokenLogprobs
 from router.core import events
 from router.core.core import Router
 from router.core.registry import Life
+from router.core.sessions import Session
 from router.roster import Roster
 from router.status.journal import RouterJournal
 from router.status.observer import Observer
 
 log = logging.getLogger(__name__)
 
-_OF_NO_REQUEST = WorkerInfo | Load | OrphansTold | HoldingTold | CachedTold | ClaimTold | TenantsTold | ReadTold
+_OF_NO_REQUEST = (
+    WorkerInfo
+    | Load
+    | OrphansTold
+    | HoldingTold
+    | CachedTold
+    | ClaimTold
+    | TenantsTold
+    | ReadTold
+    | SessionTold
+)
 
 
 class Sink(Protocol):
@@ -155,9 +167,9 @@ class Hub:
         self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
 
-    def charge(self, request: RequestId, tenant: str, weight: float) -> None:
-        """Tell the core whose an adopted request is."""
-        self._handle(events.Owned(request, tenant, weight))
+    def charge(self, request: RequestId, tenant: str, weight: float, session: Session | None = None) -> None:
+        """Tell the core whose an adopted request is, and of which conversation."""
+        self._handle(events.Owned(request, tenant, weight, session))
 
     def leave(self, request: RequestId) -> None:
         """The client is gone; nothing more reaches its sink."""
@@ -184,10 +196,10 @@ class Hub:
         if self.roster.joined(info):
             self._observer.joined(info.name, info.role)
         self._handle(events.Connected(peer, info))
-        if info.role == "decode" and info.protocol < READS_TOLD:
+        if info.role == "decode" and info.protocol < SESSIONS_TOLD:
             log.warning(
-                "worker %s is of an older release (protocol %d, here %d): by it, others do not hear what is about "
-                "to be read",
+                "worker %s is of an older release (protocol %d, here %d): by it, others do not hear all of what is "
+                "about to be read, and where conversations are",
                 *(info.name, info.protocol, PROTOCOL),
             )
         for other in self.core.registry.computing_otherwise(info)[:1]:
@@ -262,6 +274,8 @@ class Hub:
         now = self._clock()
         self.journal.command(command, now)
         match command:
+            case events.TellWorker(_, SessionTold()) if not self.has_siblings():
+                pass
             case events.TellWorker(worker, record, reason):
                 if isinstance(record, Place):
                     if (sink := self._sinks.get(record.record.request)) is not None:

@@ -58,8 +58,9 @@ class Steps:
         calls = [line.split(maxsplit=2) for line in (self.said / "called").read_text().splitlines()]
         return [" ".join(call[2:]) for call in calls if call[1] == step]
 
-    def run(self) -> tuple[int, list[str]]:
+    def run(self, minutes: int = 80) -> tuple[int, list[str]]:
         environment = {**os.environ, "PATH": f"{self._tools}:{os.environ['PATH']}", "SAID": str(self.said)}
+        environment["CI_MINUTES"] = str(minutes)
         done = subprocess.run(
             [self._script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
         )
@@ -118,6 +119,25 @@ def test_what_was_skipped_is_said_last(steps: Steps) -> None:
         "== all passed, but for what was skipped",
         "2940 passed, 0 failed",
     ]
+
+
+def test_what_would_not_end_in_time_is_left_out_and_said(steps: Steps) -> None:
+    """Guards a slow machine, where a run that is cut off would say nothing, and a step that is gone unsaid."""
+    status, lines = steps.run(minutes=6)
+    assert status == 0, lines
+    slow, chaos = lines[lines.index("== skipped") + 1 :][:2]
+    assert slow.startswith("no time for make slow ARGS=--numprocesses 2 --deselect=")
+    assert chaos.startswith("no time for make chaos ARGS=--numprocesses 2")
+    assert lines[-2:] == ["== all passed, but for what was skipped", "50 passed, 0 failed"]
+    assert not steps.called("slow") and not steps.called("chaos")
+    assert all(steps.called(step) for step in STEPS - {"slow", "chaos"})
+
+    (steps.said / "called").unlink()
+    status, lines = steps.run(minutes=0)
+    assert status == 0 and lines[-1] == "10 passed, 0 failed"
+    assert {step for step in STEPS if steps.called(step)} == {"check", "test", "demo"}
+    told = [line.split()[4] for line in lines if line.startswith("no time for make ")]
+    assert set(told) == STEPS - {"check", "test", "demo"} and told.count("contract") == 2
 
 
 def test_what_failed_is_tried_once_more_and_no_third_time(steps: Steps) -> None:

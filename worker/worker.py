@@ -23,6 +23,7 @@ from engine.loop import Engine, EngineThread
 from engine.messages import (
     PROTOCOL,
     READS_TOLD,
+    SESSIONS_TOLD,
     CachedTold,
     FirstToken,
     Handoff,
@@ -34,6 +35,7 @@ from engine.messages import (
     ReadTold,
     Record,
     RouterHello,
+    SessionTold,
     TenantsTold,
     WorkerInfo,
     encode,
@@ -258,7 +260,7 @@ class Worker(Generic[E]):
                         self._greeted(router, told)
                     elif isinstance(told, ProcessesTold):
                         parts.readers.listed(link, told.processes, self._tell)
-                    elif isinstance(told, TenantsTold | ReadTold):
+                    elif isinstance(told, TenantsTold | ReadTold | SessionTold):
                         self._pass_on(link, told)
                 self._role.hear(item, self._tell)
             case StreamEnded(RouterStream(link=link), why):
@@ -291,19 +293,19 @@ class Worker(Generic[E]):
         """Note what a router understands, and what it has heard."""
         router.protocol = hello.protocol
         self._tellings.greeted(router.link, hello.heard)
-        if hello.protocol < READS_TOLD:
+        if hello.protocol < SESSIONS_TOLD:
             log.warning(
-                "router %s is of an older release (protocol %d, here %d): it is not told what others are about to have "
-                "read",
+                "router %s is of an older release (protocol %d, here %d): it is not told all of what others are about "
+                "to have read, and where conversations are",
                 *(hello.name, hello.protocol, PROTOCOL),
             )
 
-    def _pass_on(self, link: int, told: TenantsTold | ReadTold) -> None:
+    def _pass_on(self, link: int, told: TenantsTold | ReadTold | SessionTold) -> None:
         """Tell the other routers what one says to them: of tenants, in the name that it has proven."""
         sender = self.parts.routers[link].router
         if isinstance(told, TenantsTold):
             told = msgspec.structs.replace(told, router=sender.name, incarnation=sender.incarnation)
-        needed = READS_TOLD if isinstance(told, ReadTold) else 1
+        needed = {ReadTold: READS_TOLD, SessionTold: SESSIONS_TOLD}.get(type(told), 1)
         for router in self.parts.routers.values():
             if router.router.incarnation != sender.incarnation and router.protocol >= needed:
                 router.say([told])

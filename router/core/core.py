@@ -13,6 +13,7 @@ ended alone.
 
 from engine.messages import (
     READS_TOLD,
+    SESSIONS_TOLD,
     Accepted,
     CachedTold,
     Cancel,
@@ -28,6 +29,7 @@ from engine.messages import (
     ReadTold,
     Refused,
     Release,
+    SessionTold,
     Taken,
     TenantsTold,
     Tokens,
@@ -77,7 +79,7 @@ from router.core.losses import Losses, poisonous
 from router.core.policy import RoutingPolicy
 from router.core.recovery import poisoned
 from router.core.registry import Life
-from router.core.sessions import Pin, Sessions
+from router.core.sessions import Pin, Session, Sessions
 from router.core.waiting_queue import WaitingQueue
 
 _RUNNING = State.RUNNING  # looked up once: every token asks
@@ -102,7 +104,7 @@ class Router:
         self._calls, self._share = table.calls, table.share
         self._placer = make_placer(policy, view.registry, view.index, config.local_prefill)
         self._adoptions = Adoptions(config.settle_s, table, view, life)
-        self._sessions = Sessions(config.session_s)
+        self._sessions = Sessions(config.session_s, life)
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions, self._sessions)
         self._admission = DeadlineGate(config, table, self._placer, self._queue)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
@@ -159,9 +161,11 @@ class Router:
                 self._queue.advance(now, out)
             case ClaimWanted(key, namespace):
                 self._adoptions.claim(key, namespace, out)
-            case Owned(request, tenant, weight):
-                if request in self._calls:
+            case Owned(request, tenant, weight, session):
+                if (call := self._calls.get(request)) is not None:
                     self._table.share.go_on(request, tenant, weight)
+                    call.session = session
+                    self._pin(call, now, out)
             case StopFound():
                 self._stop_found(event, out)
             case WorkersNamed(decode, lives):
@@ -246,6 +250,12 @@ class Router:
                 self._placer.told(record, now)
             self._view.told(record)
             return
+        if isinstance(record, SessionTold):
+            home = self.registry.get(worker)
+            if home is not None:
+                prefill = (record.prefill, record.prefill_incarnation) if record.prefill else None
+                self._sessions.told(Session(record.session), Pin(prefill, home.life), record.turn, now)
+            return
         if isinstance(record, OrphansTold):
             self._adoptions.told(worker)
             self._queue.advance(now, out)
@@ -287,11 +297,21 @@ class Router:
         if call.state is State.OFFERED:
             self._table.move(call, State.RUNNING)
             self._view.accepted(call, record)
-            if call.decode_life is not None:
-                self._sessions.note(call.session, Pin(call.prefill_life, call.decode_life), now)
             out.append(Begin(record.request))
+            self._pin(call, now, out)
         elif call.state is not State.CLOSING:
             out.append(Ignored("duplicate", 0))
+
+    def _pin(self, call: Call, now: float, out: list[Command]) -> None:
+        """Note who serves the conversation of `call`, and tell the other routers, by way of a worker that passes it
+        on."""
+        home = self.registry.get(call.decode)
+        if call.session is None or home is None:
+            return
+        turn = self._sessions.note(call.session, Pin(call.prefill_life, home.life), now)
+        if home.info.protocol >= SESSIONS_TOLD:
+            told = SessionTold(call.session, turn, *(call.prefill_life or ()))
+            out.append(TellWorker(home.name, told))
 
     def _refused(self, call: Call, now: float, out: list[Command]) -> None:
         worker = self.registry.get(call.decode)

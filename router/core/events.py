@@ -74,11 +74,13 @@ class ClaimWanted(msgspec.Struct, frozen=True):
 
 
 class Owned(msgspec.Struct, frozen=True):
-    """An adopted request is this tenant's, of this weight."""
+    """An adopted request is this tenant's, of this weight, and goes on with the conversation that its client has
+    named."""
 
     request: RequestId
     tenant: str
     weight: float
+    session: Session | None = None
 
 
 class StopFound(msgspec.Struct, frozen=True):

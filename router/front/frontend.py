@@ -184,7 +184,7 @@ class Frontend:
             deadline_s,
             self._limits.weight(call.tenant),
             call.tenant,
-            (call.tenant, call.session) if call.session else None,
+            arrival.session,
             None if call.timeout_s is None else _least_tokens(call, record),
         )
         for index in range(call.n):
@@ -420,7 +420,7 @@ class Frontend:
         # It is let in there already, and its output so far is charged there: what comes from now on is charged here.
         admission = self._limits.take_over(context.tenant, len(orphan.tokens), now)
         stream = self._stream(samples, record, context.stop, timeline, is_adopted=True, admission=admission)
-        self._hub.charge(record.request, context.tenant, self._limits.weight(context.tenant))
+        self._hub.charge(record.request, context.tenant, self._limits.weight(context.tenant), context.session)
         samples.put(record.sample_index, stream)
         self._give_up(self._resumables.detached(context.token, now))
         return stream

@@ -17,6 +17,7 @@ from engine.text.messages import ChatPrompt
 from engine.types import Constraint, FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
+from router.core.sessions import Session
 from router.front.api import ApiError, GenerateCall, HttpForm, TokenizedText
 from router.front.conversation import Conversations, TokenizedPrompt
 from router.front.grammars import GrammarTrials
@@ -43,7 +44,7 @@ END_TOKENS = 32
 
 class Arrival(msgspec.Struct, frozen=True):
     """A call that was taken in. `chat` is None for any other prompt;
-    `token` is what its client comes back with, empty where it cannot."""
+    `token` is what its client comes back with, empty where it cannot; `session` names its conversation."""
 
     record: RequestRecord
     prompt: TokenizedPrompt
@@ -51,6 +52,7 @@ class Arrival(msgspec.Struct, frozen=True):
     token: str
     form: HttpForm | None = None
     """The call's, with how the answer is taken apart."""
+    session: Session | None = None
 
 
 class Intake:
@@ -104,6 +106,7 @@ class Intake:
                 form=form,
                 samples=call.n,
                 tenant=call.tenant,
+                session=self.namespaces.session(call.tenant, call.session) if call.session else None,
             )
             record = to_record(
                 call,
@@ -118,7 +121,7 @@ class Intake:
             )
         except FieldError as error:
             raise _refusal(error) from error
-        return Arrival(record, prompt, chat, token, form)
+        return Arrival(record, prompt, chat, token, form, context.session)
 
     def _form(self, call: GenerateCall, chat: ChatPrompt | None, prompt: TokenizedPrompt) -> HttpForm | None:
         """Return the form of the answer, with the parsers that it needs. Raises FieldError for tools whose calls nobody

@@ -15,12 +15,15 @@ from hashlib import blake2b
 from typing import Protocol
 
 from engine.identity import NOBODY
+from router.core.sessions import NAME_BYTES, Session
 
 NAMESPACE_BYTES = 16
 _TENANT = b"headrace tenant"
 _SHARED = b"headrace shared"
 _SALT = b"headrace salt"
 """Whose salted requests without a tenant are."""
+_TALKER = b"headrace talker"
+_SESSION = b"headrace session"
 
 
 class CacheTerms(Protocol):
@@ -62,6 +65,14 @@ class CacheNamespaces:
         shared = self._terms(tenant).shared_cache
         # The two kinds are hashed apart: a tenant that has a shared cache's name is still outside of it.
         return self._hashed(shared, _SHARED) if shared else self._hashed(tenant, _TENANT)
+
+    def session(self, tenant: str, name: str) -> Session:
+        """Return the name by which all routers know a tenant's conversation. Who shares a cache shares no
+        conversations."""
+        whose = self._hashed(tenant, _TALKER)
+        named = blake2b(whose, key=self._secret, digest_size=NAME_BYTES, person=_SESSION)
+        named.update(name.encode())
+        return Session(whose + named.digest())
 
     def share(self, tenant: str) -> float:
         """Return the part of each worker's cache that is the tenant's own. Tenants with a cache in common have no part

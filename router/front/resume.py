@@ -12,6 +12,7 @@ import msgspec
 
 from engine.messages import guarded
 from engine.text.messages import ChatPrompt
+from router.core.sessions import Session
 from router.front.api import ApiError, HttpForm
 from router.front.samples import Samples
 
@@ -38,7 +39,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `chat` is all that was rendered, so that the finished answer is remembered for the next turn;
     `form` is how the answer is written, where the call came over HTTP; `samples` how many of them there are. `tenant`
-    is whose it is: who goes on with it counts and charges it."""
+    is whose it is: who goes on with it counts and charges it. `session` is the conversation's, if it has a name."""
 
     token: str
     model: str
@@ -47,6 +48,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     form: HttpForm | None = None
     samples: int = 1
     tenant: str = ""
+    session: Session | None = None
 
     def __repr__(self) -> str:
         """Leave out the caller's text, and what lets others read the answer."""

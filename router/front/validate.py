@@ -15,6 +15,7 @@ from engine.plan import LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY, SAMPLING_RANGE
 from engine.text.messages import ChatMessage, ChatPrompt, Tool
 from engine.types import BeamParams, FieldError, TooLongError
 from router.config import RouterConfig
+from router.core.sessions import SESSION_BYTES
 from router.front.api import SESSION_HEADER, GenerateCall
 from router.front.output import ServedModel
 from router.front.resume import Context
@@ -118,6 +119,8 @@ def check_adopted(orphan: Orphan, context: Context, model: ServedModel, config: 
     _count("tokens", emitted, 0, record.max_tokens)
     _check_ids("tokens", [*record.tokens[record.prompt_tokens :], *orphan.tokens], model.vocab_size)
     _count("sample_index", record.sample_index, 0, context.samples - 1)
+    if context.session is not None:
+        _count("session", len(context.session), SESSION_BYTES, SESSION_BYTES)
 
 
 def _check_logits(call: GenerateCall, model: ServedModel) -> None:

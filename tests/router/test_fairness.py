@@ -82,9 +82,10 @@ def test_a_session_is_named_over_both_fronts_and_is_its_tenants(runner: asyncio.
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-headrace-session"
         await site.ask(by_key(keys.globex), GenerateCall(prompt="x", session="over gRPC"))
         for name, tenant, other in (("over http", "acme", "globex"), ("over gRPC", "globex", "acme")):
-            pin = sessions.find((tenant, name), 0.0)
+            namespaces = site.app._frontend._intake.namespaces
+            pin = sessions.find(namespaces.session(tenant, name), 0.0)
             assert pin is not None and pin.decode[0] == "d0" and pin.prefill is not None and pin.prefill[0] == "p0"
-            assert sessions.find((other, name), 0.0) is None
+            assert sessions.find(namespaces.session(other, name), 0.0) is None
         with pytest.raises(ApiError, match="printable ASCII"):
             await site.ask(by_key(keys.acme), GenerateCall(prompt="x", session="ä"))
         assert len(sessions) == 2

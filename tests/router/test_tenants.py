@@ -7,6 +7,7 @@ import pytest
 
 from engine.types import RequestId, RequestRecord
 from router.config import RouterConfig
+from router.core.sessions import SESSION_BYTES, TENANT_BYTES
 from router.front.api import GenerateCall
 from router.front.intake import to_record
 from router.front.namespaces import CacheNamespaces
@@ -28,6 +29,16 @@ def test_every_tenant_has_a_namespace_of_its_own() -> None:
     assert spaces == [_record(tenant, "secret").namespace for tenant in tenants]
     assert spaces[0] == b"", "who names no tenant shares with all who name none"
     assert all(len(space) == 16 for space in spaces[1:])
+
+
+def test_a_session_is_its_tenants_and_says_nothing_to_who_has_no_key() -> None:
+    """Guards conversations: their names are the caller's text, and travel between processes hashed alone."""
+    one, same, other = CacheNamespaces("key"), CacheNamespaces("key"), CacheNamespaces("another")
+    talk = one.session("acme", "chat")
+    assert talk == same.session("acme", "chat") and len(talk) == SESSION_BYTES
+    different = {one.session("acme", "chat 2"), one.session("globex", "chat"), one.session("", "chat")}
+    assert len({talk, *different, other.session("acme", "chat")}) == 5
+    assert talk[:TENANT_BYTES] == one.session("acme", "chat 2")[:TENANT_BYTES] != one.of("acme")
 
 
 def test_nobody_can_name_a_namespace_without_the_key() -> None:

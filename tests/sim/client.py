@@ -9,7 +9,13 @@ from engine.types import Beam, FinishReason, RequestRecord, TokenLogprobs
 from router.core.events import Complete
 from tests.sim import grammar
 from tests.sim.clock import Process, Violation
-from tests.sim.shadow import expected_answers, expected_logprobs, expected_output, expected_prompt_logprobs
+from tests.sim.uninterrupted import (
+    expected_answers,
+    expected_logprobs,
+    expected_output,
+    expected_prompt_logprobs,
+    expected_reason,
+)
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -85,11 +91,15 @@ class Client:
         return None
 
     def completed(self, end: Complete, now: float) -> None:
-        got = self.tokens_
+        got, reason = self.tokens_, FinishReason.STOP
         if self.stop_after is not None and len(got) >= self.stop_after:
             got = got[: self.stop_after]
         elif got != self.want:
             raise Violation(f"{self.name}: ended with {got}, the uninterrupted run is {self.want}")
+        else:
+            reason = expected_reason(self.record, got)
+        if end.reason is not reason:
+            raise Violation(f"{self.name}: {got} is said to have ended by {end.reason}, not {reason}")
         if self.record.constraint is not None and not grammar.accepts(self.record.constraint, got):
             raise Violation(f"{self.name}: {got} does not keep its constraint")
         if end.stats.output_tokens != len(got):

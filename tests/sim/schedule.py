@@ -58,6 +58,8 @@ WEIGHTS = {
 ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy", "move")
 SEARCHES = 0.2
 """Share of the requests that are beam searches where they fit."""
+OWN_ENDS = 0.15
+"""Share of the requests without a grammar that name tokens which end them."""
 CONSTRAINED = 0.3
 """Share of the requests that are held to a constraint."""
 WINDOWS: tuple[tuple[int, ...], ...] = (*[()] * 8, (3,), (6,), (9, 5), (20, 2))
@@ -128,6 +130,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     _keep_groups(plan, longest)
     _search(plan, Random(f"searches {seed}"))
     _constrain(plan, Random(f"constraints {seed}"))
+    _end(plan, Random(f"ends {seed}"))
     return plan
 
 
@@ -165,6 +168,20 @@ def _constrain(plan: Plan, rng: Random) -> None:
             constraint = asked.setdefault(record.group, constraint)
         if constraint is not None and record.beams is None:
             ask.record = replace(record, constraint=constraint, ignore_eos=False)
+
+
+def _end(plan: Plan, rng: Random) -> None:
+    """Let some of the requests end by tokens of their own, or later than they might; samples of one call alike."""
+    drawn: dict[str, tuple[tuple[int, ...], int]] = {}
+    for ask in plan.asks:
+        record = ask.record
+        ends: tuple[tuple[int, ...], int] = (), record.min_tokens
+        if rng.random() < OWN_ENDS:
+            ends = tuple(rng.sample(range(VOCAB), rng.randint(1, 12))), rng.choice((0, 0, 1, 2, record.max_tokens))
+        if record.group:
+            ends = drawn.setdefault(record.group, ends)
+        if record.constraint is None:
+            ask.record = replace(record, stop_token_ids=ends[0], min_tokens=ends[1])
 
 
 def _search(plan: Plan, rng: Random) -> None:

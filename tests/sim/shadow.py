@@ -11,13 +11,11 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 from msgspec.structs import replace
 
-from engine.beam import BeamSearch
 from engine.drafts import Drafter
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.groups import GONE, LayerGroup
@@ -25,7 +23,6 @@ from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import Handoff, MemoryUse
-from engine.plan import banned_tokens, end_tokens, finish_reason
 from engine.step import (
     Candidates,
     Drawn,
@@ -38,7 +35,7 @@ from engine.step import (
     result_of,
     run_of,
 )
-from engine.types import Beam, BlockId, DrawnToken, RequestRecord, TokenLogprobs, id_of
+from engine.types import BlockId, DrawnToken, RequestRecord, TokenLogprobs, id_of
 from kernels.compilations import Compilations
 from tests.sim import grammar
 from tests.sim.clock import Process, Violation
@@ -114,61 +111,6 @@ def log_probs(row: int, token: int, count: int) -> TokenLogprobs:
     """Return the log probabilities of a token and of the likeliest ones: they depend on the row alone."""
     cost = ((row ^ _PASTS[token][1]) * 0x2545F4914F6CDD1D & _MASK) >> 40
     return TokenLogprobs(token, -cost / (1 << 18), candidates(row, count, ()) if count else ())
-
-
-def expected_prompt_logprobs(record: RequestRecord) -> list[TokenLogprobs]:
-    """Return what the uninterrupted run says of the prompt's tokens; nothing where it is not asked."""
-    if record.prompt_logprobs is None:
-        return []
-    past, told = root(record), []
-    prompt = record.tokens[: record.prompt_tokens]
-    for token, after in pairwise(prompt):
-        past = mix(past, token)
-        told.append(log_probs(past, after, record.prompt_logprobs))
-    return told
-
-
-def expected_logprobs(record: RequestRecord, windows: Sequence[int] = ()) -> list[TokenLogprobs]:
-    """Return what the uninterrupted run says of its tokens; nothing where it is not asked."""
-    if record.logprobs is None:
-        return []
-    rows, told = rows_of(record, record.tokens[: record.prompt_tokens]), []
-    output = expected_output(record, windows)
-    for at, token in enumerate(output):
-        is_forced = record.constraint is not None and len(grammar.allowed(record.constraint, output[:at])) == 1
-        row = shown(rows, windows)
-        told.append(TokenLogprobs(token, 0.0) if is_forced else log_probs(row, token, record.logprobs))
-        rows.append(mix(rows[-1], token))
-    return told
-
-
-def expected_output(record: RequestRecord, windows: Sequence[int] = ()) -> list[int]:
-    """Return the whole answer of the uninterrupted run, from the tokens alone."""
-    rows = rows_of(record, record.tokens[: record.prompt_tokens])
-    output: list[int] = []
-    while True:
-        key = (record.seed, record.sample_index, record.prompt_tokens + len(output))
-        choices = () if record.constraint is None else grammar.allowed(record.constraint, output)
-        token = draw(shown(rows, windows), key, banned_tokens(record, len(output), STOP_IDS), choices)
-        output.append(token)
-        if finish_reason(record, len(output), token, STOP_IDS) is not None:
-            return output
-        rows.append(mix(rows[-1], token))
-
-
-def expected_answers(record: RequestRecord, windows: Sequence[int] = ()) -> list[Beam]:
-    """Return the answers of an undisturbed beam search, from the tokens alone, as many as it is wide."""
-    assert record.beams is not None
-    search = BeamSearch(record.beams, record.max_tokens, end_tokens(record, STOP_IDS))
-    prompt = record.tokens[: record.prompt_tokens]
-    while not search.is_over:
-        drawn = []
-        for live in search.live:
-            banned = banned_tokens(record, len(live.ids), STOP_IDS)
-            row = shown(rows_of(record, [*prompt, *live.ids]), windows)
-            drawn.append(candidates(row, search.candidates, banned))
-        search.advance(drawn)
-    return search.answers
 
 
 def block_digest(

@@ -9,12 +9,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from decode_worker.scheduler import batch
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.scheduler import DecodeScheduler
+from engine import plan
+from engine.beam import BeamSearch
 from engine.kv.tiers.disk_index import DiskIndex
 from engine.kv.tiers.host_index import HostIndex
 from engine.messages import Tokens
 from engine.step import Row
+from engine.types import EarlyStopping, FinishReason
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from router.core import losses
 from router.core.call import Call
@@ -195,6 +199,56 @@ def pinned_slot_reused() -> list[Patch]:
     return [(HostIndex, "pin", lax), (HostIndex, "unpin", late), (HostIndex, "check", lambda self: None)]
 
 
+def end_before_it_may_come() -> list[Patch]:
+    """A token that ends an answer may come one token too soon."""
+    banned = plan.banned_tokens
+    return [(plan, "banned_tokens", lambda record, output, ends: banned(record, output + 1, ends))]
+
+
+def tokens_that_end_ignored() -> list[Patch]:
+    """An answer goes on behind the tokens that its client has named."""
+    reason = batch.finish_reason
+
+    def deaf(record: Any, *rest: Any) -> Any:
+        return reason(msgspec.structs.replace(record, stop_token_ids=()), *rest)
+
+    return [(batch, "finish_reason", deaf)]
+
+
+def end_called_the_limit() -> list[Patch]:
+    """An answer whose last possible token ends it is said to have been cut off."""
+    reason = batch.finish_reason
+
+    def short(record: Any, tokens: int, *rest: Any) -> Any:
+        return FinishReason.LENGTH if tokens >= record.max_tokens else reason(record, tokens, *rest)
+
+    return [(batch, "finish_reason", short)]
+
+
+def search_ends_with_an_answer_missing() -> list[Patch]:
+    """A search is over with one answer less than it is wide."""
+    is_worth = BeamSearch._is_worth_going_on
+
+    def hasty(self: BeamSearch, log_prob: float, length: int) -> bool:
+        return len(self.answers) + 1 != self._params.width and is_worth(self, log_prob, length)
+
+    return [(BeamSearch, "_is_worth_going_on", hasty)]
+
+
+def search_ends_although_better_may_come() -> list[Patch]:
+    """A patient search reckons with answers of the length of now, and not of any."""
+    is_worth = BeamSearch._is_worth_going_on
+
+    def impatient(self: BeamSearch, *rest: Any) -> bool:
+        kept, self._params = self._params, msgspec.structs.replace(self._params, early_stopping=EarlyStopping.HEURISTIC)
+        try:
+            return is_worth(self, *rest)
+        finally:
+            self._params = kept
+
+    return [(BeamSearch, "_is_worth_going_on", impatient)]
+
+
 SLIPS: tuple[Callable[[], list[Patch]], ...] = (
     draw_off_by_one_after_recovery,
     draw_of_another_sample,
@@ -211,4 +265,9 @@ SLIPS: tuple[Callable[[], list[Patch]], ...] = (
     prefill_leaves_with_blocks_unread,
     pinned_segment_evicted,
     pinned_slot_reused,
+    end_before_it_may_come,
+    tokens_that_end_ignored,
+    end_called_the_limit,
+    search_ends_with_an_answer_missing,
+    search_ends_although_better_may_come,
 )

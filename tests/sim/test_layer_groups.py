@@ -7,7 +7,7 @@ import pytest
 
 from tests.sim.client import Client, Searcher
 from tests.sim.schedule import make_plan
-from tests.sim.shadow import expected_output
+from tests.sim.uninterrupted import expected_output
 from tests.sim.world import World
 
 FIRST = 76_000_000

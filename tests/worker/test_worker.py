@@ -30,6 +30,7 @@ from engine.messages import (
     ProcessesTold,
     ReadTold,
     RouterHello,
+    SessionTold,
     StartPrefill,
     Stop,
     WorkerInfo,
@@ -203,8 +204,10 @@ def test_what_a_router_says_to_a_prefill_worker_harms_nobody(rpc: RpcLoop) -> No
         one.stop()
 
 
-def test_what_a_router_is_about_to_have_read_reaches_the_other_one(rpc: RpcLoop) -> None:
-    """Guards bursts over several routers, of which each learnt of a prompt when it was cached."""
+@pytest.mark.parametrize("told", [ReadTold("p0", True, 40, b"", b"12345678" * 2), SessionTold(b"s" * 32, 7, "p0")])
+def test_what_a_router_has_decided_reaches_the_other_one(told: ReadTold | SessionTold, rpc: RpcLoop) -> None:
+    """Guards bursts over several routers, of which each learnt of a prompt when it was cached, and conversations whose
+    turns reach another one."""
     other = RpcLoop("router", Party("router", "other", Incarnation(10)), SECRETS)
     other.start("127.0.0.1", 0, {})
     one = decode_worker()
@@ -213,10 +216,9 @@ def test_what_a_router_is_about_to_have_read_reaches_the_other_one(rpc: RpcLoop)
         here, there = attach(rpc, address, "decode"), attach(other, address, "decode")
         there.send(encode([RouterHello(Incarnation(10), "other", PROTOCOL)]))
         until(lambda: any(OrphansTold() in frame for frame in there.heard) and len(here.heard) > 1)
-        told = ReadTold("p0", True, 40, b"", b"12345678" * 2)
         here.send(encode([told]))
         until(lambda: any(told in frame for frame in there.heard))
-        assert not any(isinstance(record, ReadTold) for frame in here.heard for record in frame)
+        assert not any(record == told for frame in here.heard for record in frame)
     finally:
         one.stop()
         other.stop()

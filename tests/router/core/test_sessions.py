@@ -1,15 +1,20 @@
 """Where a named conversation goes on, whose names are whose, and what becomes of a pin when its workers go."""
 
-import pytest
+from random import Random
 
-from engine.messages import Fault, Place, Refused
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import SESSIONS_TOLD, Fault, Orphan, Place, Refused, SessionTold
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core import sessions
 from router.core.core import Router
 from router.core.decisions import Decision, RecordedPolicy, RepeatablePolicy
-from router.core.events import Command, Lost, Submit, TellWorker
-from router.core.sessions import Pin, Sessions
+from router.core.events import Command, Lost, Owned, Submit, TellWorker
+from router.core.sessions import LAST_TURN, Pin, Session, Sessions
 from tests.router.bench import Bench, ended, is_told
 from tests.router.fake_cluster import load
 
@@ -17,24 +22,27 @@ HERE = Pin(None, ("d0", Incarnation(1)))
 THERE = Pin(("p0", Incarnation(1)), ("d1", Incarnation(1)))
 
 
+def named(tenant: str, name: str) -> Session:
+    return Session(tenant.encode().ljust(16) + name.encode().ljust(16))
+
+
 def test_one_tenants_names_are_not_anothers() -> None:
     known = Sessions(60.0)
-    known.note(("a", "chat"), HERE, 0.0)
-    known.note(("b", "chat"), THERE, 0.0)
-    assert known.find(("a", "chat"), 1.0) == HERE and known.find(("b", "chat"), 1.0) == THERE
-    assert known.find(("c", "chat"), 1.0) is None and known.find(None, 1.0) is None
-    known.note(None, HERE, 1.0)
+    known.note(named("a", "chat"), HERE, 0.0)
+    known.note(named("b", "chat"), THERE, 0.0)
+    assert known.find(named("a", "chat"), 1.0) == HERE and known.find(named("b", "chat"), 1.0) == THERE
+    assert known.find(named("c", "chat"), 1.0) is None and known.find(None, 1.0) is None
     assert len(known) == 2
 
 
 def test_a_session_is_forgotten_when_it_is_not_used() -> None:
     known = Sessions(60.0)
-    known.note(("a", "old"), HERE, 0.0)
-    known.note(("a", "used"), HERE, 0.0)
-    known.note(("a", "used"), THERE, 50.0)
-    assert known.find(("a", "old"), 59.9) == HERE and known.find(("a", "used"), 70.0) == THERE
-    assert known.find(("a", "old"), 60.0) is None and len(known) == 1
-    known.note(("b", "new"), HERE, 200.0)
+    known.note(named("a", "old"), HERE, 0.0)
+    known.note(named("a", "used"), HERE, 0.0)
+    known.note(named("a", "used"), THERE, 50.0)
+    assert known.find(named("a", "old"), 59.9) == HERE and known.find(named("a", "used"), 70.0) == THERE
+    assert known.find(named("a", "old"), 60.0) is None and len(known) == 1
+    known.note(named("b", "new"), HERE, 200.0)
     assert len(known) == 1, "what nobody asks for goes as others come"
 
 
@@ -42,13 +50,13 @@ def test_who_names_many_drives_out_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     """Guards one tenant's pins, and the table's size, against another that names a new session each time."""
     monkeypatch.setattr(sessions, "MAX_PER_TENANT", 3)
     known = Sessions(60.0)
-    known.note(("small", "chat"), HERE, 0.0)
+    known.note(named("small", "chat"), HERE, 0.0)
     for number in range(100):
-        known.note(("flood", str(number)), THERE, 1.0)
-    assert known.find(("small", "chat"), 2.0) == HERE and len(known) == 4
+        known.note(named("flood", str(number)), THERE, 1.0)
+    assert known.find(named("small", "chat"), 2.0) == HERE and len(known) == 4
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 5)
     for number in range(100):
-        known.note((f"t{number}", "chat"), THERE, 3.0)
+        known.note(named(f"t{number}", "chat"), THERE, 3.0)
     assert len(known) == 5 and repr(known) == "Sessions(5 of 5 tenants)"
 
 
@@ -58,15 +66,46 @@ def test_what_goes_first_was_used_longest_ago_and_not_named_first(monkeypatch: p
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 5)
     known = Sessions(60.0)
     for number in range(20):
-        known.note(("a", "long"), HERE, 1.0)
-        known.note(("a", f"short {number}"), THERE, 1.0)
-        assert known.find(("a", "long"), 1.0) == HERE
-        known.note((f"tenant {number}", "chat"), THERE, 1.0)
-    assert known.find(("a", "long"), 2.0) == HERE and known.find(("a", "short 17"), 2.0) is None
-    assert known.find(("tenant 19", "chat"), 2.0) == THERE and known.find(("tenant 17", "chat"), 2.0) is None
-    known.note(("b", "long"), HERE, 100.0)
-    known.note(("b", "long"), HERE, 100.0)
+        known.note(named("a", "long"), HERE, 1.0)
+        known.note(named("a", f"short {number}"), THERE, 1.0)
+        assert known.find(named("a", "long"), 1.0) == HERE
+        known.note(named(f"tenant {number}", "chat"), THERE, 1.0)
+    assert known.find(named("a", "long"), 2.0) == HERE and known.find(named("a", "short 17"), 2.0) is None
+    assert known.find(named("tenant 19", "chat"), 2.0) == THERE and known.find(named("tenant 17", "chat"), 2.0) is None
+    known.note(named("b", "long"), HERE, 100.0)
+    known.note(named("b", "long"), HERE, 100.0)
     assert len(known) == 3, "with each, one that is past its time"
+
+
+@given(st.integers(0, 10**6))
+def test_who_has_heard_the_same_words_has_the_same_pins(seed: int) -> None:
+    """Guards several routers against two opinions of where a conversation is, whichever order the words came in, and
+    however often; and the later of two turns that a router has seen against the earlier one."""
+    lots, routers = Random(seed), [Sessions(60.0, life) for life in (5, 5, 900)]
+    words = list[tuple[Session, Pin, int]]()
+    for _ in range(12):
+        at, name = lots.randrange(3), named("a", lots.choice("xy"))
+        prefill, decode = (Incarnation(lots.randint(1, 3)) for _ in "pd")
+        pin = Pin(lots.choice([None, ("p0", prefill)]), ("d0", decode))
+        words.append((name, pin, routers[at].note(name, pin, 0.0)))
+        assert routers[at].find(name, 0.0) == pin, "a turn that is taken here is the latest that is known here"
+        if lots.random() < 0.5:
+            session, told, turn = lots.choice(words)
+            routers[lots.randrange(3)].told(session, told, turn, 0.0)
+    for router in routers:
+        for session, told, turn in lots.sample(words, len(words)):
+            router.told(session, told, turn, 0.0)
+    for name in (named("a", "x"), named("a", "y")):
+        assert len({router.find(name, 0.0) for router in routers}) == 1
+
+
+def test_what_no_router_would_say_of_a_session_changes_nothing() -> None:
+    """Guards the table's memory against names of any length, and the wire against a number that it cannot hold."""
+    known = Sessions(60.0)
+    chat = named("a", "b")
+    for session, turn in ((Session(b"long" * 9), 1), (Session(b""), 1), (chat, LAST_TURN), (chat, 0)):
+        known.told(session, HERE, turn, 0.0)
+    assert len(known) == 0 and known.note(chat, HERE, 0.0) == 1
 
 
 @pytest.mark.parametrize("policy", ["least-cost", "round-robin", "power-of-two"])
@@ -94,26 +133,85 @@ def test_decisions_about_sessions_and_ejected_workers_are_repeated_bit_for_bit(p
         assert again.choose(decision.demand, decision.prefills, decision.decodes) == decision.choice
 
 
+def said(commands: list[Command]) -> list[tuple[str, SessionTold]]:
+    found = [c for c in commands if isinstance(c, TellWorker)]
+    return [(c.worker, c.record) for c in found if isinstance(c.record, SessionTold)]
+
+
+@pytest.mark.parametrize("how", ["told", "lost", "of a worker that is gone here", "of another life"])
+def test_another_router_goes_on_where_this_one_was(how: str) -> None:
+    """Guards the pin of a client whose turns reach several routers."""
+    one, two = (Conversation(decodes=3, prefills=3, blocks=512) for _ in "ab")
+    one.ask(session="")
+    prefill, decode, _ = one.ask()
+    assert prefill != "p0" and decode != "d0", "not what another one would choose first"
+    ((worker, told),) = one.told
+    assert worker == decode and told.prefill == prefill
+    if how == "of a worker that is gone here":
+        two.bench.do(Lost(decode))
+    elif how == "of another life":
+        two.bench.join(decode, "decode", 2, 512)
+        two.bench.join(prefill, "prefill", 2, 512)
+    if how != "lost":
+        two.bench.hear(told, worker)
+    assert two.ask(tenant="other")[2] == "load", "its own conversation of that name"
+    where = two.ask()
+    if how == "told":
+        assert where == (prefill, decode, "session")
+    elif how == "of another life":
+        # What has the pin's name speaks for itself: the decode worker has taken that turn in this life.
+        assert where[1:] == (decode, "session")
+    else:
+        assert where[2] == "load"
+    # Wherever it is now, it is there for both: the last turn counts.
+    one.bench.hear(two.told[-1][1], two.told[-1][0])
+    assert one.ask() == (*where[:2], "session")
+
+
+def test_a_worker_of_the_release_before_is_told_of_no_session() -> None:
+    """Guards its stream: a record of a kind that it does not know ends it."""
+    talk = Conversation(blocks=512)
+    worker = talk.bench.router.registry.get("d0")
+    assert worker is not None
+    worker.info = msgspec.structs.replace(worker.info, protocol=SESSIONS_TOLD - 1)
+    talk.ask()
+    assert not talk.told and talk.ask()[2] == "session"
+
+
+def test_what_is_taken_over_notes_its_session() -> None:
+    """Guards a conversation whose router died: its next turn went by price."""
+    talk = Conversation(decodes=2, prefills=2, blocks=512)
+    record = RequestRecord(request=RequestId("old"), tokens=[7] * 40, prompt_tokens=40, max_tokens=8, seed=1)
+    talk.bench.hear(Orphan(record=record, placement=1, prefill="p1", tokens=[], age_s=1.0), "d1")
+    out = talk.bench.do(Owned(RequestId("old"), "t", 1.0, named("t", "chat")))
+    ((worker, told),) = said(out)
+    assert (worker, told.prefill, told.session) == ("d1", "p1", named("t", "chat"))
+    assert talk.ask() == ("p1", "d1", "session")
+    assert not said(talk.bench.do(Owned(RequestId("unknown"), "t", 1.0, named("t", "chat"))))
+
+
 class Conversation:
     """A bench whose prompts share nothing, so that only a pin leads anywhere."""
 
     def __init__(self, **bench: int) -> None:
         self.bench = Bench(**bench)  # type: ignore[arg-type]
         self.asked = 0
+        self.told: list[tuple[str, SessionTold]] = []
+        """What other routers are told, and by way of whom."""
 
     def ask(self, session: str = "chat", tenant: str = "t", tokens: int = 40) -> tuple[str, str, str]:
         """Ask, and be accepted: prefill worker, decode worker, and why."""
         self.asked += 1
         (place,) = self.submit(session, tenant, tokens)
         assert isinstance(place, TellWorker) and isinstance(place.record, Place)
-        self.bench.accept(place.record.record.request, place.record.placement, place.worker)
+        self.told += said(self.bench.accept(place.record.record.request, place.record.placement, place.worker))
         return place.record.prefill.name, place.worker, place.reason
 
     def submit(self, session: str = "chat", tenant: str = "t", tokens: int = 40) -> list[Command]:
         request = RequestId(f"r{self.asked}")
         ids = [self.asked] * tokens
         record = RequestRecord(request=request, tokens=ids, prompt_tokens=tokens, max_tokens=8, seed=1)
-        return self.bench.do(Submit(record, tenant=tenant, session=(tenant, session) if session else None))
+        return self.bench.do(Submit(record, tenant=tenant, session=named(tenant, session) if session else None))
 
     def end(self, number: int) -> None:
         call = self.bench.router._calls[RequestId(f"r{number}")]

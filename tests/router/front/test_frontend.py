@@ -19,6 +19,7 @@ from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from router.config import RouterConfig
 from router.core.endings import RESUMED_ELSEWHERE
 from router.core.events import Complete, Submit
+from router.core.sessions import Session
 from router.front import frontend
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.front.frontend import Frontend
@@ -42,7 +43,7 @@ class FakeHub:
         self.deadlines_s: list[float | None] = []
         self.sinks: dict[str, Sink] = {}
         self.left: list[str] = []
-        self.owned: list[tuple[str, str, float]] = []
+        self.owned: list[tuple[str, str, float, Session | None]] = []
         self.settled = True
 
     def adopt_with(
@@ -58,8 +59,8 @@ class FakeHub:
         self.deadlines_s.append(event.deadline_s)
         self.sinks[event.record.request] = sink
 
-    def charge(self, request: RequestId, tenant: str, weight: float) -> None:
-        self.owned.append((request, tenant, weight))
+    def charge(self, request: RequestId, tenant: str, weight: float, session: Session | None = None) -> None:
+        self.owned.append((request, tenant, weight, session))
 
     def leave(self, request: RequestId) -> None:
         self.left.append(request)
@@ -97,10 +98,11 @@ class Bench:
     def __init__(self, *, settled: bool = True, **tenants: Tenant) -> None:
         self.hub, self.outcomes, self.now = FakeHub(), Outcomes(), 100.0
         self.hub.settled = settled
-        config = RouterConfig(default_timeout_s=50.0, resume_window_s=WINDOW_S)
+        config = RouterConfig(default_timeout_s=50.0, resume_window_s=WINDOW_S, namespace_key="key")
         self.limits = TenantLimits(lambda name: tenants.get(name, Tenant()), 1.0)
         parts = (ByteText(), self.hub, config, lambda: self.now, self.outcomes, self.limits)
         self.front = Frontend(*parts)  # type: ignore[arg-type]
+        self.session = self.front._intake.namespaces.session
         self.front.tick()
 
     async def ask(
@@ -176,7 +178,7 @@ def test_only_a_callers_own_deadline_may_refuse_it(call: GenerateCall, least: in
         bench = Bench()
         await bench.ask(msgspec.structs.replace(call, tenant="acme", session="chat"))
         (event,) = bench.hub.events
-        assert (event.least_tokens, event.tenant, event.session) == (least, "acme", ("acme", "chat"))
+        assert (event.least_tokens, event.tenant, event.session) == (least, "acme", bench.session("acme", "chat"))
 
     run(body())
 
@@ -332,6 +334,7 @@ BEYOND = {
     "a prompt beyond its tokens": {"prompt_tokens": 4},
     "temperature": {"sampling": SamplingParams(temperature=1e9)},
     "priority": {"priority": 10**9},
+    "a session's name": {"session": b"x" * 1000},
 }
 
 
@@ -339,7 +342,7 @@ BEYOND = {
 def test_what_no_caller_may_ask_no_worker_may_hand_over(what: str) -> None:
     """Guards the router's memory: a context that spoke of 10**8 samples took it from 101 to 864 MB."""
     changes: dict[str, Any] = dict(BEYOND[what])
-    said = {name: changes.pop(name) for name in ("samples", "stop", "chat") if name in changes}
+    said = {name: changes.pop(name) for name in ("samples", "stop", "chat", "session") if name in changes}
     context = pack(Context(token="t", model="bytes", **{"samples": 2, **said}))
     emitted = changes.pop("emitted", [])
     record = msgspec.structs.replace(orphan().record, context=context)
@@ -387,7 +390,7 @@ def test_what_goes_on_here_counts_and_is_charged_here(how: str) -> None:
         bench = Bench(a=Tenant(concurrency=1, tokens_per_s=1.0, burst_tokens=100, weight=2.0))
         one = msgspec.structs.replace(orphan(samples=1, tenant="a"), tokens=[65, 66])
         stream = bench.front.revive(one, bench.now)
-        assert stream is not None and bench.hub.owned == [("r", "a", 2.0)]
+        assert stream is not None and bench.hub.owned == [("r", "a", 2.0, None)]
         with pytest.raises(LimitedError, match="1 of 1 samples run already"):
             bench.limits.admit("a", 1, bench.now)
         for ids in ([65], [66]):
@@ -420,10 +423,17 @@ def test_what_goes_on_here_counts_and_is_charged_here(how: str) -> None:
 def test_whose_it_is_is_told_to_who_goes_on_with_it() -> None:
     async def body() -> None:
         bench = Bench()
-        events, first = await bench.ask(GenerateCall(prompt="abc", tenant="a", resumable=True))
-        context = unpack(bench.hub.records[0].context)
+        call = GenerateCall(prompt="abc", tenant="a", session="chat", resumable=True)
+        events, first = await bench.ask(call)
+        record = bench.hub.records[0]
+        context = unpack(record.context)
         assert context is not None and context.tenant == "a"
+        assert context.session == bench.session("a", "chat") and b"chat" not in record.context
         bench.hub.answer(bench.hub.names[0], [65])
+        there = Bench()
+        left = Orphan(record=record, placement=1, prefill="p0", tokens=[], age_s=1.0)
+        assert there.front.revive(left, there.now) is not None
+        assert there.hub.owned == [(record.request, "a", 1.0, bench.session("a", "chat"))]
         await first
         await events.aclose()
 

@@ -1,0 +1,108 @@
+"""Two routers behind the same workers, in one process over fake devices: what one knows, the other acts upon."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+import worker.opening
+from decode_worker.role import open_decode_worker
+from engine.kv.layout import KVLayout
+from engine.messages import PeerAddress
+from prefill_worker.role import open_prefill_worker
+from router.app import RouterApp
+from router.config import RouterConfig
+from router.front.api import Finished, GenerateCall
+from router.status.observer import NullObserver
+from tests.integration.fake_device import fake_device
+from tests.router.fake_cluster import ByteText, until
+from tests.secrets_of_tests import SECRETS
+from worker.config import DecodeConfig, PrefillConfig
+from worker.worker import Worker
+
+LAYOUT = KVLayout(kv_heads=1, layers=1, block_size=4, head_dim=1)
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Worker[Any]], list[Worker[Any]]]]:
+    """Two prefill workers and two decode workers."""
+    monkeypatch.setattr(worker.opening, "open_device", lambda *config: fake_device(LAYOUT, 256))
+    prefill: list[Worker[Any]] = [
+        open_prefill_worker(f"p{at}", PrefillConfig(), "127.0.0.1", 0, SECRETS) for at in range(2)
+    ]
+    decode: list[Worker[Any]] = [
+        open_decode_worker(f"d{at}", DecodeConfig(), "127.0.0.1", 0, SECRETS) for at in range(2)
+    ]
+    for one in (*prefill, *decode):
+        one.start()
+    yield prefill, decode
+    for one in (*prefill, *decode):
+        one.stop()
+
+
+class Routers:
+    """Routers of one cluster, by number."""
+
+    def __init__(self, workers: tuple[list[Worker[Any]], list[Worker[Any]]]) -> None:
+        self._peers = tuple([PeerAddress(one.name, one.info.address) for one in pool] for pool in workers)
+        self.each: list[RouterApp] = []
+
+    async def begin(self, at: int) -> RouterApp:
+        """Start router `at`, or another one in its place."""
+        config = RouterConfig(grpc_port=0, http_port=-1, name=f"router-{at}", namespace_key="key", policy="round-robin")
+        app = RouterApp(config, ByteText(), NullObserver(), SECRETS)
+        self.each[at : at + 1] = [app]
+        await app.start()
+        app.set_routers([PeerAddress(f"router-{number}", f"h:{number + 1}") for number in range(2)])
+        await app.set_workers(*self._peers)
+        await until(app.hub.ready, 10.0)
+        await until(lambda: len(app._links._outboxes) == 4, 10.0)
+        return app
+
+    async def ask(self, at: int, prompt: str, session: str = "chat", tenant: str = "acme") -> tuple[str, str]:
+        """Return the pair that has answered."""
+        call = GenerateCall(prompt=prompt, max_tokens=2, session=session, tenant=tenant)
+        events = [event async for event in self.each[at]._frontend.generate(call)]
+        end = events[-1]
+        assert isinstance(end, Finished) and end.stats is not None
+        return end.stats.prefill_worker, end.stats.decode_worker
+
+
+def served(
+    workers: tuple[list[Worker[Any]], list[Worker[Any]]], body: Callable[[Routers], Awaitable[None]]
+) -> None:
+    async def whole() -> None:
+        routers = Routers(workers)
+        try:
+            async with asyncio.timeout(60):
+                for at in range(2):
+                    await routers.begin(at)
+                await body(routers)
+        finally:
+            for app in routers.each:
+                await app.stop(0.0)
+
+    asyncio.run(whole())
+
+
+def test_a_conversation_goes_on_where_it_was_whichever_router_its_turns_reach(
+    workers: tuple[list[Worker[Any]], list[Worker[Any]]],
+) -> None:
+    """Guards a client whose connections are at several routers: each had pins of its own. The prompts share nothing, so
+    that only the pin leads there."""
+
+    async def body(routers: Routers) -> None:
+        homes = {}
+        for at in range(4):
+            name = f"talk {at}"
+            homes[name] = await routers.ask(at % 2, f"{at} begins and shares nothing", name)
+            assert await routers.ask(1 - at % 2, f"{at}: the second turn", name) == homes[name]
+            assert await routers.ask(at % 2, f"{at}- the third", name) == homes[name]
+        assert len(set(homes.values())) > 1, "a pair that is everybody's would prove nothing"
+        sessions = routers.each[1].hub.core._sessions
+        assert len(sessions) == 4
+        await routers.ask(0, "of another tenant", "talk 0", "globex")
+        await until(lambda: len(sessions) == 5)
+
+    served(workers, body)
