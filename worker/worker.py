@@ -293,7 +293,7 @@ class Worker(Generic[E]):
         """Note what a router understands, and what it has heard."""
         router.protocol = hello.protocol
         self._tellings.greeted(router.link, hello.heard)
-        if hello.protocol < SESSIONS_TOLD:
+        if self.info.role == "decode" and hello.protocol < SESSIONS_TOLD:  # which passes these on
             log.warning(
                 "router %s is of an older release (protocol %d, here %d): it is not told all of what others are about "
                 "to have read, and where conversations are",
