@@ -32,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.checkpoint import read
 from benchmarks.figures import show, write_json
+from cluster.processes.spec import model_cache
 from engine.backends.native_attention import NativeAttention
 from engine.backends.workspace import trial_row
 from engine.batch import ForwardBatch
@@ -239,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=512, help="tokens that are read at once")
     add("--threads", type=int, default=2)
     add("--peer", action="append", default=[], type=_peer, metavar="llama.cpp=VENV")
-    add("--cache-dir", type=Path, help="of prepared models")
+    add("--cache-dir", type=Path, default=model_cache(), help="of prepared models")
     add("--json", type=Path, metavar="FILE")
     return parser
 

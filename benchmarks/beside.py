@@ -46,7 +46,7 @@ from cluster.bench.driver import Level, LoadGenerator, LoadPlan
 from cluster.bench.stats import Summary
 from cluster.bench.targets import open_target
 from cluster.bench.workloads import PRESETS, LoadSession
-from cluster.processes.spec import LaunchError
+from cluster.processes.spec import LaunchError, model_cache
 from engine.model.prepared.cache import prepare
 from engine.text.bundle import TextModel
 from router.front.api import ApiError
@@ -169,7 +169,8 @@ def _measure(
             )
             made: list[LoadSession] = []
             if name in TEXTS:
-                made = text_sessions(TextModel.load(prepare(None)), plan.workload, plan.requests, f"{number}/{name}")
+                text = TextModel.load(prepare(None, model_cache()))
+                made = text_sessions(text, plan.workload, plan.requests, f"{number}/{name}")
             level, drafts, processor = asyncio.run(_run(peer, plan, made, pid, port, log))
             if level.summary.failed:
                 raise ApiError("FAILED", f"{peer.name}, preset {name}: {level.messages}")

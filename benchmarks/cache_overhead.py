@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 from benchmarks import output
+from cluster.processes.spec import model_cache
 from engine.config import EngineConfig
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager
@@ -143,7 +144,7 @@ def _record(
 def main() -> None:
     parser = output.parser(__doc__)
     parser.add_argument("--model", help="as for `headrace up`; default: the demo model")
-    parser.add_argument("--cache-dir", type=Path, help="where prepared models lie")
+    parser.add_argument("--cache-dir", type=Path, default=model_cache(), help="where prepared models lie")
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--batches", type=int, default=2)
     options = parser.parse_args()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cluster.processes.spec import model_cache
 from engine.config import EngineConfig, StepLimits
 from engine.device import EngineDevice, open_device
 from engine.model.prepared.cache import prepare
@@ -130,7 +131,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pool-gib", type=float, default=2.0)
     options = parser.parse_args()
-    folder: Path = prepare(options.model)
+    folder: Path = prepare(options.model, model_cache())
     config = EngineConfig(
         model_dir=str(folder), device=options.device, threads=options.threads,
         pool_bytes=int(options.pool_gib * (1 << 30)), jump_forward=False,

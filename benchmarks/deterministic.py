@@ -18,6 +18,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.figures import Middle, middle, show, write_json
+from cluster.processes.spec import model_cache
 from engine.backends.attention import TorchAttention
 from engine.backends.determinism import deviations
 from engine.backends.native_attention import NativeAttention
@@ -180,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", help="a GGUF file or a directory; default: the demo's")
-    add("--cache-dir", type=Path, help="of prepared models")
+    add("--cache-dir", type=Path, default=model_cache(), help="of prepared models")
     add("--dtype", default="float32")
     add("--threads", type=int, default=1)
     add("--context-tokens", type=int, default=300)

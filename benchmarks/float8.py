@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.arithmetic import PAGES, Side, WindowReader, compare, windows_of
 from benchmarks.figures import show, write_json
+from cluster.processes.spec import model_cache
 from engine.model.config import ModelConfig
 from engine.model.llama import Llama
 from engine.model.prepared.cache import prepare
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cache-dir", type=Path)
+    parser.add_argument("--cache-dir", type=Path, default=model_cache())
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     kernels = native()

@@ -14,6 +14,7 @@ from statistics import median
 import torch
 
 from benchmarks import output
+from cluster.processes.spec import model_cache
 from engine.backends.attention import AttentionOptions, LayerInput, TorchAttention
 from engine.backends.native_attention import NativeAttention
 from engine.backends.workspace import trial_row
@@ -125,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         print("the native kernels were not built: `headrace doctor` says why")
         return 1
     torch.set_num_threads(1)
-    model = load_model(prepare(options.model), panels=True, integer=23)
+    model = load_model(prepare(options.model, model_cache()), panels=True, integer=23)
     sides = sides_of(model, kernels, options.requests, options.context_tokens)
     title = f"{model.config.name}: {options.requests} requests at {options.context_tokens} tokens, {kernels.variant}"
     output.tell(options, "kv_attention", {title: measure(sides, options.rounds)})

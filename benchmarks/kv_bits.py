@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import output
+from cluster.processes.spec import model_cache
 from engine.backends.attention import TorchAttention
 from engine.backends.workspace import trial_row
 from engine.batch import ForwardBatch
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="a GGUF file or a directory (default: the demo model)")
     parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
-    folder = prepare(options.model)
+    folder = prepare(options.model, model_cache())
     model, text = load_model(folder), TextModel.load(folder)
     root = Path(__file__).parent.parent
     said = "\n".join((root / name).read_text(encoding="utf-8") for name in TEXTS)

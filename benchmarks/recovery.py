@@ -28,6 +28,7 @@ from rich.table import Table
 
 from benchmarks.bed import Bed, TimedAnswer, Watch, random_prompt, transfer_config
 from benchmarks.figures import Middle, middle, numbers, show, write_json
+from cluster.processes.spec import model_cache
 from engine.config import EngineConfig
 from engine.model.config import ModelConfig
 from engine.model.prepared.cache import prepare
@@ -256,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", help="a GGUF file or a directory; default: the demo's")
-    add("--cache-dir", type=Path, help="of prepared models")
+    add("--cache-dir", type=Path, default=model_cache(), help="of prepared models")
     add("--tokens", type=numbers, default=list(TOKENS), help="prompt lengths")
     add("--at", type=numbers, default=list(KILLED_AT), help="kill decode workers at these tokens")
     add("--kills", type=int, default=10, help="of each kind")

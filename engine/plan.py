@@ -201,17 +201,16 @@ MUCH_SHORTER = 2
 def share_budget(remaining: Sequence[int], budget: int) -> list[int]:
     """Divide one step's tokens among prompts in the order of their priority; `remaining[i]` > 0 are still to compute.
 
-    The first in line runs at full speed, except that a much shorter one behind it takes up to half of the step: so a
-    short prompt waits for no more than one chunk of a long one, and a long one never loses more than half its speed.
-    What the first cannot use goes down the line.
+    The first in line runs at full speed, except that much shorter ones behind it, the shortest first, take up to half
+    of the step together: so a short prompt, and a crowd of them that fits, waits for no more than one chunk of a long
+    one, and a long one never loses more than half its speed. What the first cannot use goes down the line.
     """
     shares = [0] * len(remaining)
-    if not remaining:
-        return shares
-    shortest = min(range(len(remaining)), key=lambda at: (remaining[at], at))
-    if MUCH_SHORTER * remaining[shortest] <= remaining[0]:
-        shares[shortest] = min(remaining[shortest], budget // 2)
-        budget -= shares[shortest]
+    for_shorter = budget // 2
+    for left, at in sorted((left, at) for at, left in enumerate(remaining) if MUCH_SHORTER * left <= remaining[0]):
+        shares[at] = min(left, for_shorter)
+        for_shorter -= shares[at]
+    budget -= sum(shares)
     for at, left in enumerate(remaining):
         more = min(left - shares[at], budget)
         shares[at] += more

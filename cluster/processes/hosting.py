@@ -154,7 +154,7 @@ def prepared(source: ModelSource, report: Callable[[int, int], None] | None = No
     bytes. Raises engine's ModelError."""
     from engine.model.prepared.cache import prepare
 
-    cache = model_cache(source.cache_dir, os.environ)
+    cache = model_cache(source.cache_dir)
     model = located(source.model) or None
     return str(prepare(model, cache, source.dtype, report, source.mapped, source.context_tokens))
 

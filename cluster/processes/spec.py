@@ -55,7 +55,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """Whether any worker maps the weights, as those on a CPU do (`engine.model.prepared.cache.prepare`)."""
 
 
-def model_cache(cache_dir: str, environ: Mapping[str, str]) -> Path:
+def model_cache(cache_dir: str = "", environ: Mapping[str, str] = os.environ) -> Path:
     """Return where prepared models are kept: `cache_dir`, or the user's cache folder where it is empty."""
     if cache_dir:
         return Path(cache_dir).expanduser()

@@ -2,8 +2,9 @@
 
 Waiting jobs are admitted in the order of `matched_tokens + λ · waiting_seconds`, each only when blocks for its whole
 prompt are leased, so a running job can always finish; and no earlier than there is budget for it, so that it finds in
-the cache what those before it have computed. Running jobs share the step's token budget in the same order; one that is
-much shorter than the first may slip in (`engine.plan.share_budget`); `prefill_worker.scheduler.order` has the rules.
+the cache what those before it have computed. Running jobs share the step's token budget in the same order; those that
+are much shorter than one of them may slip in, as far as half of a step holds them (`engine.plan.share_budget`);
+`prefill_worker.scheduler.order` has the rules.
 
 A job whose next tokens are on their way into the cache is held back for them:
 
@@ -102,7 +103,7 @@ class Line:
         held: list[Job] = []
         while matched:
             has_budget = sum(job.remaining for job in self.running) < self._chunk_tokens
-            job = max(matched, key=priority) if has_budget else self._slips_in(matched, now)
+            job = max(matched, key=priority) if has_budget else self._slips_in(matched)
             if job is None or not self.order.is_in_time(job, [*held, job]):
                 break  # the budget is full, or it comes too late to overtake those who are held back
             if self._is_held(job, matched.pop(job), now):
@@ -154,16 +155,16 @@ class Line:
         job.cached_tokens = job.computed = lease.cached_tokens
         return True
 
-    def _slips_in(self, matched: dict[Job, int], now: float) -> Job | None:
-        """Return the prompt that may share the steps of the first in line, though the budget is full."""
-        in_time = [job for job in matched if self.order.is_in_time(job, self)]
-        if not in_time:
+    def _slips_in(self, matched: dict[Job, int]) -> Job | None:
+        """Return the prompt that may share the steps of a much longer one, though the budget is full."""
+        running = [job.remaining for job in self.running if job.remaining]
+        oldest = min(self, key=lambda job: job.arrived)
+        in_time = [job for job in matched if self.order.is_in_time(job, [oldest])]
+        if not in_time or len(running) >= self._max_prompts:
             return None
         shortest = min(in_time, key=lambda job: job.remaining - matched[job])
         uncached = shortest.remaining - matched[shortest]
-        incomplete = [job for job in self.running if job.remaining]
-        first = max(incomplete, key=lambda job: self.order.priority(job.cached_tokens, job, now))
-        return shortest if self.order.is_much_shorter(uncached, first, incomplete) else None
+        return shortest if self.order.slips_in(uncached, running, self._chunk_tokens // 2) else None
 
     def _matched(self, job: Job) -> int:
         record = job.record

@@ -7,7 +7,7 @@ than context / λ seconds after another can never have the higher priority, nor 
 long anybody is overtaken. Source: RadixAttention (Zheng et al. 2024, section 3) for the first term.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -98,7 +98,9 @@ class Order:
         return (job.arrived - oldest) * self.fairness <= self._context_tokens
 
     @staticmethod
-    def is_much_shorter(uncached_tokens: int, first: Job, running: Iterable[Job]) -> bool:
-        """Say if a prompt is so much shorter than the first in line that it shares its steps. One at a time does."""
-        shortest = min(job.remaining for job in running)
-        return MUCH_SHORTER * uncached_tokens <= first.remaining < MUCH_SHORTER * shortest
+    def slips_in(uncached_tokens: int, running: Sequence[int], room_tokens: int) -> bool:
+        """Say if a prompt with so many tokens to compute goes beside those that run, of which `running` are left, each
+        above 0: it is much shorter than one of them, and fits into `room_tokens` of a step together with those that it
+        is not much shorter than, if there are any."""
+        beside = [left for left in running if left < MUCH_SHORTER * uncached_tokens]
+        return len(beside) < len(running) and (not beside or sum(beside) + uncached_tokens <= room_tokens)

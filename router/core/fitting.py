@@ -22,9 +22,9 @@ those that wait longest have not ended yet. So none is taken to be quicker than 
 others is put right by what ends next, and who is sent more is not.
 
 No request moves a factor by more than FACTOR_STEP, no report the line's slope by more than ROW_STEP, no factor leaves
-[1 / MOST, MOST], and no prompt counts for more than MOST usual ones before it, though a worker's first has none: one
-odd request changes little, and a hundred of them what they should. A worker of which nothing is known has the median of
-its pool. Everything is a function of the records that came, in their order.
+[1 / MOST, MOST], and no prompt counts for more than MOST usual ones before it, a worker's first by what is usual
+elsewhere in its pool: one odd request changes little, and a hundred of them what they should. A worker of which nothing
+is known has the median of its pool. Everything is a function of the records that came, in their order.
 """
 
 from collections.abc import Iterable
@@ -57,23 +57,24 @@ def bounded(known: float, wanted: float, step: float) -> float:
 
 
 class PredictionFactor:
-    """How many times longer something takes than predicted. Mutable state: both sums, fading, the mean weight of what
-    was observed, and the factor."""
+    """How many times longer something takes than predicted. Mutable state: both sums, fading, `usual_weight`, the mean
+    of what was observed, 0.0 without any, and the factor."""
 
-    __slots__ = ("_observed", "_predicted", "_usual", "is_known", "value")
+    __slots__ = ("_observed", "_predicted", "is_known", "usual_weight", "value")
 
     def __init__(self) -> None:
-        self._observed = self._predicted = self._usual = 0.0
+        self._observed = self._predicted = self.usual_weight = 0.0
         self.is_known = False
         self.value = 1.0
 
-    def observed(self, predicted_s: float, seconds: float, weight: float = 1.0) -> None:
-        """Take in one prediction and what became of it, which counts by its `weight`, above 0. Predictions of nothing
-        say nothing."""
+    def observed(self, predicted_s: float, seconds: float, weight: float = 1.0, others_weight: float = 0.0) -> None:
+        """Take in one prediction and what became of it, which counts by its `weight`, above 0. `others_weight`: what is
+        usual elsewhere, which the first is measured by; 0.0: nothing is known. Predictions of nothing say nothing."""
         if not predicted_s > _LEAST_PREDICTED_S or not 0.0 <= seconds < float("inf"):
             return
-        weight = min(weight, MOST * self._usual) if self.is_known else weight
-        self._usual = self._usual + NEWEST * (weight - self._usual) if self.is_known else weight
+        usual = self.usual_weight or others_weight or weight
+        weight = min(weight, MOST * usual)
+        self.usual_weight = usual + NEWEST * (weight - usual)
         self.is_known = True
         self._predicted += NEWEST * (weight * predicted_s - self._predicted)
         self._observed += NEWEST * (weight * seconds - self._observed)
@@ -187,7 +188,9 @@ class Coefficients:
         if predicted_s is None or reader is None or fit is None or "prefill_run" not in stages:
             return
         computed = max(stats.prompt_tokens - stats.prefill_cached_tokens, 1)
-        reader.delay.observed(predicted_s[0], stages.get("prefill_queue", 0.0) + stages["prefill_run"], computed)
+        late_s = stages.get("prefill_queue", 0.0) + stages["prefill_run"]
+        others = 0.0 if reader.delay.is_known else _median(one.delay.usual_weight for one in self._prefills.values())
+        reader.delay.observed(predicted_s[0], late_s, computed, others)
         far = reader.host != fit.host
         fit.exposure[far].observed(predicted_s[1], stages.get("migrate", 0.0))
 

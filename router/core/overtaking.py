@@ -1,11 +1,11 @@
 """Which prompts a new one goes before on a prefill worker, and what it waits for instead of its whole queue. Pure.
 
-A prefill worker does not take prompts in the order in which they came (`prefill_worker/scheduler/line.py`): beside the
-first in line one that is much shorter, at most half as long, takes up to half of each step, one at a time. So who finds
-nearly all of its prompt in the cache does not wait for the long one before it, however long, but for
+A prefill worker does not take prompts in the order in which they came (`prefill_worker/scheduler/line.py`): beside a
+long one, those that are much shorter, at most half as long, share half of each step. So who finds nearly all of its
+prompt in the cache does not wait for the long one before it, however long, but for
 
     all that is not twice as long as itself, or of which nothing is known, as it would anyway
-    + for each of those, and for itself, what such a step computes of the long ones beside it
+    + what the steps in which half is for those and itself compute of the long ones beside them
     + half a step, the one under way on average
 
 and never for more than the queue. While it reads what they compute, who shares a prompt's beginning cannot go before
@@ -15,6 +15,7 @@ The router knows these lengths of the prompts that it has sent itself. What a re
 computed, of the oldest first; what it counts more are other routers' prompts, before which nobody is taken to go.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 from engine.plan import MUCH_SHORTER
@@ -29,14 +30,15 @@ class ReadingLine:
     computes at most `chunk_tokens` in a step; 0: it does not say, and nobody is taken to go before others."""
 
     # Mutable state: for each of them its uncached tokens, which block of its prompt is the first of those and the
-    # name of that block; and the sum of the tokens, and the most of them.
+    # name of that block; and all their tokens in order, and the sum of these.
 
-    __slots__ = ("_chunk_tokens", "_longest", "_prompts", "_tokens")
+    __slots__ = ("_chunk_tokens", "_lengths", "_prompts", "_tokens")
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._prompts: dict[RequestId, tuple[int, int, bytes]] = {}
-        self._tokens = self._longest = 0
+        self._lengths: list[int] = []
+        self._tokens = 0
 
     def __iter__(self) -> Iterator[RequestId]:
         return iter(self._prompts)
@@ -47,39 +49,45 @@ class ReadingLine:
         self.leave(request)
         self._prompts[request] = tokens, first, block
         self._tokens += tokens
-        self._longest = max(self._longest, tokens)
+        insort(self._lengths, tokens)
 
     def leave(self, request: RequestId) -> None:
         """Note that a prompt has been read, or never will be here."""
         known = self._prompts.pop(request, None)
         if known is not None:
             self._tokens -= known[0]
-            if known[0] == self._longest:
-                self._longest = max((tokens for tokens, _, _ in self._prompts.values()), default=0)
+            del self._lengths[bisect_left(self._lengths, known[0])]
 
     def check(self) -> None:
         """Raise AssertionError if what is kept ready is not what the prompts say."""
-        lengths = [tokens for tokens, _, _ in self._prompts.values()]
-        assert (self._tokens, self._longest) == (sum(lengths), max(lengths, default=0)), "the line is miscounted"
+        lengths = sorted(tokens for tokens, _, _ in self._prompts.values())
+        assert (self._tokens, self._lengths) == (sum(lengths), lengths), "the line is miscounted"
 
     def overtaken(self, tokens: int, queue_tokens: int, chain: Sequence[bytes], held: int) -> tuple[int, int]:
         """Return of how many queued tokens a prompt with so many uncached `tokens` is not behind, and how many prompts
         those are, which it delays: where the worker has `queue_tokens` to compute, and holds, or is about to, the first
         `held` blocks of its `chain`."""
-        # Every decision asks every worker that has much to do.
-        chunk_tokens = self._chunk_tokens
-        longer, beside = MUCH_SHORTER * tokens, chunk_tokens // 2 + max(chunk_tokens - tokens, tokens)
-        if not chunk_tokens or self._longest < longer or queue_tokens <= beside:
+        # Every decision asks every worker that has much to do: of most, only the oldest prompt is looked at.
+        chunk_tokens, lengths, longer = self._chunk_tokens, self._lengths, MUCH_SHORTER * tokens
+        if not chunk_tokens or queue_tokens <= chunk_tokens or not lengths or lengths[-1] < longer:
             return NOBODY  # as where there is little to do, and for whoever is no shorter than others
-        computed = self._tokens - queue_tokens
-        passed = prompts = 0
-        for left, first, block in self._prompts.values():
-            if computed > 0:
-                left, computed = left - computed, computed - left
+        at = bisect_left(lengths, longer)
+        passed, prompts = sum(lengths[at:]), len(lengths) - at
+        beside, computed = tokens + self._tokens - passed, self._tokens - queue_tokens
+        for length, first, block in self._prompts.values():
+            if computed <= 0 and not held:
+                break
+            # It is taken out as it was sent, and counted as it is by now.
+            if length >= longer:
+                passed, prompts = passed - length, prompts - 1
+            else:
+                beside -= length
+            left = length if computed <= 0 else max(length - computed, 0)
+            computed -= length
             if left >= longer and not (first < held and block == chain[first]):
-                passed += left
-                prompts += 1
-            elif left > 0:
-                beside += max(chunk_tokens - left, left)
-        passed -= beside
+                passed, prompts = passed + left, prompts + 1
+            else:
+                beside += left
+        steps = -(-2 * beside // chunk_tokens)  # half of each is theirs
+        passed -= chunk_tokens // 2 + steps * chunk_tokens - beside
         return (passed, prompts) if passed > 0 else NOBODY

@@ -19,7 +19,6 @@ from cluster.bench.stats import Sample, summarise
 from cluster.bench.targets import _body
 from cluster.bench.workloads import LoadSession, LoadTurn
 from cluster.processes.spec import LaunchError
-from engine.model.prepared.cache import prepare
 from engine.text.bundle import TextModel
 from router.front.api import ApiError, GenerateCall, GenerateEvent
 
@@ -122,9 +121,9 @@ def test_drafts_of_ours_are_summed_over_its_workers(tmp_path: Path, monkeypatch:
     assert read_drafts(headrace(80), 80, tmp_path / "log") == (17, 13)
 
 
-def test_prompts_of_text_are_chats_of_one_length_and_all_different() -> None:
+def test_prompts_of_text_are_chats_of_one_length_and_all_different(demo_model: Path) -> None:
     """Guards prompts that begin alike, which a cache would answer, and lengths that no two presets could share."""
-    text = TextModel.load(prepare(None))
+    text = TextModel.load(demo_model)
     for preset in TEXTS.values():
         load = preset.workload
         made, again, others = (text_sessions(text, load, 40, seed) for seed in ("0", "0", "1"))

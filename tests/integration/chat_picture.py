@@ -45,7 +45,7 @@ def converse(tab: Tab) -> None:
 def main(target: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        with serving_page(prepare(None)) as address, browsing(folder) as browser:
+        with serving_page(prepare(None, folder / "models")) as address, browsing(folder) as browser:
             tab = browser.open(address, width=820, height=560)
             converse(tab)
             tab.run("document.querySelector('#talk').scrollTop = 1e6")

@@ -1,4 +1,4 @@
-"""Two routers behind the same workers, in one process over fake devices: what one knows, the other one acts upon."""
+"""Two routers behind the same workers, in one process over fake devices: what one knows, the other acts upon."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator

@@ -82,24 +82,23 @@ def find_demo_model() -> Path:
 
 def prepare(
     source: str | None,
-    cache_dir: Path | None = None,
+    cache: Path,
     dtype: str = "float32",
     progress: Progress | None = None,
     mapped: bool = True,
     context_tokens: int = 0,
 ) -> Path:
-    """Return the prepared folder of a model, made if it is not there yet. `source` None is the demo model. `progress`
-    hears how many bytes of weights have been written, and of how many, while they are converted, or read, the first
-    time after a boot. With `mapped` False, for workers on a GPU, weights that are stored in `dtype` are not converted
-    at all, but left where they are. `context_tokens`: of a shorter context than the model's own, which makes another
-    folder, with a fingerprint of its own: LongRoPE's table is chosen by it; 0: the model's own.
+    """Return the prepared folder of a model, made in `cache` if it is not there yet. `source` None is the demo model.
+    `progress` hears how many bytes of weights have been written, and of how many, while they are converted, or read,
+    the first time after a boot. With `mapped` False, for workers on a GPU, weights that are stored in `dtype` are not
+    converted at all, but left where they are. `context_tokens`: of a shorter context than the model's own, which makes
+    another folder, with a fingerprint of its own: LongRoPE's table is chosen by it; 0: the model's own.
 
     Safe to call from many processes at once: one converts, the others wait for it. Raises ModelError.
     """
     if dtype not in _DTYPES:
         raise ModelError(source or DEMO_FILE, f"unknown dtype {dtype!r}: {', '.join(_DTYPES)}")
     path = Path(source).expanduser() if source is not None else find_demo_model()
-    cache = cache_dir if cache_dir is not None else default_cache_dir(Path.home())
     parts, limit = _source_files(path), context_tokens
     for part in parts:
         check_is_file(part)

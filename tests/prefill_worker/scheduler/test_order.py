@@ -107,15 +107,26 @@ def _job(remaining: int) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("uncached_tokens", "others", "slips_in"),
-    [(50, (), True), (51, (), False), (1, (51,), True), (1, (50,), False), (1, (60, 49), False)],
+    ("uncached_tokens", "running", "slips_in"),
+    [
+        (50, (100,), True),
+        (51, (100,), False),
+        (16, (100, 16), True),
+        (17, (100, 16), False),
+        (10, (12, 100, 10), True),
+        (10, (13, 100, 10), False),
+        (8, (100, 16), True),
+        (33, (100, 66), True),
+        (34, (100, 66), False),
+        (8, (15, 15), False),
+    ],
 )
-def test_one_of_at_most_half_the_length_slips_in_at_a_time(
-    uncached_tokens: int, others: tuple[int, ...], slips_in: bool
+def test_those_of_at_most_half_the_length_slip_in_as_far_as_they_fit(
+    uncached_tokens: int, running: tuple[int, ...], slips_in: bool
 ) -> None:
-    """The first in line has 100 tokens left: who has 50 is short enough, and who has 50 and runs is the one."""
-    first = _job(100)
-    assert Order.is_much_shorter(uncached_tokens, first, [first, *map(_job, others)]) == slips_in
+    """They have 32 tokens of a step. Of 16 tokens two fit; one alone is as long as it may be, and who is half as long
+    as that goes before it too."""
+    assert Order.slips_in(uncached_tokens, running, 32) == slips_in
 
 
 def test_a_step_of_one_token_is_measured_too() -> None:

@@ -136,6 +136,45 @@ def test_a_stream_of_short_prompts_costs_a_long_one_at_most_half() -> None:
     assert bench.first_at["long"] <= 2 * 1024 * S_PER_TOKEN + 128 * S_PER_TOKEN
 
 
+@pytest.mark.parametrize("cached", [0, 320])
+def test_a_crowd_of_short_prompts_shares_half_of_a_long_ones_steps(cached: int) -> None:
+    """Guards both: those behind a long prompt had a step each, and the long one keeps half of each step, although hits
+    go before it."""
+    bench = Bench(chunk_tokens=128, fairness_tokens_per_s=0.0)
+    known = _tokens(cached, 1)
+    if cached:
+        bench.start("known", known)
+        bench.run()
+    bench.start("long", _tokens(1024, 2))
+    bench.step()
+    shares = []
+    for number in range(9):
+        bench.start(f"s{number}", [*known, *_tokens(20, number + 3)])
+    while "long" not in bench.first_at:
+        plan = bench.step()
+        assert plan is not None
+        shares.append({row.request: row.end - row.start for row in plan.rows})
+    crowds = [[name for name in share if name != "long"] for share in shares[:4]]
+    assert [len(crowd) for crowd in crowds] == [3, 3, 3, 0], "as many as 64 tokens hold"
+    assert all(share["long"] == 128 - 20 * len(crowd) for share, crowd in zip(shares, crowds, strict=False))
+    assert all(bench.first_at[f"s{number}"] < bench.first_at["long"] for number in range(9))
+
+
+def test_a_crowd_leaves_the_long_prompt_a_row() -> None:
+    """Guards starvation by hits: all rows that a step has memory for went to those that slipped in."""
+    bench = Bench(chunk_tokens=128, max_prompts=3, fairness_tokens_per_s=0.0)
+    known = _tokens(320, 1)
+    bench.start("known", known)
+    bench.run()
+    bench.start("long", _tokens(1024, 2))
+    bench.step()
+    for number in range(6):
+        bench.start(f"s{number}", [*known, number])
+    for _ in range(3):
+        plan = bench.step()
+        assert plan is not None and len(plan.rows) == 3 and "long" in {row.request for row in plan.rows}
+
+
 def test_a_step_has_no_more_prompts_than_its_memory_was_measured_for() -> None:
     """Guards a GPU's memory: rows that draw take it by the vocabulary, and a burst of prompts that are cached but for
     their last token would all fit one chunk."""

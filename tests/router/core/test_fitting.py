@@ -202,6 +202,20 @@ def test_one_long_prompt_counts_for_no_more_than_some_usual_ones() -> None:
     assert 1.0 < fitted.delay("p0") < 1.5
 
 
+@pytest.mark.parametrize(("first", "after", "late"), [(1, 1, 1.07), (100, 64, 1.03), (100_000, 64, 1.25)])
+def test_a_workers_first_prompt_is_measured_by_those_of_others(first: int, after: int, late: float) -> None:
+    """Guards a new worker: one long prompt made it slow for as long as a hundred more took, and beside a first one that
+    was cached those after it did not count."""
+    fitted = cluster()
+    for _ in range(64):
+        fitted.ended((1.0, 0.0), account(prefill_run=1.0, prompt=100))
+    fitted.ended((1.0, 0.0), account("p1", prefill_run=8.0, prompt=first))
+    assert fitted.delay("p1") == FACTOR_STEP
+    for _ in range(after):
+        fitted.ended((1.0, 0.0), account("p1", prefill_run=1.0, prompt=100))
+    assert fitted.delay("p1") == pytest.approx(late, abs=0.01)
+
+
 def test_a_decode_worker_that_reads_prompts_has_its_own_speed() -> None:
     fitted = cluster()
     fitted.reported("p0", load(s_per_token=0.003))
@@ -350,8 +364,8 @@ class PlainFit:
         self.roles: dict[str, str] = {}
         self.hosts: dict[str, str] = {}
         self.loads: dict[str, Load] = {}
-        self.late: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
-        """By worker and what of it: what was predicted, what happened, and for how many it counts."""
+        self.late: dict[tuple[str, str], list[tuple[float, float, int, float]]] = {}
+        """By worker and what of it: what was predicted, what happened, its work, and what was usual elsewhere then."""
         self.steps: list[tuple[int, float]] = []
 
     def joined(self, name: str, role: str, host: str) -> None:
@@ -368,25 +382,26 @@ class PlainFit:
 
     def observed(self, name: str, what: str, predicted_s: float, seconds: float, work: int = 1) -> None:
         if predicted_s > 1e-6:
-            self.late.setdefault((name, what), []).append((predicted_s, seconds, work))
+            beside = [self.counted(self.late[one, what])[1] for one in self.roles if (one, what) in self.late]
+            self.late.setdefault((name, what), []).append((predicted_s, seconds, work, self.middle(beside, work)))
 
     def factor(self, name: str, what: str) -> float | None:
         """None: it is not known."""
         pairs, value = self.late.get((name, what), []), 1.0
         for count in range(1, len(pairs) + 1):
-            weights = [(1 - NEWEST) ** (count - 1 - at) * self.counted(pairs[: at + 1]) for at in range(count)]
+            weights = [(1 - NEWEST) ** (count - 1 - at) * self.counted(pairs[: at + 1])[0] for at in range(count)]
             sums = [sum(w * pair[of] for w, pair in zip(weights, pairs, strict=False)) for of in (0, 1)]
             value = min(max(sums[1] / sums[0], value / FACTOR_STEP), value * FACTOR_STEP)
             value = min(max(value, 1 / MOST), MOST)
         return value if pairs else None
 
-    def counted(self, pairs: list[tuple[float, float, int]]) -> float:
-        """What the last of these counts for: by its work, as far as that is usual."""
-        usual = weight = 0.0
-        for at, (_, _, work) in enumerate(pairs):
-            weight = min(work, MOST * usual) if at else work
-            usual = (1 - NEWEST) * usual + NEWEST * weight if at else weight
-        return weight
+    def counted(self, pairs: list[tuple[float, float, int, float]]) -> tuple[float, float]:
+        """What the last of these counts for, by its work, as far as that is usual; and what is usual after it."""
+        weight, usual = 0.0, pairs[0][3]
+        for _, _, work, _ in pairs:
+            weight = min(work, MOST * usual)
+            usual = (1 - NEWEST) * usual + NEWEST * weight
+        return weight, usual
 
     def line(self) -> tuple[float, float]:
         """A step without rows, and what each adds; fewer reports than would let the first of them fade."""

@@ -31,26 +31,29 @@ def test_who_is_much_shorter_does_not_wait_for_the_long_ones() -> None:
     assert line(1000).overtaken(8, 1000, [], 0) == (1000 - 32 - 56, 1)
     assert line(1000, 500).overtaken(8, 1500, [], 0) == (1500 - 32 - 56, 2)
     # Who needs several steps has half of each.
-    assert line(1000).overtaken(200, 1000, [], 0) == (1000 - 32 - 200, 1)
+    assert line(1000).overtaken(200, 1000, [], 0) == (1000 - 32 - (7 * 64 - 200), 1)
 
 
-def test_short_ones_take_turns() -> None:
-    """Guards a crowd of short prompts behind a long one, of which each takes a step of its own: they were all taken to
-    be next."""
-    assert line(1000, 8, 10).overtaken(8, 1018, [], 0) == (1000 - 32 - 3 * 56 + 2, 1)
-    assert line(1000, 100).overtaken(60, 1100, [], 0) == (1000 - 32 - 100 - 60, 1)
-    assert line(300, *[8] * 20).overtaken(8, 460, [], 0) == NOBODY, "the long one has ended by then"
+def test_short_ones_share_a_step() -> None:
+    """Guards a crowd of short prompts behind a long one: half of a step holds several of them."""
+    assert line(1000, 8, 10).overtaken(8, 1018, [], 0) == (1000 - 32 - (64 - 26), 1)
+    assert line(1000, 9, 15).overtaken(8, 1024, [], 0) == (1000 - 32 - (64 - 32), 1), "what just fits"
+    assert line(1000, 10, 15).overtaken(8, 1025, [], 0) == (1000 - 32 - (2 * 64 - 33), 1)
+    assert line(1000, 100).overtaken(60, 1100, [], 0) == (1000 - 32 - (5 * 64 - 160), 1)
+    assert line(240, *[8] * 24).overtaken(8, 432, [], 0) == NOBODY, "the long one has ended by then"
 
 
 def test_half_as_long_is_much_shorter() -> None:
-    assert line(400).overtaken(200, 400, [], 0) == (400 - 32 - 200, 1)
+    assert line(400).overtaken(200, 400, [], 0) == (400 - 32 - (7 * 64 - 200), 1)
     assert line(399).overtaken(200, 399, [], 0) == NOBODY
     # Half of the long one's last 88 tokens would be all that is saved.
     assert line(88).overtaken(8, 88, [], 0) == NOBODY
     assert line(89).overtaken(8, 89, [], 0) == (1, 1)
-    # Beside another short one it is half a step and two.
-    assert line(144, 8).overtaken(8, 152, [], 0) == NOBODY
-    assert line(145, 8).overtaken(8, 153, [], 0) == (1, 1)
+    assert line(64).overtaken(32, 64, [], 0) == NOBODY
+    assert line(65).overtaken(32, 65, [], 0) == (1, 1), "a step, all of whose half is its own"
+    # Beside another short one it is no more, as they share the step.
+    assert line(80, 8).overtaken(8, 88, [], 0) == NOBODY
+    assert line(81, 8).overtaken(8, 89, [], 0) == (1, 1)
     assert line(16, 129).overtaken(8, 145, [], 0) == (145 - 88, 2), "the least that is much longer"
 
 
@@ -66,12 +69,12 @@ def test_nobody_goes_before_the_prompt_that_computes_its_beginning() -> None:
     assert made.overtaken(8, 1000, [b"c0", b"d1", b"d2"], 3) == (912, 1), "another ending of the same beginning"
     assert made.overtaken(8, 1000, other, 1) == (912, 1)
     made.enter(B, 5000, 0, b"")
-    assert made.overtaken(8, 6000, cold, 3) == (5000 - 32 - 56 - 1000, 1), "it waits for that one's steps"
+    assert made.overtaken(8, 6000, cold, 3) == (5000 - 32 - (32 * 64 - 1008), 1), "it waits for that one's steps"
 
 
 def test_what_is_computed_is_of_the_oldest() -> None:
     """Guards a prompt that is nearly read against being taken for a long one."""
-    assert line(1000, 1000).overtaken(100, 1100, [], 0) == (1000 - 32 - 2 * 100, 1)
+    assert line(1000, 1000).overtaken(100, 1100, [], 0) == (1000 - 32 - (7 * 64 - 200), 1)
     assert line(1000, 300).overtaken(8, 200, [], 0) == (200 - 32 - 56, 1)
     assert line(1000, 1000).overtaken(8, 1000, [], 0) == (1000 - 32 - 56, 1), "all of the first"
     assert line(1000).overtaken(8, 999, [], 0) == (999 - 32 - 56, 1)
@@ -115,8 +118,9 @@ class PlainLine:
             computed -= done
             is_its_own = block in chain[:held] and chain.index(block) == first
             (longs if length - done >= 2 * tokens and not is_its_own else shorts).append(length - done)
-        steps = [max(CHUNK - own, own) for own in (*filter(None, shorts), tokens)]
-        passed = min(sum(longs), queue_tokens) - CHUNK // 2 - sum(steps)
+        short = sum(shorts) + tokens
+        steps = (short + CHUNK // 2 - 1) // (CHUNK // 2)
+        passed = min(sum(longs), queue_tokens) - CHUNK // 2 - (steps * CHUNK - short)
         return (passed, len(longs)) if passed > 0 else (0, 0)
 
 
@@ -178,7 +182,7 @@ class LiveLine:
         self.time.run(until)
 
 
-@pytest.mark.parametrize("crowd", [1, 2, 4])
+@pytest.mark.parametrize("crowd", [1, 2, 4, 16])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_real_line_does_as_it_is_told(crowd: int, seed: int) -> None:
     """Guards the prediction against a line that would order its prompts otherwise."""
