@@ -12,6 +12,7 @@ import worker.opening
 import worker.worker
 from decode_worker.role import open_decode_worker
 from engine import plan
+from engine.config import TierConfig
 from engine.identity import SHORT_BYTES, chain
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
@@ -253,3 +254,53 @@ def test_another_router_knows_of_a_prompt_that_is_about_to_be_read(
                 await app.stop(0.0)
 
     asyncio.run(body())
+
+
+def test_a_router_hears_where_blocks_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the way of these words through real workers: what no longer fits on the device is believed to lie where it
+    does, and what a prompt brings back is believed to be back."""
+    monkeypatch.setattr(worker.opening, "open_device", lambda *config: fake_device(LAYOUT, 64))
+    tiers = TierConfig(host_bytes=1 << 20)
+    opened: list[Worker[Any]] = [
+        open_prefill_worker("p0", PrefillConfig(tiers=tiers), "127.0.0.1", 0, SECRETS),
+        open_decode_worker("d0", DecodeConfig(), "127.0.0.1", 0, SECRETS),
+    ]
+    kv = opened[0].parts.kv
+    for one in opened:
+        one.start()
+    prefill, decode = ([PeerAddress(one.name, one.info.address)] for one in opened)
+    chains = [chain(kv.cache.root_identity(b""), list(f"{number}".encode() * 120), 4) for number in range(4)]
+
+    def lies() -> list[tuple[int, int]]:
+        """How much of each prompt is on the device, and how much in host memory alone."""
+        assert kv.tiers is not None
+        here, host = {node.identity for node in list(kv.cache.nodes())}, kv.tiers.host
+        return [(sum(one in here for one in c), sum(one in host and one not in here for one in c)) for c in chains]
+
+    async def body() -> None:
+        app = RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS)
+        await app.start()
+        try:
+            await app.set_workers(prefill, decode)
+            await until(app.hub.ready)
+            index = app.hub.core.index
+            index.add("p0", 1000, 1000)  # by their age alone, all blocks would be on the device
+
+            def believed() -> list[tuple[int, int]]:
+                held = [index.tiers(c).get("p0", {"device": 0, "host": 0}) for c in chains]
+                return [(one["device"], one["host"] - one["device"]) for one in held]
+
+            for number in (0, 1, 2, 3, 0):
+                call = GenerateCall(prompt=f"{number}" * 120, max_tokens=4)
+                assert isinstance([event async for event in app._frontend.generate(call)][-1], Finished)
+                await until(lambda: believed() == lies(), 3.0)
+            assert sum(host for _, host in lies()) > 20, "nothing has been demoted"
+            index.check()
+        finally:
+            await app.stop(0.0)
+
+    try:
+        asyncio.run(body())
+    finally:
+        for one in opened:
+            one.stop()
