@@ -85,25 +85,26 @@ def test_a_tenant_at_one_of_several_routers_gets_all_of_its_rate() -> None:
     assert total == pytest.approx(RATE * 30.0 + BURST, abs=200)
 
 
-def test_samples_at_once_are_counted_over_all_routers() -> None:
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_samples_at_once_are_counted_over_all_routers(count: int) -> None:
     """Guards the limit of running samples: at once it may be passed by what the others let in meanwhile, and then no
     more until it is kept again."""
-    routers = Routers(2, a=Tenant(concurrency=4))
+    routers = Routers(count, a=Tenant(concurrency=4))
     rng, held = random.Random(1), list[tuple[int, TenantAdmission]]()
-    burst = [routers.takes(router) for router in (0, 1) for _ in range(6)]
-    assert sum(one is not None for one in burst) == 8, "twice the limit, while neither has told"
+    burst = [routers.takes(router) for router in range(count) for _ in range(6)]
+    assert sum(one is not None for one in burst) == 4 * count, "the limit once at each, while none has told"
     held = [(0, one) for one in burst if one is not None]
     most = 0
     for turn in range(400):
         routers.tick()
         if held and (turn < 20 or rng.random() < 0.5):
             held.pop(rng.randrange(len(held)))[1].sample_ended()
-        elif (admission := routers.takes(turn % 2)) is not None:
-            held.append((turn % 2, admission))
+        elif (admission := routers.takes(turn % count)) is not None:
+            held.append((turn % count, admission))
         if turn >= 20:
             most = max(most, len(held))
-    assert 4 <= most <= 5, "one more at most: one that the other let in within its last two ticks"
-    for router in (0, 1):
+    assert 4 <= most <= 4 + min(count - 1, 2), "one is asked at each tick, and a word takes two"
+    for router in range(count):
         if len(held) >= 4:
             assert routers.takes(router) is None
 
