@@ -228,12 +228,13 @@ class SessionTold(Record):
     """From a router to its siblings, by way of the decode worker that has taken a conversation's request, which passes
     it on as it is: the next turns go there. `session` names the conversation (`router.core.sessions`), `turn` says
     which of two words of it is the later one, and `prefill` is the life that reads its prompt: empty, where the decode
-    worker does."""
+    worker does. `age_s`: the time since then, where a router that has begun meanwhile is told."""
 
     session: bytes
     turn: int
     prefill: str = ""
     prefill_incarnation: Incarnation = Incarnation(0)
+    age_s: float = 0.0
 
 
 DecodeOrder = RouterHello | Claim | Place | Cancel | Finish | UsePrefill | Yield | Release

@@ -11,6 +11,8 @@ it is (`router/core/leaving/adoption.py`). Samples of one prompt are requests of
 ended alone.
 """
 
+from collections import deque
+
 from engine.messages import (
     READS_TOLD,
     SESSIONS_TOLD,
@@ -39,7 +41,7 @@ from engine.messages import (
     Yield,
     Yielded,
 )
-from engine.types import FinishReason, RequestId
+from engine.types import FinishReason, Incarnation, RequestId
 from router.config import RouterConfig
 from router.core.admission import DeadlineGate
 from router.core.call import Call, State
@@ -83,6 +85,8 @@ from router.core.registry import Life
 from router.core.sessions import Pin, Session, Sessions
 from router.core.waiting_queue import WaitingQueue
 
+PINS_AT_ONCE = 256
+"""Sessions that a router which has begun is told at a tick."""
 _RUNNING = State.RUNNING  # looked up once: every token asks
 
 
@@ -90,7 +94,8 @@ class Router:
     """Only `handle` changes it; the router's event loop owns it."""
 
     # Mutable state: the calls, the queue, the view of the workers, losses, verdicts, adoptions, sessions, how long
-    # answers are, and since when there has been no decode worker.
+    # answers are, since when there has been no decode worker, the lives of other routers, and what is left to tell one
+    # that has begun.
 
     def __init__(
         self, config: RouterConfig, policy: RoutingPolicy, stop_ids: frozenset[int] = frozenset(), life: int = 0
@@ -106,6 +111,8 @@ class Router:
         self._placer = make_placer(policy, view.registry, view.index, config.local_prefill)
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._sessions = Sessions(config.session_s, life)
+        self._siblings: dict[str, Incarnation] = {}
+        self._pins_to_tell: deque[tuple[Session, Pin, int, float]] = deque()
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions, self._sessions)
         self._admission = DeadlineGate(config, table, self._placer, self._queue)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
@@ -235,6 +242,9 @@ class Router:
         if isinstance(record, WorkerInfo):
             return  # `Connected` has told it
         if isinstance(record, TenantsTold):
+            if self._siblings.get(record.router) != record.incarnation:
+                self._siblings[record.router] = record.incarnation
+                self._pins_to_tell = deque(self._sessions.pins())
             if self._share.heard(record, now):
                 self._queue.advance(now, out)
             return
@@ -263,7 +273,8 @@ class Router:
             home = self.registry.get(worker)
             if home is not None:
                 prefill = (record.prefill, record.prefill_incarnation) if record.prefill else None
-                self._sessions.told(Session(record.session), Pin(prefill, home.life), record.turn, now)
+                used_s = now - max(record.age_s, 0.0)
+                self._sessions.told(Session(record.session), Pin(prefill, home.life), record.turn, used_s)
             return
         if isinstance(record, OrphansTold):
             self._adoptions.told(worker)
@@ -317,10 +328,15 @@ class Router:
         home = self.registry.get(call.decode)
         if call.session is None or home is None:
             return
-        turn = self._sessions.note(call.session, Pin(call.prefill_life, home.life), now)
-        if home.info.protocol >= SESSIONS_TOLD:
-            told = SessionTold(call.session, turn, *(call.prefill_life or ()))
-            out.append(TellWorker(home.name, told))
+        pin = Pin(call.prefill_life, home.life)
+        self._tell_pin(call.session, pin, self._sessions.note(call.session, pin, now), 0.0, out)
+
+    def _tell_pin(self, session: Session, pin: Pin, turn: int, age_s: float, out: list[Command]) -> None:
+        """Tell the other routers of a pin, by way of its decode worker, which is there in that life still."""
+        home = self.registry.get(pin.decode[0])
+        if home is not None and home.life == pin.decode and home.info.protocol >= SESSIONS_TOLD:
+            name, incarnation = pin.prefill or ("", Incarnation(0))
+            out.append(TellWorker(home.name, SessionTold(session, turn, name, incarnation, age_s)))
 
     def _refused(self, call: Call, now: float, out: list[Command]) -> None:
         worker = self.registry.get(call.decode)
@@ -522,6 +538,9 @@ class Router:
             self._table.forgive(now)
         self._losses.give_up(self._detector.look(now), now, out)
         self._share.tick(now)
+        for _ in range(min(PINS_AT_ONCE, len(self._pins_to_tell))):
+            session, pin, turn, used_s = self._pins_to_tell.popleft()
+            self._tell_pin(session, pin, turn, now - used_s, out)
         for call in self._table.unanswered(now - self._config.worker_silent_s):
             if call.decode_life is not None:
                 self._failed(call.decode_life, "it left an offer unanswered", now, out)

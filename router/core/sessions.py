@@ -79,14 +79,20 @@ class Sessions:
         self._put(session, _Entry(pin, self._turn, now))
         return self._turn
 
-    def told(self, session: Session, pin: Pin, turn: int, now: float) -> None:
-        """Another router has noted this turn. What is later here already stays."""
+    def told(self, session: Session, pin: Pin, turn: int, used_s: float) -> None:
+        """Another router has noted this turn, at `used_s` of this one's clock. What is later here already stays."""
         if len(session) != SESSION_BYTES or not 0 < turn < LAST_TURN:
             return
         self._turn = max(self._turn, turn)
-        known, entry = self._get(session), _Entry(pin, turn, now)
+        known, entry = self._get(session), _Entry(pin, turn, used_s)
         if known is None or known.rank < entry.rank:
             self._put(session, entry)
+
+    def pins(self) -> list[tuple[Session, Pin, int, float]]:
+        """Return every session with its pin, its turn and when it was used last; of each tenant the oldest first."""
+        return [
+            (Session(tenant + name), *entry) for tenant, known in self._tenants.items() for name, entry in known.items()
+        ]
 
     def _get(self, session: Session) -> _Entry | None:
         tenant, name = _parts(session)

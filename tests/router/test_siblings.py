@@ -122,5 +122,10 @@ def test_a_conversation_goes_on_where_it_was_whichever_router_its_turns_reach(
         assert len(sessions) == 4
         await routers.ask(0, "of another tenant", "talk 0", "globex")
         await until(lambda: len(sessions) == 5)
+        await routers.each[1].stop(0.0)
+        begun = await routers.begin(1)
+        await until(lambda: len(begun.hub.core._sessions) == 5, 10.0)
+        for name, home in homes.items():
+            assert await routers.ask(1, f"{name}: after a restart", name) == home
 
     served(workers, body)

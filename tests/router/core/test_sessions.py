@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import SESSIONS_TOLD, Fault, Orphan, Place, Refused, SessionTold
+from engine.messages import SESSIONS_TOLD, Fault, Orphan, Place, Refused, SessionTold, TenantsTold
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
-from router.core import sessions
+from router.core import core, sessions
 from router.core.core import Router
 from router.core.decisions import Decision, RecordedPolicy, RepeatablePolicy
-from router.core.events import Command, Lost, Owned, Submit, TellWorker
+from router.core.events import Command, Lost, Owned, Submit, TellWorker, Tick
 from router.core.sessions import LAST_TURN, Pin, Session, Sessions
 from tests.router.bench import Bench, ended, is_told
 from tests.router.fake_cluster import load
@@ -176,6 +176,31 @@ def test_a_worker_of_the_release_before_is_told_of_no_session() -> None:
     worker.info = msgspec.structs.replace(worker.info, protocol=SESSIONS_TOLD - 1)
     talk.ask()
     assert not talk.told and talk.ask()[2] == "session"
+
+
+def test_a_router_that_begins_is_told_where_conversations_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards conversations of a router that is started again beside others, by parts, for as long as they have left,
+    and once."""
+    monkeypatch.setattr(core, "PINS_AT_ONCE", 2)
+    one, two = (Conversation(decodes=3, prefills=3, blocks=512, session_s=60) for _ in "ab")
+    homes = {name: one.ask(name)[:2] for name in ("x", "y", "z")}
+    one.bench.now = 50.0
+    for worker in ("p0", "p1", "p2", "d0", "d1", "d2"):
+        one.bench.hear(load(2), worker)
+    begun = TenantsTold(1, {}, "router-1", Incarnation(9))
+    assert not said(one.bench.hear(begun))
+    words = [said(one.bench.do(Tick())) for _ in range(3)]
+    assert [len(some) for some in words] == [2, 1, 0]
+    one.bench.hear(TenantsTold(2, {}, "router-1", Incarnation(9)))
+    assert not said(one.bench.do(Tick())), "it has been told"
+    for worker, told in (word for some in words for word in some):
+        assert told.age_s == 50.0
+        two.bench.hear(told, worker)
+    assert {name: two.ask(name) for name in ("x", "y")} == {name: (*homes[name], "session") for name in ("x", "y")}
+    two.bench.now = 10.0
+    for worker in ("p0", "p1", "p2", "d0", "d1", "d2"):
+        two.bench.hear(load(3), worker)
+    assert two.ask("z")[2] == "load", "its time was over when it had not been used for so long, anywhere"
 
 
 def test_what_is_taken_over_notes_its_session() -> None:
