@@ -96,7 +96,9 @@ class Load(Record, kw_only=True):
     s_per_token: float = 0.0  # prefill: measured; decode: seconds per step
     s_per_prompt_token: float = 0.0  # decode: predicted, of prompts that it computes itself; 0.0 until measured
     s_per_block: dict[str, float] = {}  # decode: measured migration cost by prefill worker name
+    s_per_loaded_block: dict[str, float] = {}  # measured, by lower tier ("host", "disk"); none before a first load
     evicted: list[bytes] = []  # identities (engine.identity) that left this worker's cache since the last report
+    moved: dict[str, bytes] = {}  # by highest tier, short identities (`HeldRun`) of blocks that went there since then
     leaving: bool = False  # it takes nothing new, and ends when it holds nothing more
     silent: list[Incarnation] = []  # lost readers for whom blocks have been in quarantine for `escalate_s`
 
@@ -122,6 +124,9 @@ class RouterHello(Record):
     name: str = "router"
     protocol: int = 1
     """The `PROTOCOL` of its release; 1: one that does not say."""
+    heard: int = 0
+    """How many `HoldingTold` of this life of the worker it has heard: of a telling that was cut, what follows them is
+    told. 0: all."""
 
 
 class Claim(Record):
@@ -191,14 +196,20 @@ TenantUse = tuple[int, int, float]
 """What a tenant uses at one router: tokens since that began, running samples, and what is left of its burst."""
 
 
+TenantLine = tuple[float, bool]
+"""What a tenant was charged in one router's line since that told it last, in tokens / weight, and whether requests of
+it wait there for their turn."""
+
+
 class TenantsTold(Record):
     """From a router to its siblings, by way of a worker, which says from whom it has it: what tenants with limits use
-    there. `number` counts up with each; two ways may be used."""
+    there, and how its line stands. `number` counts up with each; two ways may be used."""
 
     number: int
     uses: dict[str, TenantUse]
     router: str = ""
     incarnation: Incarnation = Incarnation(0)
+    lines: dict[str, TenantLine] = {}
 
 
 class ReadTold(Record):
@@ -347,6 +358,8 @@ class HoldingTold(Record):
     order of use, the latest first. Whatever comes and goes meanwhile is told as always."""
 
     runs: list[HeldRun]
+    number: int = 0
+    """Counts those of one telling from 1 on; 0: of a worker that does not say."""
 
 
 class CachedTold(Record):

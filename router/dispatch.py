@@ -1,8 +1,8 @@
 """The router's streams to its workers: one per worker, for all requests, kept open and reopened.
 
 From a decode worker come its requests' records, from a worker of either kind its reports.
-A stream begins with the proof of both ends (`engine.handshake`), then with the worker's `WorkerInfo`; on our side, to a
-decode worker, with our `RouterHello`, and then with the list of all workers. When it
+A stream begins with the proof of both ends (`engine.handshake`), then with the worker's `WorkerInfo`; on our side with
+our `RouterHello`, and then with the list of all workers. When it
 breaks, the hub hears `lost` at once and the link dials again with growing pauses. A worker whose model
 is not the one that this router has the tokenizer of is refused, before the hub hears of it: its token
 ids are other words. Nothing here waits for a client: what is read goes to the hub, which only queues;
@@ -26,6 +26,7 @@ from engine.handshake import HandshakeError, Party, Secrets
 from engine.messages import (
     PROTOCOL,
     DecodeRecord,
+    HoldingTold,
     LifeOfProcess,
     PeerAddress,
     Place,
@@ -117,7 +118,7 @@ def _most_bytes(record: RouterRecord) -> int:
     elif isinstance(record, ProcessesTold):
         size += RECORD_BYTES * len(record.processes)
     elif isinstance(record, TenantsTold):
-        size += TENANT_BYTES * len(record.uses)
+        size += TENANT_BYTES * (len(record.uses) + len(record.lines))
     elif isinstance(record, ReadTold):
         size += len(record.blocks)
     return size
@@ -131,7 +132,7 @@ class Links:
     """The streams to all workers. Lives on the router's event loop."""
 
     # Mutable state: the task of every wanted worker, the outbox of every attached one, tasks that are ending, the
-    # processes of all workers, and as much as is known of the fingerprint.
+    # processes of all workers, how far each life has told what it holds, and as much as is known of the fingerprint.
 
     def __init__(
         self,
@@ -154,6 +155,7 @@ class Links:
         self._hello = RouterHello(incarnation, name, PROTOCOL)
         self._named: dict[str, LifeOfProcess] = {}
         self._met: dict[str, LifeOfProcess] = {}
+        self._heard: dict[str, tuple[Incarnation, int]] = {}
         self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._severed: set[asyncio.Task[None]] = set()
@@ -190,6 +192,7 @@ class Links:
             name: LifeOfProcess(name, peer.incarnation, peer.pid, peer.host) for name, peer in peers.items() if peer.pid
         }
         self._met = {name: life for name, life in self._met.items() if name in peers}
+        self._heard = {name: heard for name, heard in self._heard.items() if name in peers}
         self._tell_processes()
         roles = [*(("prefill", peer) for peer in prefill), *(("decode", peer) for peer in decode)]
         wanted = {(role, PeerAddress(peer.name, peer.address)) for role, peer in roles}
@@ -255,8 +258,8 @@ class Links:
                 raise HandshakeError(f"{party.role} {party.name!r} answers at its address")
             info, rest = self._introduction(await _read(call), party)
             outbox = Outbox(call.cancel)
-            if role == "decode":
-                outbox.put(self._hello)
+            life, heard = self._heard.get(peer.name, (info.incarnation, 0))
+            outbox.put(msgspec.structs.replace(self._hello, heard=heard if life == info.incarnation else 0))
             writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
             self._outboxes[peer.name] = outbox
             self._met[peer.name] = LifeOfProcess(info.name, info.incarnation, info.pid, info.host)
@@ -282,6 +285,9 @@ class Links:
             if at:
                 await asyncio.sleep(0)
             self._hub.heard(worker, records[at : at + RECORDS_AT_ONCE])
+        for record in records:
+            if isinstance(record, HoldingTold):
+                self._heard[worker] = self._met[worker].incarnation, record.number
 
     def _introduction(self, frame: bytes, party: Party) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
         """Return who the worker is, and what else it said. Raises ValidationError, OtherModelError, and HandshakeError

@@ -17,7 +17,6 @@ import msgspec
 from engine.handshake import PartyRole, Secrets
 from engine.identity import SHORT_BYTES
 from engine.kv.groups import group_names
-from engine.kv.holding import Holding
 from engine.kv.ledger import BlockLedger
 from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.loop import Engine, EngineThread
@@ -29,7 +28,6 @@ from engine.messages import (
     FirstToken,
     Handoff,
     HeldRun,
-    HoldingTold,
     Load,
     Offer,
     PrefillFailed,
@@ -57,6 +55,7 @@ from worker.opening import Parts, open_parts
 from worker.role import Role, SharedEvent
 from worker.rpc import StreamEnded
 from worker.streams import ReaderStream, RouterStream
+from worker.telling import Tellings
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class Worker(Generic[E]):
         self._watchdog = Watchdog(parts.transfer.stuck_s)
         self._tier_watchdog = Watchdog(parts.transfer.stuck_s)
         self._backlog = Backlog()
-        self._holdings: dict[int, Holding] = {}
+        self._tellings = Tellings(parts.kv)
         self._copying = 0
         self._digesting: set[tuple[Handoff, int]] = set()
         self._report_now = False
@@ -214,14 +213,15 @@ class Worker(Generic[E]):
             self._ran_at = now
         # One that has become idle, and holds no step, says so: until the next report its work would seem to be there.
         has_ended = not is_busy and self._role.due == math.inf and self._reported_at < self._ran_at
-        if self._report_now or has_ended or now - self._reported_at >= interval_s:
+        # Before it is told what is held: what is evicted, comes back and is told must not be reported as gone then.
+        if self._report_now or has_ended or now - self._reported_at >= interval_s or self._tellings:
             self._report(now)
-        if self._holdings:
-            self._tell_holdings()
+        for link, told in self._tellings.take(HELD_AT_ONCE, now):
+            self.parts.routers[link].say([told])
         is_idle = self.scheduler.is_idle and not self._engine.is_busy
         if self._leave_by is not None and (is_idle or now >= self._leave_by):
             self._end()
-        return is_busy or bool(self._backlog) or bool(self._holdings)
+        return is_busy or bool(self._backlog) or bool(self._tellings)
 
     def _look_at_threads(self, now: float) -> None:
         """End the worker where its transfer thread, or another rank, is stuck; give the disk tier up where its is."""
@@ -253,7 +253,7 @@ class Worker(Generic[E]):
                 parts.routers[item.link] = item
                 parts.kv.tells_cached = len(parts.routers) > 1
                 item.say([self.info, self._load([], time.monotonic())])
-                self._holdings[item.link] = Holding(parts.kv)
+                self._tellings.attached(item.link, item.router, time.monotonic())
             case RecordsIn(RouterStream(link=link) as router, records):
                 for told in records:
                     if isinstance(told, RouterHello):
@@ -267,7 +267,7 @@ class Worker(Generic[E]):
                 log.info("router stream %d ended: %s", link, why)
                 del parts.routers[link]
                 parts.kv.tells_cached = len(parts.routers) > 1
-                self._holdings.pop(link, None)
+                self._tellings.lost(link, time.monotonic())
                 parts.readers.router_lost(link)
                 self._role.hear(item, self._tell)
             case Leave(grace_s):
@@ -290,9 +290,10 @@ class Worker(Generic[E]):
                 self._role.hear(item, self._tell)
 
     def _greeted(self, router: RouterStream, hello: RouterHello) -> None:
-        """Note what a router understands."""
+        """Note what a router understands, and what it has heard."""
         router.protocol = hello.protocol
-        if hello.protocol < SESSIONS_TOLD:
+        self._tellings.greeted(router.link, hello.heard)
+        if self.info.role == "decode" and hello.protocol < SESSIONS_TOLD:  # which passes these on
             log.warning(
                 "router %s is of an older release (protocol %d, here %d): it is not told all of what others are about "
                 "to have read, and where conversations are",
@@ -337,28 +338,22 @@ class Worker(Generic[E]):
     def _report(self, now: float) -> None:
         self._reported_at, self._report_now = now, False
         evicted = self.parts.kv.take_evicted()
+        self._tellings.evicted(evicted)
+        self._tellings.tick(now)
+        tiers = self.parts.kv.take_moved(EVICTED_AT_ONCE).items()
+        moved = {tier: b"".join(one[:SHORT_BYTES] for one in blocks) for tier, blocks in tiers}
         load = self._load(evicted, now)
-        frames = [encode([load])]
+        # Of a tier that was dropped, a report would be larger than a frame may be.
+        pieces = [evicted[at : at + EVICTED_AT_ONCE] for at in range(0, len(evicted), EVICTED_AT_ONCE)] or [[]]
+        frames = [encode([msgspec.structs.replace(load, evicted=piece)]) for piece in pieces[:-1]]
+        frames.append(encode([msgspec.structs.replace(load, evicted=pieces[-1], moved=moved)]))
         if cached := self.parts.kv.take_cached():
             # Before what was evicted: some of it may be gone again.
             runs = [HeldRun(parent[:SHORT_BYTES], b"".join(one[:SHORT_BYTES] for one in run)) for parent, run in cached]
             frames = [*split_frames([CachedTold(runs)]), *frames]
-        if len(evicted) > EVICTED_AT_ONCE:
-            # Of a tier that was dropped, a report would be larger than a frame may be.
-            pieces = [evicted[at : at + EVICTED_AT_ONCE] for at in range(0, len(evicted), EVICTED_AT_ONCE)]
-            frames = [encode([msgspec.structs.replace(load, evicted=piece)]) for piece in pieces]
         for router in self.parts.routers.values():
             for frame in frames:
                 router.send(frame)
-
-    def _tell_holdings(self) -> None:
-        """Go on telling routers that have attached what is cached here."""
-        for link, holding in list(self._holdings.items()):
-            runs = [HeldRun(*run) for run in holding.take(HELD_AT_ONCE)]
-            if runs:
-                self.parts.routers[link].say([HoldingTold(runs)])
-            if not holding:
-                del self._holdings[link]
 
     def _load(self, evicted: list[bytes], now: float) -> Load:
         """Return how the worker stands, with the blocks evicted since the last report; tell the metrics all of it."""
@@ -388,6 +383,7 @@ class Worker(Generic[E]):
             group_blocks=held if len(held) > 1 else {},
             waiting_requests=scheduler.waiting_requests,
             running_requests=scheduler.running_requests,
+            s_per_loaded_block={} if kv.tiers is None else kv.tiers.cost.s_per_block,
             evicted=evicted,
             leaving=scheduler.leaving,
             silent=source.silent(self.parts.transfer.escalate_s, now),

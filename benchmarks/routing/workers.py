@@ -34,6 +34,7 @@ from prefill_worker.scheduler.order import Job
 from worker.config import PrefillConfig
 
 REPORT_S = 0.05
+MOVED_AT_ONCE = 32_768
 FINGERPRINT = "f"
 """The model: what a worker says and what it names its blocks by must be the same, or no eviction is understood."""
 
@@ -170,6 +171,11 @@ class SimulatedPrefill:
                 waiting_tokens=self.line.backlog_tokens,
                 running_requests=len(self.line.running),
                 s_per_token=self._speed.s_per_token,
+                moved={
+                    tier: b"".join(one[:SHORT_BYTES] for one in blocks)
+                    for tier, blocks in self.kv.take_moved(MOVED_AT_ONCE).items()
+                },
+                s_per_loaded_block={} if self.kv.tiers is None else self.kv.tiers.cost.s_per_block,
                 evicted=self.kv.take_evicted(),
             )
         )

@@ -2,8 +2,10 @@
 
 The list is made when the router comes, of numbers only; what each stands for is looked up when its turn comes. So what
 is told is held at that moment, what went meanwhile is left out, and nobody waits for all of it. What came meanwhile the
-router knows from its own requests.
+router knows from its own requests. Where a stream is cut, the list is made anew, and what was heard is passed over.
 """
+
+from collections.abc import Iterable
 
 from engine import identity
 from engine.kv.manager import KVCacheManager
@@ -15,21 +17,38 @@ Run = tuple[bytes, bytes]
 
 
 class Holding:
-    """Mutable state: the blocks and lower identities that are still to be told, the next one last, and what was told.
-    Owner: the engine thread."""
+    """Mutable state: the blocks and lower identities that are still to be told, the next one last, and the number of
+    the piece in which each was told, of which there were `pieces`. Owner: the engine thread."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
+        self._told: dict[bytes, int] = {}
+        self.pieces = 0
+        self._whole = kv.block_size * TOKEN_BYTES
+        self._list()
+
+    def _list(self) -> None:
+        kv = self._kv
         self._lower = kv.lower()
         self._blocks = [block for _, line in kv.cache.shares.lines() for block in line]
         # What is in use comes first: the last node of a lease brings all that are before it.
         self._blocks += [lease.path[-1].block for lease in kv.leases() if lease.path]
-        self._told: set[bytes] = set()
-        self._whole = kv.block_size * TOKEN_BYTES
 
     def __bool__(self) -> bool:
         """True while something is left to be told."""
         return bool(self._blocks or self._lower)
+
+    def resume(self, heard: int) -> None:
+        """Go on behind the first `heard` pieces, with what is held now; 0, or more than there were: from the beginning
+        on."""
+        self.pieces = heard if 0 < heard <= self.pieces else 0
+        self._told = {ident: piece for ident, piece in self._told.items() if piece <= self.pieces}
+        self._list()
+
+    def forget(self, identities: Iterable[bytes]) -> None:
+        """Tell these again where they come back: whoever listens hears that they are gone, or is told too late."""
+        for ident in identities:
+            self._told.pop(ident, None)
 
     def take(self, limit: int) -> list[Run]:
         """Return runs of what comes next, after looking at `limit` blocks or a few more, parents first: what the device
@@ -47,7 +66,8 @@ class Holding:
             else:
                 runs.append((parent, fresh))
             last = fresh[-1]
-            self._told.update(fresh)
+            self._told.update(dict.fromkeys(fresh, self.pieces + 1))
+        self.pieces += bool(runs)
         cut = slice(identity.SHORT_BYTES)
         return [(parent[cut], b"".join(one[cut] for one in fresh)) for parent, fresh in runs]
 

@@ -17,6 +17,7 @@ comes back by `engine.kv.tiers.fetches`.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 from engine.identity import in_group
@@ -69,6 +70,8 @@ class KVCacheManager:
         """The names of what this life has put into lower tiers of layer groups with a window: routers know none."""
         self._above: dict[bytes, bytes] = {}
         """The identity before each block that went to a lower tier, the latest last; empty for a first block."""
+        self._moved: dict[bytes, None] = {}
+        """The names of blocks that went to another tier, in that order."""
         self._owners: dict[BlockId, bytes] = {}
         """The namespace of every block that is not free."""
 
@@ -365,6 +368,8 @@ class KVCacheManager:
                 else:
                     self._let_go(block)
             if self.tiers is not None:
+                if node.identity not in self._identities and node.identity in self.tiers:
+                    self._moved[node.identity] = None
                 self._identities.add(node.identity)
             if self.windows is not None:
                 self.windows.index(lease, start // size, node)
@@ -457,6 +462,20 @@ class KVCacheManager:
                 self._above.pop(ident, None)
                 self._below.discard(ident)
         return taken
+
+    def take_moved(self, limit: int) -> dict[str, list[bytes]]:
+        """Return the highest tier ("device", "host" or "disk") of at most `limit` blocks that went to another one since
+        they were told of, in the order in which they went; those that no tier has any more are left out."""
+        if self.tiers is None:
+            return {}
+        self._moved |= dict.fromkeys(self.tiers.take_sunk())
+        moved: dict[str, list[bytes]] = {}
+        for ident in list(islice(self._moved, limit)):
+            del self._moved[ident]
+            tier = "device" if ident in self._identities else self.tiers.tier(ident)
+            if tier and ident not in self._below:
+                moved.setdefault(tier, []).append(ident)
+        return moved
 
     def take_cached(self) -> list[tuple[bytes, list[bytes]]]:
         """Runs of identities that came into the cache since the last call, where `tells_cached`: the one before each
@@ -579,4 +598,5 @@ class KVCacheManager:
         assert node.parent is not None
         self._above.pop(node.identity, None)
         self._above[node.identity] = b"" if node.parent.parent is None else node.parent.identity
+        self._moved[node.identity] = None
         return True

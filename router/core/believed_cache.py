@@ -29,14 +29,14 @@ class BelievedTier:
     blocks: int = 0
     uses: deque[int] = field(default_factory=deque)
     """The uses whose stretches have blocks here, oldest first; some have no stretch any more."""
-    rest: int = -1
-    """How many blocks of the oldest use's stretch are here; all of them where it is negative."""
+    parts: dict[int, int] = field(default_factory=dict)
+    """How many blocks of a use's stretch are here, where not all of them are; of the lowest tier there are none."""
 
     def of(self, use: int, length: int) -> int:
         """How many blocks of a stretch, whose top they are, lie here."""
         if not self.uses or use < self.uses[0]:
             return 0
-        return min(self.rest, length) if use == self.uses[0] and self.rest >= 0 else length
+        return min(self.parts.get(use, length), length)
 
 
 class BelievedCache:
@@ -81,7 +81,8 @@ class BelievedCache:
             if here > 0:
                 tier.blocks += here
                 tier.uses.appendleft(self.oldest)
-                tier.rest = here
+                if here < len(path):
+                    tier.parts[self.oldest] = here
             found.append(here)
         return found
 
@@ -99,7 +100,7 @@ class BelievedCache:
                 self.stretches[use] = stretch[common:].tobytes()
                 self.tops[stretch.item(common)] = use
             else:
-                del self.stretches[use]
+                self._forget(use)
             at += common
         return held
 
@@ -108,8 +109,8 @@ class BelievedCache:
         for number, tier in enumerate(self.tiers):
             here = tier.of(use, length)
             held[number] += min(here, taken)
-            if tier.uses and use == tier.uses[0] and tier.rest >= 0:
-                tier.rest = here - min(here, taken)
+            if use in tier.parts:
+                tier.parts[use] = here - min(here, taken)
 
     def cut(self, use: int, keep: int) -> Nodes:
         """Let go of a stretch's blocks but for the first `keep`, and return them."""
@@ -117,40 +118,53 @@ class BelievedCache:
         for tier in self.tiers:
             here = tier.of(use, len(stretch))
             tier.blocks -= max(0, here - keep)
-            if tier.uses and use == tier.uses[0] and tier.rest >= 0:
-                tier.rest = min(here, keep)
+            if use in tier.parts:
+                tier.parts[use] = min(here, keep)
         if keep:
             self.stretches[use] = stretch[:keep].tobytes()
         else:
-            del self.stretches[use], self.tops[stretch.item(0)]
+            del self.tops[stretch.item(0)]
+            self._forget(use)
         return stretch[keep:]
 
-    def settle(self) -> Iterator[tuple[Nodes, int]]:
-        """Let each tier's oldest blocks go that have no room in it: (nodes, the bits of the tiers)."""
-        for tier in self.tiers[:-1]:
-            while tier.blocks > tier.capacity:
-                stretch = self._oldest(tier)
-                here = len(stretch) if tier.rest < 0 else tier.rest
-                gone = min(here, tier.blocks - tier.capacity)
-                tier.blocks -= gone
-                tier.rest = here - gone
-                yield stretch[here - gone : here], 1 << tier.bit
-        while self.whole.blocks > self.whole.capacity:
-            stretch = self._oldest(self.whole)
-            use = self.whole.uses[0]
-            yield self.cut(use, max(0, len(stretch) - self.whole.blocks + self.whole.capacity)), self.mask
+    def sink(self, tier: BelievedTier, use: int, keep: int) -> Nodes:
+        """Let a stretch's blocks but for the first `keep` leave a tier for one below it; return those that were in
+        it."""
+        stretch = nodes_of(self.stretches[use])
+        here = tier.of(use, len(stretch))
+        if here > keep:
+            tier.blocks -= here - keep
+            tier.parts[use] = keep
+        return stretch[keep:here]
 
-    def _oldest(self, tier: BelievedTier) -> Nodes:
-        """The stretch of the oldest use that has blocks in a tier."""
-        while tier.uses[0] not in self.stretches or tier.rest == 0:
-            tier.uses.popleft()
-            tier.rest = -1
-        return nodes_of(self.stretches[tier.uses[0]])
+    def _forget(self, use: int) -> None:
+        """There is nothing left of a stretch."""
+        del self.stretches[use]
+        for tier in self.tiers:
+            tier.parts.pop(use, None)
+
+    def settle(self) -> Iterator[tuple[Nodes, int]]:
+        """Let each tier's oldest blocks go that have no room in it or above it: (nodes, the bits of the tiers)."""
+        for at, tier in enumerate(self.tiers[:-1], 1):
+            while tier.blocks > tier.capacity:
+                use = self._oldest_use(tier)
+                here = tier.of(use, len(nodes_of(self.stretches[use])))
+                keep = max(0, here - tier.blocks + tier.capacity)
+                for upper in self.tiers[:at]:
+                    yield self.sink(upper, use, keep), 1 << upper.bit
+        while self.whole.blocks > self.whole.capacity:
+            use = self._oldest_use(self.whole)
+            keep = len(nodes_of(self.stretches[use])) - self.whole.blocks + self.whole.capacity
+            yield self.cut(use, max(0, keep)), self.mask
+
+    def _oldest_use(self, tier: BelievedTier) -> int:
+        """The oldest use that has blocks in a tier; there is one."""
+        while tier.uses[0] not in self.stretches or tier.parts.get(tier.uses[0]) == 0:
+            tier.parts.pop(tier.uses.popleft(), None)
+        return tier.uses[0]
 
     def _tidy(self, tier: BelievedTier) -> None:
         oldest = tier.uses[0]
-        if oldest not in self.stretches:
-            tier.rest = -1
         tier.uses = deque(sorted(use for use in self.stretches if use >= oldest))
 
     def nodes(self) -> Nodes:

@@ -12,7 +12,7 @@ from engine.messages import Accepted, PeerAddress, ReadTold, RequestStats
 from engine.types import RequestId
 from router.core.call import Call, State
 from router.core.placement import LOCAL, demand
-from router.core.policy import Choice, PrefillView
+from router.core.policy import Choice, PrefillView, loading_s
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Registry, WorkerEntry
 
@@ -160,5 +160,5 @@ def _predicted_s(choice: Choice) -> tuple[float, float] | None:
         return None
     exposure = decode.exposure[prefill.host != decode.host]
     # As if it went before nobody: what some wait less by that, others wait longer, and together they fit.
-    passed_s = prefill.passed_tokens * prefill.s_per_token
+    passed_s = prefill.passed_tokens * prefill.s_per_token + loading_s(prefill)
     return (cost.queue_s + cost.compute_s) / prefill.delay + passed_s, cost.move_s / exposure

@@ -23,7 +23,7 @@ from router.core.policy import (
     RoutingPolicy,
     token_s,
 )
-from router.core.prefix_index import PrefixIndex
+from router.core.prefix_index import TIERS, PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, Room, WorkerEntry
 from router.core.reuse import Reuse, spare_tokens
 from router.core.sessions import Pin
@@ -33,6 +33,10 @@ FALLBACK = "fallback"
 
 SESSION = "session"
 """The reason of a choice that goes on where its conversation was."""
+
+NEGLIGIBLE = 1 / 8
+"""A load that takes no longer than this part of computing is free. With a price, requests would crowd where what they
+share is on the device, and what others have of it in host memory would grow old (docs/routing.md)."""
 
 LOCAL = PeerAddress("", "")
 """Stands in the place of a prefill worker: the decode worker prefills by itself."""
@@ -145,8 +149,8 @@ class Placer:
         kinds = sorted({w.key for w in decodes})
         for key in kinds:
             alike = decodes if len(kinds) == 1 else [w for w in decodes if w.key == key]
-            wanted, found = demand(record, alike[0].info, self._fitted.answer_tokens), held.depths(key)
-            roomy = self._roomy(record, alike, found)
+            wanted = demand(record, alike[0].info, self._fitted.answer_tokens)
+            roomy = self._roomy(record, alike, held)
             if not roomy:
                 continue  # as for most of those that wait while the cluster is full
             # Its prompt is read by, in this order: 1. the decode worker that yielded it and has the KV of all of it;
@@ -170,18 +174,21 @@ class Placer:
                 held.compared = [*views, *(v.local for v in roomy if v.local is not None)]
         return best
 
-    def _roomy(self, record: RequestRecord, alike: Sequence[WorkerEntry], found: Mapping[str, int]) -> list[DecodeView]:
-        """The views of the decode workers of one kind that may have room. `found`: what each holds of the prompt."""
+    def _roomy(self, record: RequestRecord, alike: Sequence[WorkerEntry], held: "_Held") -> list[DecodeView]:
+        """The views of the decode workers of one kind that may have room. `held`: what each holds of the prompt."""
         roomy, demands, unmeasured_s = [], _Demands(record), self._fitted.unmeasured_step_s
+        found, has_lower = held.depths(alike[0].key), bool(held.lower(alike[0].key))
         for worker in alike:
             cached_blocks, view = found.get(worker.name, 0), worker.decode_view
+            load_s = self._loading(worker, held)[1] if has_lower else 0.0
             # As `_decode_view` would find: of many workers, nearly all are as they were.
             if (
                 view is None
                 or view.cached_blocks != cached_blocks
+                or view.load_s != load_s
                 or not (view.s_per_step or view.alone_s == unmeasured_s)
             ):
-                view = self._decode_view(worker, cached_blocks)
+                view = self._decode_view(worker, cached_blocks, load_s)
             wanted, blocks = demands[worker.room], view.blocks
             if wanted.blocks - cached_blocks <= blocks - view.used_blocks and wanted.most_blocks <= blocks:  # it fits
                 roomy.append(view)
@@ -266,7 +273,8 @@ class Placer:
         held = _Held(self._index, call)
         readers = self._readers(call.record, decode.info.fingerprint, call.failed_prefills, now)
         views = self._prefill_views(call, held, readers, wanted)
-        choice = self._policy.choose(wanted, views, [self._decode_view(decode, held.blocks(decode))])
+        home = self._decode_view(decode, held.blocks(decode), self._loading(decode, held)[1])
+        choice = self._policy.choose(wanted, views, [home])
         return None if choice is None else choice.prefill
 
     def _readers(
@@ -292,7 +300,7 @@ class Placer:
         for key in kinds:
             delaying |= self._delaying(call, held, [w for w in readers if len(kinds) == 1 or w.key == key])
         found = {key: held.depths(key) for key in kinds}
-        return [self._reader_view(call, w, found[w.key].get(w.name, 0), wanted, delaying[w.name]) for w in readers]
+        return [self._reader_view(held, w, found[w.key].get(w.name, 0), wanted, delaying[w.name]) for w in readers]
 
     def _local_views(
         self,
@@ -307,7 +315,7 @@ class Placer:
         key = decodes[0].key
         found = held.depths(key)
         delaying = self._delaying(call, held, [*decodes, *(w for w in readers if w.key == key)])
-        return {w.name: self._reader_view(call, w, found.get(w.name, 0), wanted, delaying[w.name]) for w in decodes}
+        return {w.name: self._reader_view(held, w, found.get(w.name, 0), wanted, delaying[w.name]) for w in decodes}
 
     def _delaying(self, call: Call, held: "_Held", alike: Sequence[WorkerEntry]) -> dict[str, float]:
         """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
@@ -317,14 +325,32 @@ class Placer:
         s_per_token = self._fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
         return self._reuse.delaying_tokens(call.chain(alike[0].key), found, alike[0].key[1], queues, s_per_token)
 
+    def _loading(self, worker: WorkerEntry, held: "_Held") -> tuple[int, float]:
+        """Return how many of the blocks that a worker holds in lower tiers it computes again, and the price of those
+        that come back, in seconds: as it decides itself (`engine.kv.tiers.cost`), as many of the first as save most."""
+        lower = held.lower(worker.key).get(worker.name)
+        if lower is None or worker.load is None:
+            return 0, 0.0
+        block_s = worker.room[0] * (self._fitted.reading(worker.name)[0] or ASSUMED_S_PER_TOKEN)
+        each_s = {tier: s for tier, s in worker.load.s_per_loaded_block.items() if s > NEGLIGIBLE * block_s}
+        left, least_left, load_s, best_load_s, best_saved_s, saved_s = sum(lower), sum(lower), 0.0, 0.0, 0.0, 0.0
+        for blocks, tier in zip(lower, TIERS[1:], strict=True):
+            load_s += blocks * each_s.get(tier, 0.0)
+            saved_s += blocks * (block_s - each_s.get(tier, 0.0))
+            left -= blocks
+            if saved_s > best_saved_s:
+                least_left, best_load_s, best_saved_s = left, load_s, saved_s
+        return least_left, best_load_s
+
     def _reader_view(
-        self, call: Call, worker: WorkerEntry, blocks: int, wanted: Demand, delaying: float
+        self, held: "_Held", worker: WorkerEntry, blocks: int, wanted: Demand, delaying: float
     ) -> PrefillView:
-        name, queue_tokens = worker.name, worker.queue_tokens
+        call, name, queue_tokens = held.call, worker.name, worker.queue_tokens
         s_per_token, delay, host = self._fitted.reading(name)
         if call.left_behind is not None and call.left_behind[0] is worker.load:
             queue_tokens = max(queue_tokens - call.left_behind[1], 0)
-        cached_tokens, most = blocks * worker.room[0], wanted.prompt_tokens - 1
+        computed_blocks, load_s = self._loading(worker, held) if held.lower(worker.key) else (0, 0.0)
+        cached_tokens, most = (blocks - computed_blocks) * worker.room[0], wanted.prompt_tokens - 1
         if cached_tokens > most:
             cached_tokens = most
         passed_tokens, uncached_tokens = 0, wanted.prompt_tokens - cached_tokens
@@ -342,6 +368,7 @@ class Placer:
             delay,
             host,
             passed_tokens,
+            load_s,
         )
 
     def _least_read_s(self, worker: WorkerEntry, held: "_Held", wanted: Demand) -> float:
@@ -358,7 +385,7 @@ class Placer:
         load = worker.load
         return 0.0 if load is None else self._fitted.least_step_s(worker.name, load.s_per_token, load.running_requests)
 
-    def _decode_view(self, worker: WorkerEntry, cached_blocks: int) -> DecodeView:
+    def _decode_view(self, worker: WorkerEntry, cached_blocks: int, load_s: float = 0.0) -> DecodeView:
         """A view, which the worker keeps for the next request that it holds as much of: coefficients too are those of
         its last report, dispatch or end. One that has run no step has the steps of the others, of whose reports it
         is not told."""
@@ -367,6 +394,7 @@ class Placer:
         if (
             view is not None
             and view.cached_blocks == cached_blocks
+            and view.load_s == load_s
             and (view.s_per_step or view.alone_s == fitted.step(name, 0.0)[0])
         ):
             return view
@@ -387,6 +415,7 @@ class Placer:
             host=fitted.host(name),
             unmeasured_s_per_block=fitted.s_per_block(name),
             exposure=fitted.exposure(name),
+            load_s=load_s,
         )
         return view
 
@@ -416,6 +445,7 @@ class _Held:
         self._index = index
         self.call = call
         self._depths: dict[ModelKey, dict[str, int]] = {}
+        self._lower: dict[ModelKey, dict[str, tuple[int, int]]] = {}
         self.compared: Sequence[PrefillView] = ()
         """Those among which the worker that reads it was chosen."""
 
@@ -425,6 +455,13 @@ class _Held:
         if depths is None:
             depths = self._depths[key] = self._index.depths(self.call.chain(key))
         return depths
+
+    def lower(self, key: ModelKey) -> Mapping[str, tuple[int, int]]:
+        """Return how many of those blocks are in which lower tier; workers that have none there are left out."""
+        lower = self._lower.get(key)
+        if lower is None:
+            lower = self._lower[key] = self._index.lower(self.call.chain(key))
+        return lower
 
     def blocks(self, worker: WorkerEntry) -> int:
         """Return how many leading blocks, of the worker's size, it holds."""

@@ -5,6 +5,7 @@ worker (`router.core.fitting`):
 
     queue before it(prefill) + uncached_tokens · s_per_token(prefill)
     + missing_blocks · s_per_block(prefill → decode)
+    + blocks that lower tiers give back · s_per_block(tier), as far as its turn does not take as long
     + answer_tokens · (alone_s + 2 · rows · s_per_row)(decode), and a step for a pool that is full
 
 and one term that is not this request's own: the time that others lose, or gain, when a worker computes again what
@@ -60,6 +61,8 @@ class PrefillView(msgspec.Struct, frozen=True):
     """A number for its host."""
     passed_tokens: int = 0
     """Those of its queue that this prompt goes before (`router.core.overtaking`)."""
+    load_s: float = 0.0
+    """The time of those of its cached blocks that lower tiers give back."""
 
 
 class DecodeView(msgspec.Struct, frozen=True):
@@ -86,10 +89,12 @@ class DecodeView(msgspec.Struct, frozen=True):
     """The time of a block over ways that are not in `s_per_block`: from the same host, and from another one."""
     exposure: tuple[float, float] = (1.0, 1.0)
     """The share of the time of a move that is waited for, of the same two."""
+    load_s: float = 0.0
+    """The time of those of its cached blocks that lower tiers give back: before the prompt is asked for."""
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a pair is predicted to cost by term, in seconds: the first three until the first token."""
+    """What a pair is predicted to cost by term, in seconds: the first three and `load_s` until the first token."""
 
     queue_s: float
     compute_s: float
@@ -98,10 +103,12 @@ class Cost(msgspec.Struct, frozen=True):
     others_s: float = 0.0
     """Not this request's own: by how much it delays others, behind it or beside it, beyond what it must; below zero
     where they gain more by finding its prefix in one more place."""
+    load_s: float = 0.0
+    """What is waited for of blocks that lower tiers give back."""
 
     @property
     def total_s(self) -> float:
-        return self.queue_s + self.compute_s + self.move_s + self.pressure_s + self.others_s
+        return self.queue_s + self.compute_s + self.move_s + self.pressure_s + self.others_s + self.load_s
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -123,11 +130,13 @@ class RoutingPolicy(Protocol):
 
 def cost(demand: Demand, prefill: PrefillView, decode: DecodeView) -> Cost:
     """The predicted time to first token on one pair, and what the rest of the answer costs there."""
+    is_local = prefill.name == decode.name
     return Cost(
         *prefill_terms(demand, prefill),
         missing_blocks(demand, decode) * _s_per_block(prefill, decode),
         pressure_s(demand, decode),
-        _others_s(demand, prefill, decode if prefill.name == decode.name else None),
+        _others_s(demand, prefill, decode if is_local else None),
+        loading_s(prefill) + (0.0 if is_local else decode.load_s),
     )
 
 
@@ -160,6 +169,13 @@ def _least_s_per_block(decode: DecodeView) -> float:
 def token_s(prefill: PrefillView) -> float:
     """Return what a prompt token takes on a worker, in seconds: as it has measured, times what it has been late by."""
     return (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
+
+
+def loading_s(prefill: PrefillView) -> float:
+    """Return what a prompt waits for blocks from lower tiers when its turn has come: they are loaded meanwhile."""
+    if not prefill.load_s:
+        return 0.0
+    return max(prefill.load_s - (prefill.queue_tokens - prefill.passed_tokens) * token_s(prefill), 0.0)
 
 
 def _others_s(demand: Demand, prefill: PrefillView, decode: DecodeView | None = None) -> float:
@@ -211,6 +227,7 @@ class LeastCost:
         for at, decode in enumerate(decodes):
             if decode.local is not None:
                 reader_s = sum(prefill_terms(demand, decode.local)) + _others_s(demand, decode.local, decode)
+                reader_s += loading_s(decode.local)
                 found.add(reader_s + pressure_s(demand, decode), 2 * decode.outstanding, at)
         readers = [(_reader_s(demand, view), at) for at, view in enumerate(prefills)]
         sides = [(_least_s(demand, view), at) for at, view in enumerate(decodes)]
@@ -226,8 +243,8 @@ class LeastCost:
             if not readers or found.is_below(readers[0][0] + least_s):
                 break
             decode = decodes[at]
-            costs = missing_blocks(demand, decode), pressure_s(demand, decode), least_s
-            found.add_row(prefills, readers, decode, costs, at)
+            waits_s, missing = pressure_s(demand, decode) + decode.load_s, missing_blocks(demand, decode)
+            found.add_row(prefills, readers, decode, (missing, waits_s, least_s), at)
         if not found.ties:
             return None
         ties = sorted(found.ties)
@@ -310,16 +327,18 @@ def _shuffle(random: Random, items: list[tuple[float, int]]) -> None:
 
 
 def _reader_s(demand: Demand, prefill: PrefillView) -> float:
-    """Return what a pair with this prefill worker costs for its part: the sum of `prefill_terms` and `_others_s`, to
-    the last bit, at a third of the time."""
+    """Return what a pair with this prefill worker costs for its part: the sum of `prefill_terms`, `_others_s` and
+    `loading_s`, to the last bit, at a third of the time."""
     each_s = (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
     uncached_tokens = demand.prompt_tokens - prefill.cached_tokens
     queue_tokens = prefill.queue_tokens - prefill.passed_tokens
     own_s = queue_tokens * each_s + (uncached_tokens if uncached_tokens > 1 else 1) * each_s
-    return own_s + prefill.delaying_tokens * each_s
+    reader_s = own_s + prefill.delaying_tokens * each_s
+    return reader_s + loading_s(prefill) if prefill.load_s else reader_s
 
 
 def _least_s(demand: Demand, decode: DecodeView) -> float:
     """Return the least that a pair with this decode worker costs, beside its prefill worker's part."""
     missing = demand.prompt_blocks - decode.cached_blocks
-    return (missing if missing > 0 else 0) * _least_s_per_block(decode) + pressure_s(demand, decode)
+    waits_s = pressure_s(demand, decode) + decode.load_s
+    return (missing if missing > 0 else 0) * _least_s_per_block(decode) + waits_s

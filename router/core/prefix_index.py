@@ -2,10 +2,12 @@
 
 Beliefs come from requests that workers accepted and from what workers tell of themselves when a router attaches, shrink
 by what they report they evicted or really reused, and are bounded by what a worker can hold in all its tiers, with its
-own rule: least recently used, leaves first (`router.core.believed_cache`).
+own rule: least recently used, leaves first (`router.core.believed_cache`). So is the tier of each block, until a worker
+says that it has gone to another one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -23,13 +25,15 @@ RESERVED_BLOCKS = 1 << 24
 class PrefixIndex:
     """Workers by name. The router core owns it, and `ClusterView` and `Router` alone change it."""
 
-    # Mutable state: the table, the caches by name, whose each bit of the table's sets is, and the chain that was looked
-    # for last, with its keys and their nodes, and what the table's count of changes was.
+    # Mutable state: the table, the caches by name, whose each bit of the table's sets is, the bits of the workers that
+    # have lower tiers, and the chain that was looked for last, with its keys and their nodes, and what the table's
+    # count of changes was.
 
     def __init__(self) -> None:
         self._table = BlockTable()
         self._caches: dict[str, BelievedCache] = {}
         self._owners: list[tuple[str, int] | None] = []
+        self._tiered = 0
         self._latest: tuple[Chain, Keys, Nodes, int] = ((), _keys(()), self._table.find(_keys(())), 0)
 
     def __repr__(self) -> str:
@@ -45,7 +49,9 @@ class PrefixIndex:
             capacity += more
             if not number or more:
                 tiers.append(BelievedTier(self._bit(worker, number), name, capacity))
-        self._caches[worker] = BelievedCache(tiers)
+        self._caches[worker] = cache = BelievedCache(tiers)
+        if len(tiers) > 1:
+            self._tiered |= cache.mask
         everything = sum(cache.whole.capacity for cache in self._caches.values())
         self._table.reserve(min(everything, RESERVED_BLOCKS))
 
@@ -58,6 +64,7 @@ class PrefixIndex:
         cache = self._caches.pop(worker, None)
         if cache is not None:
             self._table.drop(cache.nodes(), cache.mask)
+            self._tiered &= ~cache.mask
             for tier in cache.tiers:
                 self._owners[tier.bit] = None
 
@@ -87,15 +94,30 @@ class PrefixIndex:
             for worker, blocks in found.items()
         }
 
+    def lower(self, chain: Chain) -> dict[str, tuple[int, int]]:
+        """Return, of each worker that holds leading blocks below its device, how many of them are in host memory, and
+        how many behind those on disk. One walk, of the workers that have lower tiers."""
+        if not self._tiered:
+            return {}
+        found: dict[str, list[int]] = {}
+        for worker, tier, blocks in self._walk(chain, self._tiered):
+            found.setdefault(worker, [0, 0, 0])[tier] = blocks
+        below = {}
+        for worker, (device, host, disk) in found.items():
+            host = max(device, host)
+            if max(host, disk) > device:
+                below[worker] = host - device, max(disk - host, 0)
+        return below
+
     def match(self, worker: str, chain: Chain) -> int:
         """Return how many leading blocks of `chain` one worker holds."""
         return self.depths(chain).get(worker, 0)
 
-    def _walk(self, chain: Chain) -> Iterator[tuple[str, int, int]]:
-        """Yield (worker, number of a tier, blocks), the fewest first."""
+    def _walk(self, chain: Chain, bits: int = -1) -> Iterator[tuple[str, int, int]]:
+        """Yield (worker, number of a tier, blocks), the fewest first, of these bits."""
         found = self._find(chain)[1]
         for mask, blocks in self._table.walk(found[: leading(found > 0)]):
-            for bit in _bits(mask):
+            for bit in _bits(mask & bits):
                 owner = self._owners[bit]
                 assert owner is not None, "a set names nobody"
                 yield *owner, blocks
@@ -135,16 +157,14 @@ class PrefixIndex:
             return
         above, top = list[int](), 0
         if parent:
-            top = node = self._table.find(np.frombuffer(parent, "<u8")).item(0)
+            top = self._table.find(np.frombuffer(parent, "<u8")).item(0)
             if not self._holds(cache, top):
                 return
-            while node:
-                above.append(node)
-                node = self._table.parents.item(node)
+            above = self._path(top)
         room = max(0, cache.whole.capacity - len(above))
         below = self._table.extend(np.frombuffer(blocks, "<u8")[:room], top)
         if len(below):
-            path = np.concatenate((np.array(above[::-1], np.int32), below))
+            path = np.concatenate((np.array(above, np.int32), below))
             cache.use(path)
             self._table.mark(path, cache.mask)
             self._settle(cache)
@@ -168,8 +188,9 @@ class PrefixIndex:
             for tier, here in zip(cache.tiers, cache.recall(path), strict=True):
                 self._table.mark(path[:here], 1 << tier.bit)
 
-    def _holds(self, cache: BelievedCache, node: int) -> bool:
-        return bool(self._table.mask(node) >> cache.whole.bit & 1)
+    def _holds(self, cache: BelievedCache, node: int, tier: BelievedTier | None = None) -> bool:
+        """Return True if a node is in this tier or one above it; in any, where none is given."""
+        return bool(self._table.mask(node) >> (tier or cache.whole).bit & 1)
 
     def correct(self, worker: str, chain: Chain, actual_blocks: int) -> None:
         """The worker held only `actual_blocks` of `chain`: drop the next one and all below it. Never raises the
@@ -180,29 +201,68 @@ class PrefixIndex:
     def evict(self, worker: str, identities: Sequence[bytes]) -> None:
         """Drop blocks with everything below them; unknown ones are ignored."""
         cache = self._caches.get(worker)
-        if cache is None or not identities:
+        if cache is not None and identities:
+            gone = self._let_go(cache, self._table.find(_keys(identities)), cache.whole, cache.cut)
+            if gone:
+                self._table.drop(np.concatenate(gone), cache.mask)
+
+    def moved(self, worker: str, blocks: Mapping[str, bytes]) -> None:
+        """Take in, by tier, which blocks (short identities, packed) have gone to it, and are in none above it: what is
+        below them lies no higher; what is on the device was used just now, for that is why it came back. Of others than
+        are believed to lie higher, or are unknown, it says nothing."""
+        cache = self._caches.get(worker)
+        if cache is None:
             return
+        for at, below in enumerate(cache.tiers[1:], 1):
+            nodes = self._nodes(blocks.get(below.name, b""))
+            for tier in cache.tiers[:at] if len(nodes) else ():
+                sunk = self._let_go(cache, nodes, tier, partial(cache.sink, tier))
+                if sunk:
+                    self._table.drop(np.concatenate(sunk), 1 << tier.bit)
+        for node in reversed(self._nodes(blocks.get(cache.tiers[0].name, b"")).tolist()):
+            if node and not self._holds(cache, node, cache.tiers[0]):
+                path = np.array(self._path(node), np.int32)
+                cache.use(path)
+                self._table.mark(path, cache.mask)
+        self._settle(cache)
+
+    def _nodes(self, blocks: bytes) -> Nodes:
+        """The nodes of packed short identities, 0 for what is unknown; none where some are cut."""
+        return self._table.find(np.frombuffer(blocks if len(blocks) % SHORT_BYTES == 0 else b"", "<u8"))
+
+    def _path(self, node: int) -> list[int]:
+        """The nodes from a root to `node`."""
+        path = []
+        while node:
+            path.append(node)
+            node = self._table.parents.item(node)
+        return path[::-1]
+
+    def _let_go(
+        self, cache: BelievedCache, nodes: Nodes, tier: BelievedTier, cut: Callable[[int, int], Nodes]
+    ) -> list[Nodes]:
+        """Let go of `nodes`, as far as they are in a tier, with all below them; return what has gone. `cut` lets go of
+        the blocks of a use but for its first ones."""
         gone: list[Nodes] = []
         dropped: set[int] = set()
         # Workers evict leaves first; from the other end, most of a report lies below what has gone with its parent.
-        for node in reversed(self._table.find(_keys(identities)).tolist()):
-            if node not in dropped and self._holds(cache, node):
-                gone.append(self._cut(cache, node))
+        for node in reversed(nodes.tolist()):
+            if node not in dropped and self._holds(cache, node, tier):
+                gone.append(cut(*self._place(cache, node)))
                 dropped.update(gone[-1].tolist())
         forks = gone
         while len(below := self._hanging(cache, forks)):
-            forks = [cache.cut(cache.tops[top], 0) for top in below]
+            forks = [part for top in below if len(part := cut(cache.tops[top], 0))]
             gone += forks
-        if gone:
-            self._table.drop(np.concatenate(gone), cache.mask)
+        return gone
 
-    def _cut(self, cache: BelievedCache, node: int) -> Nodes:
-        """Let go of a held node and of the rest of its stretch, which are returned."""
+    def _place(self, cache: BelievedCache, node: int) -> tuple[int, int]:
+        """The use that a held node is of, and how many blocks of its stretch are before it."""
         keep, top = 0, node
         while (use := cache.tops.get(top)) is None:
             top = self._table.parents.item(top)
             keep += 1
-        return cache.cut(use, keep)
+        return use, keep
 
     def _hanging(self, cache: BelievedCache, gone: Sequence[Nodes]) -> list[int]:
         """The tops of stretches that hang below what has gone."""

@@ -70,7 +70,7 @@ def overview(hub: Hub, model: str, targets_s: tuple[float, float], now: float) -
             **{name: getattr(worker.info, name) for name in _SAME},
             age_s=now - worker.seen_s,
             # Identities of evicted blocks are for the router alone.
-            load=worker.load and msgspec.structs.replace(worker.load, evicted=[]),
+            load=worker.load and msgspec.structs.replace(worker.load, evicted=[], moved={}),
         )
         for worker in sorted(hub.core.registry, key=lambda worker: worker.name)
     ]

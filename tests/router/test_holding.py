@@ -2,19 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 import decode_worker.role
 import worker.opening
+import worker.worker
 from decode_worker.role import open_decode_worker
 from engine import plan
-from engine.identity import chain
+from engine.config import TierConfig
+from engine.identity import SHORT_BYTES, chain
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
-from engine.messages import PeerAddress
+from engine.messages import DecodeRecord, HoldingTold, PeerAddress, WorkerInfo
 from prefill_worker.role import open_prefill_worker
 from router.app import RouterApp
 from router.config import RouterConfig
@@ -25,6 +27,7 @@ from tests.integration.fake_device import fake_device
 from tests.router.fake_cluster import ByteText, until
 from tests.secrets_of_tests import SECRETS
 from worker.config import DecodeConfig, PrefillConfig
+from worker.telling import Tellings
 from worker.worker import HELD_AT_ONCE, Worker
 
 LAYOUT = KVLayout(kv_heads=1, layers=1, block_size=4, head_dim=1)
@@ -95,6 +98,54 @@ def test_a_restarted_router_knows_what_workers_hold(workers: list[Worker[Any]]) 
     asyncio.run(body())
 
 
+def test_what_is_told_goes_on_where_the_stream_was_cut(
+    workers: list[Worker[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a router whose connections break while it learns what workers hold: of more than 20 pieces each worker's
+    stream is cut behind the fifth that is heard, and it hears the sixth next; all is known in the end."""
+    piece = BLOCKS // 20
+    monkeypatch.setattr(worker.worker, "HELD_AT_ONCE", piece)
+    prefill, decode = ([PeerAddress(one.name, one.info.address)] for one in workers)
+    told: dict[str, list[bytes]] = {"p0": [], "d0": []}
+    numbers: dict[str, list[int]] = {"p0": [], "d0": []}
+    streams: list[str] = []
+
+    async def body() -> None:
+        app = RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS)
+        hear, join = app.hub.heard, app.hub.joined
+
+        def joined(peer: PeerAddress, info: WorkerInfo) -> None:
+            streams.append(peer.name)
+            join(peer, info)
+
+        def heard(name: str, records: Sequence[DecodeRecord]) -> None:
+            hear(name, records)
+            for record in records:
+                if isinstance(record, HoldingTold):
+                    numbers[name].append(record.number)
+                    packed = b"".join(run.blocks for run in record.runs)
+                    told[name] += [packed[at : at + SHORT_BYTES] for at in range(0, len(packed), SHORT_BYTES)]
+                    if len(numbers[name]) == 5:
+                        app._links.sever(name)
+
+        monkeypatch.setattr(app.hub, "heard", heard)
+        monkeypatch.setattr(app.hub, "joined", joined)
+        await app.start()
+        try:
+            await app.set_workers(prefill, decode)
+            index = app.hub.core.index
+            await until(lambda: all(index.held_blocks(name) == BLOCKS for name in told), 10.0)
+            index.check()
+        finally:
+            await app.stop(0.0)
+
+    asyncio.run(body())
+    assert sorted(streams) == ["d0", "d0", "p0", "p0"]
+    for name, blocks in told.items():
+        assert len(blocks) - len(set(blocks)) <= piece, f"{name} tells more than a piece twice"
+        assert numbers[name] == list(range(1, len(numbers[name]) + 1)) and len(numbers[name]) > 20
+
+
 class Hits(NullObserver):
     """Adds up what prefill workers found in their caches."""
 
@@ -128,7 +179,7 @@ def hit_rates(told: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float
     monkeypatch.setattr(plan.TokenSpeed, "s_per_token", policy.ASSUMED_S_PER_TOKEN)
     monkeypatch.setattr(decode_worker.role, "mean", lambda *measured: 0.0)
     if not told:
-        monkeypatch.setattr(Worker, "_tell_holdings", lambda one: one._holdings.clear())
+        monkeypatch.setattr(Tellings, "attached", lambda *told: None)
     prefills = [open_prefill_worker(f"p{n}", PrefillConfig(), "127.0.0.1", 0, SECRETS) for n in range(2)]
     decodes = [open_decode_worker(f"d{n}", DecodeConfig(), "127.0.0.1", 0, SECRETS) for n in range(2)]
     opened: list[Worker[Any]] = [*prefills, *decodes]
@@ -203,3 +254,53 @@ def test_another_router_knows_of_a_prompt_that_is_about_to_be_read(
                 await app.stop(0.0)
 
     asyncio.run(body())
+
+
+def test_a_router_hears_where_blocks_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the way of these words through real workers: what no longer fits on the device is believed to lie where it
+    does, and what a prompt brings back is believed to be back."""
+    monkeypatch.setattr(worker.opening, "open_device", lambda *config: fake_device(LAYOUT, 64))
+    tiers = TierConfig(host_bytes=1 << 20)
+    opened: list[Worker[Any]] = [
+        open_prefill_worker("p0", PrefillConfig(tiers=tiers), "127.0.0.1", 0, SECRETS),
+        open_decode_worker("d0", DecodeConfig(), "127.0.0.1", 0, SECRETS),
+    ]
+    kv = opened[0].parts.kv
+    for one in opened:
+        one.start()
+    prefill, decode = ([PeerAddress(one.name, one.info.address)] for one in opened)
+    chains = [chain(kv.cache.root_identity(b""), list(f"{number}".encode() * 120), 4) for number in range(4)]
+
+    def lies() -> list[tuple[int, int]]:
+        """How much of each prompt is on the device, and how much in host memory alone."""
+        assert kv.tiers is not None
+        here, host = {node.identity for node in list(kv.cache.nodes())}, kv.tiers.host
+        return [(sum(one in here for one in c), sum(one in host and one not in here for one in c)) for c in chains]
+
+    async def body() -> None:
+        app = RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS)
+        await app.start()
+        try:
+            await app.set_workers(prefill, decode)
+            await until(app.hub.ready)
+            index = app.hub.core.index
+            index.add("p0", 1000, 1000)  # by their age alone, all blocks would be on the device
+
+            def believed() -> list[tuple[int, int]]:
+                held = [index.tiers(c).get("p0", {"device": 0, "host": 0}) for c in chains]
+                return [(one["device"], one["host"] - one["device"]) for one in held]
+
+            for number in (0, 1, 2, 3, 0):
+                call = GenerateCall(prompt=f"{number}" * 120, max_tokens=4)
+                assert isinstance([event async for event in app._frontend.generate(call)][-1], Finished)
+                await until(lambda: believed() == lies(), 3.0)
+            assert sum(host for _, host in lies()) > 20, "nothing has been demoted"
+            index.check()
+        finally:
+            await app.stop(0.0)
+
+    try:
+        asyncio.run(body())
+    finally:
+        for one in opened:
+            one.stop()

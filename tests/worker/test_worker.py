@@ -19,6 +19,7 @@ from engine.config import TierConfig
 from engine.device import EngineDevice
 from engine.handshake import Party
 from engine.kv.layout import KVLayout
+from engine.kv.tiers.tiers import Tiers
 from engine.loop import Ran
 from engine.messages import (
     PROTOCOL,
@@ -381,6 +382,28 @@ def test_a_worker_that_has_become_idle_says_so_once(monkeypatch: pytest.MonkeyPa
             made.step()
             told.append(len(reports))
         assert told == [0, 1, 1]
+    finally:
+        made.stop()
+
+
+def test_what_went_and_what_moved_is_told_in_pieces_the_moves_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a frame that is larger than may be where a whole tier is dropped, and the routers' belief of blocks that
+    went, came back and were demoted within one report; what a load takes is told with each."""
+    made, said = OPEN["prefill"](), list[bytes]()
+    names = [bytes([number]) * 16 for number in range(7)]
+    try:
+        kv: Any = made.parts.kv
+        kv.tiers = Tiers(4, 4096)
+        kv.tiers.cost.measured(2, 0.5, 0, 0.0)
+        monkeypatch.setattr(worker.worker, "EVICTED_AT_ONCE", 2)
+        monkeypatch.setattr(kv, "take_evicted", lambda: names[:5])
+        monkeypatch.setattr(kv, "take_moved", lambda limit: {"host": names[5:][:limit]})
+        made.parts.routers[1] = RouterStream(1, ROUTER, lambda data: said.append(data or b""), lambda item: None)
+        made._report(0.0)
+        loads = [one for data in said for one in decode_worker_frame(data) if isinstance(one, Load)]
+        assert [one.evicted for one in loads] == [names[:2], names[2:4], names[4:5]]
+        assert [one.moved for one in loads] == [{}, {}, {"host": names[5][:8] + names[6][:8]}]
+        assert all(one.s_per_loaded_block == {"host": 0.25} for one in loads)
     finally:
         made.stop()
 

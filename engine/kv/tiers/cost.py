@@ -23,6 +23,11 @@ class TierCost:
         self.host_s = 0.0
         self.disk_s = 0.0
 
+    @property
+    def s_per_block(self) -> dict[str, float]:
+        """The prices that are known, by tier."""
+        return {tier: price for tier, price in zip(TIERS, (self.host_s, self.disk_s), strict=True) if price}
+
     def measured(self, host_blocks: int, host_s: float, disk_blocks: int, disk_s: float) -> None:
         """A load has taken so long for so many blocks of each tier."""
         if host_blocks:

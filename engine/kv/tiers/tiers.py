@@ -73,9 +73,14 @@ class Tiers:
         self._saving: list[bytes] = []
         self._commands: list[TierCommand] = []
         self._forgotten: list[bytes] = []
+        self._sunk: list[bytes] = []
 
     def __contains__(self, ident: bytes) -> bool:
         return ident in self.host or self._is_on_disk(ident)
+
+    def tier(self, ident: bytes) -> str:
+        """Return the upper one of the tiers that have a block; empty where none has it."""
+        return "host" if ident in self.host else "disk" if self._is_on_disk(ident) else ""
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -217,6 +222,11 @@ class Tiers:
         taken, self._forgotten = self._forgotten, []
         return taken
 
+    def take_sunk(self) -> list[bytes]:
+        """Return identities that left host memory for the disk alone since the last call; some may be back, or gone."""
+        taken, self._sunk = self._sunk, []
+        return taken
+
     def handle(self, event: TierEvent) -> None:
         match event:
             case Stored():
@@ -311,7 +321,12 @@ class Tiers:
         return self.disk is not None and ident in self.disk.places
 
     def _forget(self, identities: Iterable[bytes]) -> None:
-        self._forgotten += [ident for ident in identities if ident not in self]
+        """Note that each of these is in one tier fewer."""
+        for ident in identities:
+            if ident not in self:
+                self._forgotten.append(ident)
+            elif ident not in self.host:
+                self._sunk.append(ident)
 
     def check(self) -> None:
         """Recompute the invariants of both indexes and of what is under way."""

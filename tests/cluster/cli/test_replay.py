@@ -1,6 +1,7 @@
 """`headrace replay`: equal to the last bit, or the line and the difference; and what others would have chosen."""
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
@@ -43,7 +44,7 @@ def test_a_changed_choice_is_found(tmp_path: Path, capsys: pytest.CaptureFixture
     decisions = made(times=20)
     chosen = decisions[4].choice
     assert chosen is not None
-    cost = msgspec.structs.replace(chosen.cost, compute_s=chosen.cost.compute_s + 2**-50)
+    cost = msgspec.structs.replace(chosen.cost, compute_s=math.nextafter(chosen.cost.compute_s, math.inf))
     decisions[4] = msgspec.structs.replace(decisions[4], choice=msgspec.structs.replace(chosen, cost=cost))
     path = logged(tmp_path, decisions)
     assert cli.main(["replay", path]) == 1
@@ -120,7 +121,7 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path: Path, capsys: pytest.Ca
     ("old", "new", "told"),
     [
         (b"", b"", "no decision"),
-        (b'"version":3', b'"version":7', "line 2: it is of version 7; this program reads version 3"),
+        (b'"version":4', b'"version":7', "line 2: it is of version 7; this program reads version 4"),
         (b'"outstanding"', b'"outstandin', "line 2: it is no decision"),
         (b'"blocks":64', b'"blocks":65', "line 2: it is not as it was written: its checksum differs"),
     ],

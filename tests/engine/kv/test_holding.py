@@ -23,6 +23,7 @@ class Site:
         self.kv = KVCacheManager(BLOCKS, SIZE, "m", tiers)
         self.leases: list[Lease] = []
         self.told: set[bytes] = set()
+        self.heard, self.is_cut = 0, False
         self.attach()
 
     def attach(self) -> None:
@@ -30,6 +31,12 @@ class Site:
         self.index.add("w", 1000)
         self.holding = Holding(self.kv)
         self.told.clear()
+        self.heard, self.is_cut = 0, False
+
+    def resume(self) -> None:
+        """The stream is back."""
+        self.holding.resume(self.heard)
+        self.is_cut = False
 
     def run(self, namespace: bytes, tokens: list[int]) -> None:
         """A sequence is computed; what the device has of it is reused, and it stays held."""
@@ -52,17 +59,24 @@ class Site:
                     self.kv.tiers.handle(Spilled(command.segment, ""))
 
     def tell(self, limit: int) -> None:
+        self.report()
         for parent, blocks in self.holding.take(limit):
             fresh = {blocks[at : at + SHORT_BYTES] for at in range(0, len(blocks), SHORT_BYTES)}
             assert fresh <= {one[:SHORT_BYTES] for one in self.held()}, "it says what it does not hold"
             assert not fresh & self.told, "it says something twice"
-            assert not parent or parent in self.told, "a block comes before its parent"
-            self.told |= fresh
-            self.index.recall("w", parent, blocks)
+            assert self.is_cut or not parent or parent in self.told, "a block comes before its parent"
+            if not self.is_cut:
+                self.told |= fresh
+                self.index.recall("w", parent, blocks)
+        if not self.is_cut:
+            self.heard = self.holding.pieces
         self.index.check()
 
     def report(self) -> None:
-        self.index.evict("w", self.kv.take_evicted())
+        gone = self.kv.take_evicted()
+        self.index.evict("w", gone)
+        self.holding.forget(gone)
+        self.told -= {one[:SHORT_BYTES] for one in gone}
 
     def held(self) -> set[bytes]:
         device = {node.identity for node in self.kv.cache.nodes()}
@@ -86,7 +100,7 @@ def tiers(kind: str) -> Tiers | None:
 
 
 STEPS = st.tuples(
-    st.sampled_from(["run", "run", "run", "end", "end", "tell", "report", "attach"]),
+    st.sampled_from(["run", "run", "run", "end", "end", "tell", "tell", "report", "attach", "cut", "resume"]),
     st.integers(0, len(PROMPTS) - 1),
     st.sampled_from(NAMESPACES),
 )
@@ -97,8 +111,9 @@ STEPS = st.tuples(
 def test_a_router_learns_all_and_nothing_that_is_not_so(
     kind: str, steps: list[tuple[str, int, bytes]], limit: int
 ) -> None:
-    """Guards what is told while blocks come and go, in pieces and from the beginning again, with the device's blocks in
-    use or idle, and others below it; and prefixes of one namespace that are taken for another's."""
+    """Guards what is told while blocks come and go, in pieces, from the beginning again, and from where a stream was
+    cut, nothing of it twice, with the device's blocks in use or idle, and others below it; and prefixes of one
+    namespace that are taken for another's."""
     site = Site(tiers(kind))
     for what, number, namespace in steps:
         if what == "run":
@@ -109,11 +124,19 @@ def test_a_router_learns_all_and_nothing_that_is_not_so(
             site.tell(limit)
         elif what == "report":
             site.report()
+        elif what == "cut":
+            site.is_cut = True
+        elif what == "resume":
+            site.resume()
         else:
             site.attach()
         site.kv.check()
     site.report()
     assert all(believed <= really for believed, really in site.depths())
+    site.resume()
+    while site.holding:
+        site.tell(limit)
+    assert all(believed == really for believed, really in site.depths())
     site.attach()
     while site.holding:
         site.tell(limit)

@@ -25,6 +25,7 @@ def drawn_views(random: Random) -> tuple[list[PrefillView], list[DecodeView]]:
             random.random(),
             delay=random.uniform(0.2, 5.0),
             host=n % 2,
+            load_s=random.random() / 3,
         )
         for n in range(size)
     ]
@@ -44,6 +45,7 @@ def drawn_views(random: Random) -> tuple[list[PrefillView], list[DecodeView]]:
             s_per_row=random.random() / 900,
             unmeasured_s_per_block=(random.random() / 300, random.random() / 90),
             exposure=(random.random(), random.random()),
+            load_s=random.random() / 9,
         )
         for n in range(size)
     ]

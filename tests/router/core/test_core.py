@@ -292,6 +292,18 @@ def test_a_worker_tells_what_it_holds() -> None:
     assert bench.router._calls[A].believed_decode_blocks == 4
 
 
+def test_a_worker_tells_where_its_blocks_have_gone() -> None:
+    """Guards the price of a prefix that its holder must load first: it went to host memory, then what is behind it to
+    nowhere, as one report may say."""
+    bench = Bench(decodes=1)
+    chain = identity.chain(identity.root(b"", "f"), list(range(64)), 16)
+    bench.router.index.add("d0", 64, 64)
+    bench.router.index.insert("d0", chain)
+    short = [one[: identity.SHORT_BYTES] for one in chain]
+    bench.hear(load(moved={"host": b"".join(short[2:])}, evicted=[chain[3]]), "d0")
+    assert bench.router.index.tiers(chain) == {"d0": {"device": 2, "host": 3}}
+
+
 def test_silent_workers_get_nothing_new() -> None:
     """Guards against requests sent to a worker whose engine stands still."""
     bench = Bench(decodes=2)

@@ -22,6 +22,7 @@ from router.core.policy import (
     LeastCost,
     PrefillView,
     cost,
+    loading_s,
 )
 from router.core.registry import Registry, WorkerEntry
 from tests.router.core.parts import Parts, request_record
@@ -46,7 +47,7 @@ class PlainLeastCost:
 
             def reader_s(at: int) -> float:
                 terms = cost(wanted, prefills[at], decodes[0])
-                return terms.queue_s + terms.compute_s + terms.others_s
+                return terms.queue_s + terms.compute_s + terms.others_s + loading_s(prefills[at])
 
             def side_s(at: int) -> float:
                 view = decodes[at]
@@ -54,20 +55,21 @@ class PlainLeastCost:
                 near_s, far_s = (way or 1e-3 for way in view.unmeasured_s_per_block)
                 way_s = min(view.least_s_per_block or near_s, near_s, far_s) * min(view.exposure)
                 missing = max(wanted.prompt_blocks - view.cached_blocks, 0)
-                return missing * way_s + cost(wanted, nobody, view).pressure_s
+                return missing * way_s + (cost(wanted, nobody, view).pressure_s + view.load_s)
 
             readers, sides = nsmallest(SHORTLIST, readers, key=reader_s), nsmallest(SHORTLIST, sides, key=side_s)
         priced = []
         for at, decode in enumerate(decodes):
             if decode.local is not None:
                 terms = cost(wanted, decode.local, decode)
-                total_s = terms.queue_s + terms.compute_s + terms.others_s + terms.pressure_s
+                total_s = terms.queue_s + terms.compute_s + terms.others_s + terms.load_s + terms.pressure_s
                 priced.append((round(total_s, 6), 2 * decode.outstanding, -1, at))
         for at in sides:
             for reader in readers:
                 one, other = prefills[reader], decodes[at]
                 terms = cost(wanted, one, other)
-                total_s = terms.queue_s + terms.compute_s + terms.others_s + terms.move_s + terms.pressure_s
+                own_s = terms.queue_s + terms.compute_s + terms.others_s + terms.load_s
+                total_s = own_s + terms.move_s + terms.pressure_s
                 priced.append((round(total_s, 6), one.outstanding + other.outstanding, reader, at))
         if not priced:
             return None
@@ -92,7 +94,8 @@ def some_views(
     for n in range(prefills):
         cached, queue, work = int(some(0, 32, 64)), int(some(0, 10, 500)), int(some(0, 1, 3))
         delay, host = some(1.0, 1.25, 3.0), int(some(0, 1))
-        readers.append(PrefillView(f"p{n}", cached, queue, some(0.0, 0.01), work, some(0.0, 7.5), delay, host))
+        view = PrefillView(f"p{n}", cached, queue, some(0.0, 0.01), work, some(0.0, 7.5), delay, host)
+        readers.append(msgspec.structs.replace(view, load_s=some(0.0, 0.05, 2.0)))
     ways = [{}, {f"p{n}": 0.001 * (1 + n % 3) for n in range(0, prefills, 2)}]
     homes = []
     for n in range(decodes):
@@ -103,6 +106,7 @@ def some_views(
         view = DecodeView(f"d{n}", int(some(0, 2, 4)), int(some(0, 9)), 64, step_s, way, work, least_s, local)
         fitted = {"alone_s": some(0.0, 0.02), "s_per_row": some(0.0, 0.001), "rows": int(some(0, 7))}
         fitted |= {"unmeasured_s_per_block": (some(0.0, 0.002), some(0.0, 0.004)), "host": int(some(0, 1))}
+        fitted |= {"load_s": some(0.0, 0.03)}
         homes.append(msgspec.structs.replace(view, exposure=(some(1.0, 0.25), some(1.0, 0.5)), **fitted))
     return readers, homes
 

@@ -8,6 +8,7 @@ leaving/test_moves.py. What the policy makes of the figures: test_policy.py.
 import msgspec
 import pytest
 
+from engine.identity import SHORT_BYTES
 from engine.messages import ReadTold
 from engine.types import RequestId
 from router.core.call import Call
@@ -387,6 +388,41 @@ def test_a_decode_worker_that_may_read_may_be_the_soonest(local_prefill: str, ex
     parts.report("p0", s_per_token=0.5)
     soonest = parts.placer.soonest(waiting(), 0.0)
     assert soonest is not None and soonest.first_token_s == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(
+    ("each_s", "cached_tokens", "load_s"),
+    [
+        ({}, 47, 0.0),
+        ({"host": 0.02, "disk": 0.02}, 47, 0.0),
+        ({"host": 0.021}, 47, 0.021),
+        ({"host": 0.04, "disk": 0.1}, 47, 0.04 + 0.1),
+        ({"host": 0.04, "disk": 0.2}, 32, 0.04),
+        ({"host": 0.2, "disk": 0.2}, 16, 0.0),
+        ({"host": 0.2, "disk": 0.03}, 47, 0.2 + 0.03),
+    ],
+)
+def test_what_lies_in_lower_tiers_is_loaded_where_that_is_sooner_than_computing(
+    each_s: dict[str, float], cached_tokens: int, load_s: float
+) -> None:
+    """Guards the price of a block on disk, and of one that a worker will compute although it holds it; what has never
+    been loaded, or takes next to nothing, has no price. A decode worker loads, too, before the rest is asked for."""
+    parts, call = Parts(), waiting(tokens=48)
+    chain = call.chain(parts.join("d0").key)
+    parts.join("p0")
+    for name in ("d0", "p0"):
+        parts.index.add(name, 1, 1, 1)
+        parts.index.insert(name, chain)
+        parts.report(name, s_per_token=0.01, s_per_loaded_block=each_s)
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None
+    assert (choice.prefill.cached_tokens, choice.prefill.load_s) == (cached_tokens, pytest.approx(load_s))
+    assert (choice.decode.cached_blocks, choice.decode.load_s) == (3, pytest.approx(load_s))
+    assert choice.cost.load_s == pytest.approx(2 * load_s)
+    parts.index.moved("d0", {"disk": chain[1][:SHORT_BYTES]})
+    choice, disk_s = parts.placer.choose(call, 0.0), each_s.get("disk", 0.0)
+    assert choice is not None, "what has gone further down since is another load"
+    assert choice.decode.load_s == pytest.approx(2 * disk_s if 0.02 < disk_s < 16 * 0.01 else 0.0)
 
 
 def test_a_prompt_that_was_left_behind_is_no_line_and_no_less_than_none() -> None:

@@ -44,6 +44,22 @@ def test_fitted_coefficients_are_part_of_every_term() -> None:
     assert cost(demand, far, home).move_s == pytest.approx(0.0025)
 
 
+def test_what_lower_tiers_give_back_is_waited_for_as_far_as_the_line_does_not_take_as_long() -> None:
+    """Guards a block on disk against the price of one on the device: it is loaded while others are computed; the decode
+    worker loads before it asks for the rest, and once where it reads the prompt itself."""
+    reader = msgspec.structs.replace(prefill(cached=60, queue=30), passed_tokens=10)
+    for load_s, waited_s in ((0.0, 0.0), (0.2, 0.0), (0.25, 0.05), (2.0, 1.8)):
+        priced = cost(DEMAND, msgspec.structs.replace(reader, load_s=load_s), decode())
+        assert priced.load_s == pytest.approx(waited_s) and priced.queue_s == pytest.approx(0.2)
+        assert priced.total_s == pytest.approx(cost(DEMAND, reader, decode()).total_s + waited_s)
+    home = msgspec.structs.replace(decode(), load_s=0.5)
+    assert cost(DEMAND, reader, home).load_s == 0.5
+    local = msgspec.structs.replace(prefill("d", cached=60), load_s=0.5)
+    assert cost(DEMAND, local, home).load_s == 0.5
+    near, far = decode("near"), msgspec.structs.replace(decode("far"), load_s=0.001)
+    assert {LeastCost(Random(n)).choose(DEMAND, [prefill()], [far, near]).decode.name for n in range(9)} == {"near"}
+
+
 def test_a_way_that_nobody_has_gone_costs_what_others_of_its_kind_do() -> None:
     home = msgspec.structs.replace(decode(), unmeasured_s_per_block=(0.004, 0.04))
     other = prefill("other")

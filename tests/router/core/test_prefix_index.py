@@ -3,7 +3,7 @@ What it is told of workers, and asked by the placer, is tried in test_cluster_vi
 
 import subprocess
 import sys
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
 
 import numpy as np
@@ -142,10 +142,24 @@ class NaiveTiers:
         for name, before in self.order.items():
             order = [path for path in before if path not in paths] + paths[::-1]
             self.order[name] = order[max(0, len(order) - self.capacity[name]) :]
+        # What is too old for a tier is so for those above it, whatever room others have left there.
+        for upper, tier in reversed(list(pairwise(self.order))):
+            self.order[upper] = [path for path in self.order[upper] if path in self.order[tier]]
 
     def cut(self, gone: list[int]) -> None:
         for name, order in self.order.items():
             self.order[name] = [path for path in order if list(path[: len(gone)]) != gone]
+
+    def moved(self, block: list[int], tier: str) -> None:
+        """The worker says that the last block of `block` is in a tier now, and in none above it."""
+        if tier == next(iter(self.order)):
+            if tuple(block) in self.order[self.lowest] and tuple(block) not in self.order[tier]:
+                self.insert(block)
+            return
+        for name, order in self.order.items():
+            if name == tier:
+                return
+            self.order[name] = [path for path in order if list(path[: len(block)]) != block]
 
     def recall(self, prompt: list[int], above: int) -> None:
         everything = self.order[self.lowest]
@@ -171,15 +185,19 @@ class NaiveTiers:
     st.integers(0, 5),
     st.integers(0, 5),
     st.lists(
-        st.tuples(st.sampled_from(["insert", "insert", "evict", "recall", "recall"]), PROMPTS, st.integers(0, 6)),
+        st.tuples(
+            st.sampled_from(["insert", "insert", "evict", "recall", "recall", "device", "host", "host", "disk"]),
+            PROMPTS,
+            st.integers(0, 6),
+        ),
         max_size=30,
     ),
 )
 def test_each_tier_equals_a_naive_model(
     device: int, host: int, disk: int, steps: list[tuple[str, list[int], int]]
 ) -> None:
-    """Guards the price of what lies further down: blocks of one stretch in two tiers, of which some go, come back, or
-    are told of only now."""
+    """Guards the price of what lies further down: blocks of one stretch in two tiers, of which some go, come back, are
+    told of only now, or have gone to another tier, whether that is what was believed or not."""
     sizes = {name: size for name, size in (("device", device), ("host", host), ("disk", disk)) if size}
     index, naive = PrefixIndex(), NaiveTiers(sizes)
     index.add("a", device, host, disk)
@@ -191,6 +209,10 @@ def test_each_tier_equals_a_naive_model(
             index.evict("a", blocks(prompt)[number : number + 1])
             if number < len(prompt):
                 naive.cut(prompt[: number + 1])
+        elif kind != "recall":
+            index.moved("a", {kind: short(blocks(prompt)[number : number + 1])})
+            if number < len(prompt) and kind in sizes:
+                naive.moved(prompt[: number + 1], kind)
         else:
             above = min(number, len(prompt))
             index.recall("a", short(blocks(prompt)[:above][-1:]), short(blocks(prompt)[above:]))
@@ -199,6 +221,14 @@ def test_each_tier_equals_a_naive_model(
         for _, other, _ in steps:
             expected = naive.match(other)
             assert index.tiers(blocks(other)) == ({"a": expected} if any(expected.values()) else {})
+            assert index.lower(blocks(other)) == lower(expected)
+
+
+def lower(held: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """What worker a, which holds so many blocks by tier, has below its device."""
+    upper = held.get("host", held["device"])
+    below = upper - held["device"], held.get("disk", upper) - upper
+    return {"a": below} if any(below) else {}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -229,6 +259,9 @@ def test_a_long_run_equals_the_naive_model_in_every_tier(seed: int) -> None:
             case 5:
                 index.recall("a", parent, rest)
                 naive.recall(prompt, above)
+            case 6 if above < len(prompt) and len(naive.order) > 1:
+                index.moved("a", {naive.lowest: rest[:SHORT_BYTES]})
+                naive.moved(prompt[: above + 1], naive.lowest)
             case 6 | 7:
                 index.learn("a", parent, rest)
                 if above < len(prompt) and (not above or tuple(prompt[:above]) in naive.order[naive.lowest]):
@@ -239,6 +272,7 @@ def test_a_long_run_equals_the_naive_model_in_every_tier(seed: int) -> None:
             other = [random.choice((0, 0, 1)) for _ in range(length)]
             expected = naive.match(other)
             assert index.tiers(blocks(other)).get("a", dict.fromkeys(expected, 0)) == expected
+            assert {name: below for name, below in index.lower(blocks(other)).items() if name == "a"} == lower(expected)
             assert index.match("a", blocks(other)) == expected[naive.lowest]
 
 
@@ -483,6 +517,42 @@ def test_whose_place_is_taken_again_is_nobody_elses() -> None:
     index.insert("e", one)
     index.check()
     assert index.depths(one) == {"b": 3, "e": 3} and index.depths(other) == {"b": 2, "d": 2}
+
+
+def test_what_moves_is_told_by_its_first_bytes_and_amiss_says_nothing() -> None:
+    """Guards the router against a tier that a worker has not got, blocks that nobody knows, and a record that was
+    cut; and lets one that comes back to the device bring the blocks before it, which whoever holds it holds."""
+    index, prompt = PrefixIndex(), blocks([1, 2, 3, 4])
+    index.add("a", 8, 8)
+    index.add("b", 8)
+    index.insert("a", prompt)
+    for told in ({"disk": short(prompt)}, {"host": b"cut"}, {"host": short(blocks([9]))}, {"": short(prompt)}, {}):
+        index.moved("a", told)
+        index.moved("b", told)
+        index.moved("nobody", told)
+        assert index.lower(prompt) == {}
+    index.moved("a", {"host": short([prompt[3], prompt[1]])})
+    assert index.tiers(prompt) == {"a": {"device": 1, "host": 4}} and index.lower(prompt) == {"a": (3, 0)}
+    index.moved("a", {"device": short([prompt[2]])})
+    assert index.lower(prompt) == {"a": (1, 0)}
+    index.moved("b", {"device": short([prompt[1]])})
+    index.check()
+    assert index.depths(prompt) == {"a": 4, "b": 2} and index.lower(prompt) == {"a": (1, 0)}
+    index.forget("a")
+    assert index.lower(prompt) == {} and not index._tiered
+
+
+def test_what_is_kept_of_parts_is_bounded_by_what_is_held() -> None:
+    """Guards a router's memory against uses whose blocks have gone to lower tiers, and then altogether."""
+    index, random = PrefixIndex(), Random(7)
+    index.add("a", 20, 20, 20)
+    for _ in range(400):
+        prompt = [random.randrange(3) for _ in range(6)]
+        index.insert("a", blocks(prompt))
+        index.moved("a", {random.choice(["host", "disk"]): short(blocks(prompt)[random.randrange(6) :])})
+    index.check()
+    cache = index._caches["a"]
+    assert all(set(tier.parts) <= set(cache.stretches) for tier in cache.tiers) and not cache.whole.parts
 
 
 @pytest.mark.parametrize("common", [1, 2, 3])

@@ -51,6 +51,8 @@ class TieredMachine(Machine):
         """Stores that could not be made."""
         self.read: dict[int, list[Content]] = {}
         """What the blocks of a store held when it began."""
+        self.told: dict[bytes, str] = {}
+        """Where a router has been told that a block lies."""
         self.digested: set[int] = set()
         """Slots that were stored: whether they are whole can be seen."""
 
@@ -183,6 +185,21 @@ class TieredMachine(Machine):
                 self.memory[target] = list(content)
             done += 1
         self.fetches.handle(Loaded(job.number, done, 0.001, 0.001))
+
+    @rule(limit=st.sampled_from([3, 1000]))
+    def report(self, limit: int) -> None:
+        """A router hears what has gone, and which blocks have gone to another tier: then it knows where each lies."""
+        for ident in self.kv.take_evicted():
+            self.told.pop(ident, None)
+        while moved := self.kv.take_moved(limit):
+            assert sum(map(len, moved.values())) <= limit
+            self.told |= {ident: tier for tier, identities in moved.items() for ident in identities}
+        if self.kv._moved:
+            return  # those that nobody has filled the limit
+        here = {node.identity for node in self.kv.cache.nodes()}
+        for ident in self.kv.lower():
+            tier = "device" if ident in here else self.tiers.tier(ident)
+            assert not tier or self.told[ident] == tier, "it lies elsewhere than was told"
 
     @rule()
     def pressure(self) -> None:
