@@ -196,14 +196,20 @@ TenantUse = tuple[int, int, float]
 """What a tenant uses at one router: tokens since that began, running samples, and what is left of its burst."""
 
 
+TenantLine = tuple[float, bool]
+"""What a tenant was charged in one router's line since that told it last, in tokens / weight, and whether requests of
+it wait there for their turn."""
+
+
 class TenantsTold(Record):
     """From a router to its siblings, by way of a worker, which says from whom it has it: what tenants with limits use
-    there. `number` counts up with each; two ways may be used."""
+    there, and how its line stands. `number` counts up with each; two ways may be used."""
 
     number: int
     uses: dict[str, TenantUse]
     router: str = ""
     incarnation: Incarnation = Incarnation(0)
+    lines: dict[str, TenantLine] = {}
 
 
 class ReadTold(Record):

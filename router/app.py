@@ -221,15 +221,16 @@ class RouterApp:
 
 
     def _tell_siblings(self, now: float) -> None:
-        uses = self._limits.news(now)
-        if uses is None:
+        news, lines = self._limits.news(now), self.hub.core.lines()
+        if news is None and not lines:
             return
         if not self._told and self._limits.has_spent:
             self._told = 1  # it was alone until now: its first report is none of a router that has just begun
-        left = iter(uses.items())
-        for _ in range(max(1, ceil(len(uses) / TENANTS_AT_ONCE))):
+        uses, left = iter((news or {}).items()), iter(lines.items())
+        for _ in range(max(1, ceil(max(len(news or ()), len(lines)) / TENANTS_AT_ONCE))):
             self._told += 1
-            self._links.tell_siblings(TenantsTold(self._told, dict(islice(left, TENANTS_AT_ONCE))))
+            part, more = dict(islice(uses, TENANTS_AT_ONCE)), dict(islice(left, TENANTS_AT_ONCE))
+            self._links.tell_siblings(TenantsTold(self._told, part, lines=more))
 
     def _hear_sibling(self, told: TenantsTold, now: float) -> None:
         self._limits.elsewhere.heard(told.router, told.incarnation, told.number, told.uses, now)

@@ -118,7 +118,7 @@ def _most_bytes(record: RouterRecord) -> int:
     elif isinstance(record, ProcessesTold):
         size += RECORD_BYTES * len(record.processes)
     elif isinstance(record, TenantsTold):
-        size += TENANT_BYTES * len(record.uses)
+        size += TENANT_BYTES * (len(record.uses) + len(record.lines))
     elif isinstance(record, ReadTold):
         size += len(record.blocks)
     return size

@@ -228,6 +228,8 @@ class Hub:
                         now = self._clock()
                 elif isinstance(record, TenantsTold):
                     self._hear_sibling(record, now)
+                    self._handle(events.WorkerSaid(worker, record))
+                    now = self._clock()
                 else:
                     self._handle(events.WorkerSaid(worker, record))
                     now = self._clock()  # later than what has just been told

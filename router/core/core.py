@@ -31,6 +31,7 @@ from engine.messages import (
     Release,
     SessionTold,
     Taken,
+    TenantLine,
     TenantsTold,
     Tokens,
     UsePrefill,
@@ -135,6 +136,10 @@ class Router:
             return None
         return self._view.reading(call)
 
+    def lines(self) -> dict[str, TenantLine]:
+        """Return what other routers should know of this one's line that they have not been told yet."""
+        return self._share.news()
+
     def is_settled(self, now: float) -> bool:
         """Return True once no more requests of an earlier router can appear."""
         return self._adoptions.is_settled(now)
@@ -227,8 +232,12 @@ class Router:
 
     def _heard(self, event: WorkerSaid, now: float, out: list[Command]) -> None:
         worker, record = event.worker, event.record
-        if isinstance(record, WorkerInfo | TenantsTold):
-            return  # `Connected` has told it; and what tenants use is no business of placements
+        if isinstance(record, WorkerInfo):
+            return  # `Connected` has told it
+        if isinstance(record, TenantsTold):
+            if self._share.heard(record, now):
+                self._queue.advance(now, out)
+            return
         if isinstance(record, Load):
             self.registry.report(worker, record, now)
             self.index.evict(worker, record.evicted)
@@ -512,6 +521,7 @@ class Router:
         if self._detector.has_slept(now):
             self._table.forgive(now)
         self._losses.give_up(self._detector.look(now), now, out)
+        self._share.tick(now)
         for call in self._table.unanswered(now - self._config.worker_silent_s):
             if call.decode_life is not None:
                 self._failed(call.decode_life, "it left an offer unanswered", now, out)

@@ -13,6 +13,12 @@ while it is there. Two bounds keep this from starving anybody:
 - the least tenant's next request is passed by at most MOST_PASSED hotter ones, until it is served;
 - whoever is served before the least tenant has had at most QUANTUM more than it.
 
+With several routers each has a line of its own, and tells the others what it has charged and who waits there
+(`router/core/other_lines.py`). Accounts include what the others have charged; who waits elsewhere counts as one that
+waits here, but for its requests, which are not here: while one of them has had less than all that wait here, by more
+than QUANTUM, nobody here is next, so that the room that there is goes to it. What the others charge while their words
+are on their way is what the shares are wrong by.
+
 Of one tenant's requests the highest priority goes first, then the oldest; but every OLDEST_EVERY-th turn is its oldest
 request's, so that one with k older ones is served within OLDEST_EVERY · (k + 1) of its tenant's turns.
 """
@@ -23,7 +29,9 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import ceil
 
+from engine.messages import TenantLine, TenantsTold
 from engine.types import RequestId
+from router.core.other_lines import OtherLines
 
 OUTPUT_WEIGHT = 2.0
 """What a token of an answer costs beside one of a prompt."""
@@ -43,6 +51,8 @@ class _Account:
 
     weight: float
     spent: float = 0.0
+    untold: float = 0.0
+    """The part of it that the other routers have not been told of."""
     line: "list[_Entry]" = field(default_factory=list)
     requests: int = 0
     turns: int = 0
@@ -55,6 +65,11 @@ class _Account:
         if self.turns >= OLDEST_EVERY - 1:
             return min(self.line, key=_turn)
         return self.line[0]
+
+    def charge(self, amount: float) -> None:
+        """Charge tokens / weight."""
+        self.spent += amount
+        self.untold += amount
 
 
 @dataclass(slots=True, eq=False)
@@ -73,12 +88,14 @@ class _Entry:
 class FairShare:
     """The router core owns it. It knows requests by name, and each from `enter`, or `go_on`, to `left`."""
 
-    # Mutable state: the tenants' accounts, those of them that wait, the requests, where the tenant stood that was
-    # served last, and how often all began anew.
+    # Mutable state: the tenants' accounts, those of them that wait, who waits elsewhere, and who was last said to wait
+    # here; the requests, where the tenant stood that was served last, and how often all began anew.
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._waiting: dict[str, _Account] = {}
+        self._others = OtherLines()
+        self._told: set[str] = set()
         self._entries: dict[RequestId, _Entry] = {}
         self._tenants: dict[RequestId, str] = {}
         self._level = 0.0
@@ -102,8 +119,7 @@ class FairShare:
         account = self._accounts.setdefault(tenant, _Account(weight))
         account.weight = weight
         if not account.line:
-            least = min((other.spent for other in self._waiting.values()), default=self._level)
-            account.spent = max(account.spent, least)
+            account.spent = max(account.spent, self._least_of(self._others.waiting))
             self._waiting[tenant] = account
         entry = self._entries[request] = _Entry(request, account, (-priority, turn), weight)
         self._tenants[request] = tenant
@@ -121,13 +137,16 @@ class FairShare:
         self._tenants[request] = tenant
 
     def next(self, cached_tokens: Callable[[RequestId], int]) -> RequestId | None:
-        """Return the request whose turn it is, None if none waits. `cached_tokens` tells how much of a prompt some
-        worker holds."""
+        """Return the request whose turn it is, None if none waits, or it is the turn of one that waits elsewhere.
+        `cached_tokens` tells how much of a prompt some worker holds."""
         first = self._first()
         if first is None:
             return None
+        least = self._least_of(self._others.waiting)
+        if first.spent - least > QUANTUM:
+            return None
         if len(self._waiting) > 1 and first.passed < MOST_PASSED:
-            near = (account for account in self._waiting.values() if account.spent - first.spent <= QUANTUM)
+            near = (account for account in self._waiting.values() if account.spent - least <= QUANTUM)
             equal = nsmallest(LOOKED_AT, near, key=_rank)
             if len(equal) > 1:
                 return max((account.next.request for account in equal), key=cached_tokens)
@@ -146,7 +165,7 @@ class FairShare:
         self._level = account.spent
         self._take_out(entry)
         entry.charged, entry.epoch = float(max(1, tokens)), self._epoch
-        account.spent += entry.charged / entry.weight
+        account.charge(entry.charged / entry.weight)
 
     def began(self, request: RequestId, tokens: int | None = None) -> None:
         """A worker has the request: it pays for its prompt, of which `tokens` are really computed, where that is
@@ -162,7 +181,7 @@ class FairShare:
         """So many tokens of its answer have come."""
         entry = self._entries.get(request)
         if entry is not None:
-            entry.account.spent += OUTPUT_WEIGHT * tokens / entry.weight
+            entry.account.charge(OUTPUT_WEIGHT * tokens / entry.weight)
 
     def left(self, request: RequestId) -> None:
         """The request is over. What no worker has begun is given back."""
@@ -182,7 +201,45 @@ class FairShare:
         self._level = 0.0
         self._accounts = {tenant: account for tenant, account in self._accounts.items() if account.requests}
         for account in self._accounts.values():
-            account.spent = 0.0
+            account.spent = account.untold = 0.0
+
+    @property
+    def is_waited_for_elsewhere(self) -> bool:
+        """True while requests wait at other routers."""
+        return bool(self._others.waiting)
+
+    def news(self) -> dict[str, TenantLine]:
+        """Return what other routers are to be told: what tenants were charged here since the last call, and who waits.
+        Empty while nobody waits anywhere, as all begin anew then."""
+        least = self._least_of(self._others.waiting)
+        waits = {tenant for tenant, account in self._waiting.items() if account.spent - least <= QUANTUM}
+        if not (self._waiting or self._told or self._others.waiting):
+            return {}
+        charged = {tenant: account.untold for tenant, account in self._accounts.items() if account.untold}
+        for tenant in charged:
+            self._accounts[tenant].untold = 0.0
+        names = {**charged, **dict.fromkeys(sorted(waits | self._told), 0.0)}
+        self._told = waits
+        return {tenant: (charged.get(tenant, 0.0), tenant in waits) for tenant in names}
+
+    def heard(self, told: TenantsTold, now: float) -> bool:
+        """Take in what another router has charged, and who waits there; False if that was known."""
+        before = self._others.waiting
+        if not self._others.heard(told, now):
+            return False
+        if not (before or self._waiting) and self._others.waiting:
+            self.begin_anew()
+        for tenant, (charged, waits) in told.lines.items():
+            self._forget_tenants()
+            account = self._accounts.setdefault(tenant, _Account(1.0, self._level))
+            if waits and tenant not in before and not account.line:
+                account.spent = max(account.spent, self._least_of(before))
+            account.spent += charged
+        return bool(told.lines)
+
+    def tick(self, now: float) -> None:
+        """Forget what other routers say no more."""
+        self._others.tick(now)
 
     def last_of_the_longest(self) -> RequestId:
         """Return whose turn would come last of the tenant that has the most waiting for its weight: it goes where there
@@ -209,11 +266,17 @@ class FairShare:
         """Return the account of the tenant that has had the least, of those that wait."""
         return min(self._waiting.values(), key=_rank, default=None)
 
+    def _least_of(self, elsewhere: set[str]) -> float:
+        """Return where a tenant begins that waited nowhere: with the one that has had the least, of those that wait
+        here, and of these, which wait at other routers."""
+        known = [self._accounts[tenant] for tenant in elsewhere if tenant in self._accounts]
+        return min((account.spent for account in (*self._waiting.values(), *known)), default=self._level)
+
     def _charge(self, entry: _Entry, tokens: float) -> None:
         """Charge the prompt anew. What was charged before all began anew is forgotten already."""
         assert entry.charged is not None
         if entry.epoch == self._epoch:
-            entry.account.spent += (tokens - entry.charged) / entry.weight
+            entry.account.charge((tokens - entry.charged) / entry.weight)
         entry.charged = tokens
 
     def _take_out(self, entry: _Entry) -> None:

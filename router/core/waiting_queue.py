@@ -51,7 +51,7 @@ class WaitingQueue:
 
     def enter(self, call: Call, tenant: str, weight: float, session: Session | None = None) -> None:
         """A new request waits from now on, in its tenant's line."""
-        if self._is_empty():
+        if self._is_empty() and not self._share.is_waited_for_elsewhere:
             self._share.begin_anew()
         call.session = session
         self._share.enter(call.record.request, tenant, weight, call.record.priority, call.turn)

@@ -86,6 +86,24 @@ def served(
     asyncio.run(whole())
 
 
+def test_what_waits_at_one_router_is_waited_for_at_the_other(
+    workers: tuple[list[Worker[Any]], list[Worker[Any]]],
+) -> None:
+    """Guards the way of a line's words: through a worker, in the name that its router has proven, to the other's
+    accounts."""
+
+    async def body(routers: Routers) -> None:
+        here, there = (app.hub.core for app in routers.each)
+        words = [{"acme": (500.0, False)}, {"acme": (1000.0, True)}]
+        here.lines = lambda: words.pop() if words else {}  # type: ignore[method-assign]
+        await until(lambda: "acme" in there._share._accounts)
+        assert there._share.is_waited_for_elsewhere and not here._share.is_waited_for_elsewhere
+        await until(lambda: there._share._accounts["acme"].spent == 1500.0)
+        assert not there._share.is_waited_for_elsewhere and not here._share._accounts
+
+    served(workers, body)
+
+
 def test_a_conversation_goes_on_where_it_was_whichever_router_its_turns_reach(
     workers: tuple[list[Worker[Any]], list[Worker[Any]]],
 ) -> None:

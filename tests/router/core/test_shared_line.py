@@ -1,0 +1,344 @@
+"""Whose turn it is where several routers have lines of their own before the same workers, and what it is wrong by."""
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import ceil
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import Accepted, PeerAddress, Place, Refused, TenantsTold
+from engine.types import Incarnation, RequestId, RequestRecord
+from router.config import RouterConfig
+from router.core.core import Router
+from router.core.events import Command, Connected, Event, Submit, TellWorker, Tick, WorkerSaid
+from router.core.fair_share import OUTPUT_WEIGHT, QUANTUM, FairShare
+from router.core.other_lines import HEARD_S
+from router.core.policy import LeastCost
+from tests.router.bench import ended
+from tests.router.core.test_fair_share import WEIGHTS
+from tests.router.fake_cluster import load, worker_info
+
+BLOCKS = 64
+S_PER_TOKEN = 1e-3
+TICK_S = 0.05
+WORD_S = 0.05
+"""How long what a router says is under way."""
+
+
+ERROR_TOKENS = QUANTUM + 408 + 2 * BLOCKS * 16
+"""What the shares may be wrong by: the quantum, the largest request, and what is offered while a word is under way: no
+more than the pool holds, before the word and after it."""
+
+
+AT_ONE = {"a": [0], "b": [0]}
+APART = {"a": [0], "b": [1, 2, 3]}
+
+
+@dataclass
+class Crowd:
+    """What comes: each tenant has `depth` requests that wait at each of its routers, as long as the run lasts."""
+
+    at: Mapping[str, Sequence[int]]
+    weights: Mapping[str, float]
+    depth: int = 8
+
+
+class Cluster:
+    """Routers before one decode worker that computes all that its pool holds at once, in virtual time."""
+
+    def __init__(self, routers: int, crowd: Crowd, seed: int, *, told: bool = True) -> None:
+        self.now, self.lots, self.crowd, self.told = 0.0, Random(seed), crowd, told
+        self.each = [Router(RouterConfig(max_waiting=10_000), LeastCost(Random(at))) for at in range(routers)]
+        self.running: dict[str, int] = {}
+        """The blocks of each request."""
+        self.got: dict[str, list[tuple[float, float]]] = {tenant: [] for tenant in crowd.at}
+        """When each tenant was given work, and how much, by weight."""
+        self.idle_s = 0.0
+        self._events: list[tuple[float, int, int, Event]] = []
+        self._order, self._numbers = count(), [0] * routers
+        self._owner: dict[str, tuple[str, int]] = {}
+        info = worker_info("d0", "decode", blocks=BLOCKS)
+        for at in range(routers):
+            self._do(at, Connected(PeerAddress("d0", "d0:1"), info))
+            self._later(self.lots.random() * TICK_S, at, Tick())
+        for tenant, homes in crowd.at.items():
+            for at in homes:
+                for _ in range(crowd.depth):
+                    self._come(tenant, at)
+        self._report()
+
+    def run(self, until_s: float) -> None:
+        while self._events and self._events[0][0] <= until_s:
+            at_s, _, router, event = heapq.heappop(self._events)
+            self.idle_s += (at_s - self.now) * (1 - sum(self.running.values()) / BLOCKS)
+            self.now = at_s
+            if isinstance(event, WorkerSaid) and not isinstance(event.record, TenantsTold):
+                self._end(router, event)
+            else:
+                self._do(router, event)
+                if isinstance(event, Tick):
+                    self._tick(router)
+
+    def error(self) -> float:
+        """Return the most that one tenant has had more than another since both began, by weight."""
+        had, most = dict.fromkeys(self.got, 0.0), 0.0
+        for _, tenant, amount in sorted((at_s, name, one) for name, all_ in self.got.items() for at_s, one in all_):
+            had[tenant] += amount
+            most = max(most, max(had.values()) - min(had.values()))
+        return most
+
+    def _later(self, after_s: float, router: int, event: Event) -> None:
+        heapq.heappush(self._events, (self.now + after_s, next(self._order), router, event))
+
+    def _come(self, tenant: str, at: int) -> None:
+        name = f"{tenant}{next(self._order)}"
+        tokens = self.lots.randint(50, 400)
+        ids = [next(self._order)] * tokens
+        record = RequestRecord(request=RequestId(name), tokens=ids, prompt_tokens=tokens, max_tokens=8, seed=1)
+        self._owner[name] = (tenant, tokens)
+        self._do(at, Submit(record, tenant=tenant, weight=self.crowd.weights[tenant]))
+
+    def _tick(self, at: int) -> None:
+        self._later(TICK_S, at, Tick())
+        lines = self.each[at].lines() if len(self.each) > 1 and self.told else {}
+        if lines:
+            self._numbers[at] += 1
+            told = TenantsTold(self._numbers[at], {}, f"router-{at}", Incarnation(at + 1), lines)
+            for other in range(len(self.each)):
+                if other != at:
+                    self._later(WORD_S, other, WorkerSaid("d0", told))
+
+    def _end(self, router: int, event: WorkerSaid) -> None:
+        name = event.record.request  # type: ignore[union-attr]
+        tenant, _ = self._owner.pop(name)
+        del self.running[name]
+        self._do(router, event)
+        self._come(tenant, router)
+        self._report()
+
+    def _report(self) -> None:
+        """Tell all routers how it stands, in any order."""
+        active = sum(self.running.values())
+        for at in self.lots.sample(range(len(self.each)), len(self.each)):
+            self._do(at, WorkerSaid("d0", load(next(self._order), active, BLOCKS, s_per_token=0.01)))
+
+    def _do(self, at: int, event: Event) -> None:
+        todo = deque(self.each[at].handle(event, self.now))
+        while todo:
+            command = todo.popleft()
+            if isinstance(command, TellWorker) and isinstance(command.record, Place):
+                todo.extend(self._offered(at, command.record))
+
+    def _offered(self, at: int, place: Place) -> list[Command]:
+        name = place.record.request
+        blocks = ceil((len(place.record.tokens) + place.record.max_tokens) / 16)
+        if sum(self.running.values()) + blocks > BLOCKS:
+            return self.each[at].handle(WorkerSaid("d0", Refused(name, place.placement, 1)), self.now)
+        tenant, tokens = self._owner[name]
+        self.running[name] = blocks
+        self.got[tenant].append((self.now, tokens / self.crowd.weights[tenant]))
+        out = self.each[at].handle(WorkerSaid("d0", Accepted(name, place.placement, 0)), self.now)
+        self._later(tokens * S_PER_TOKEN, at, WorkerSaid("d0", ended(name, place.placement)))
+        return out
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+@pytest.mark.parametrize("at", [AT_ONE, {"a": [0], "b": [0, 1]}, {"a": [0], "b": [0, 1, 2, 3]}, APART], ids=str)
+def test_weights_hold_over_all_routers(at: dict[str, list[int]], weight: float) -> None:
+    """Guards the stated error, and a tenant all of whose connections are at one router: beside one that is at four, it
+    had an eighth instead of a half. The room that there is goes to whoever waits for it all the same."""
+    routers = 1 + max(home for homes in at.values() for home in homes)
+    clusters = [Cluster(routers, Crowd(at, {"a": weight, "b": 1.0}), 1, told=told) for told in (True, False)]
+    for cluster in clusters:
+        cluster.run(12.0)
+    assert clusters[0].error() <= ERROR_TOKENS
+    if routers > 1:
+        assert clusters[1].error() > 3 * ERROR_TOKENS, "they would not share by chance"
+        assert clusters[0].idle_s <= 1.5 * clusters[1].idle_s, "nobody waits for a tenant that does not come"
+
+
+LARGEST, TOLD_EVERY, UNDER_WAY = 3000, 5, 5
+
+
+class Lines:
+    """The lines of several routers, and the words between them. Each step has room for one request, of any router."""
+
+    def __init__(self, routers: int, weights: dict[str, float], seed: int) -> None:
+        self.lots, self.weights, self.step = Random(seed), weights, 0
+        self.each = [FairShare() for _ in range(routers)]
+        self.at = {name: self.lots.sample(range(routers), self.lots.randint(1, routers)) for name in weights}
+        self.got = dict.fromkeys(weights, 0.0)
+        self.served: list[tuple[str, float]] = []
+        self._words: list[tuple[int, int, int, TenantsTold]] = []
+        self._order = count(1)
+
+    def come(self, tenant: str, at: int) -> None:
+        turn = next(self._order)
+        self.each[at].enter(RequestId(f"{tenant}{turn}"), tenant, self.weights[tenant], 0, turn)
+
+    def lined(self, tenant: str, at: int) -> int:
+        account = self.each[at]._waiting.get(tenant)
+        return 0 if account is None else len(account.line)
+
+    def serve(self) -> bool:
+        """Serve one request, of whichever router is the quickest; False where all that wait are held back."""
+        for share in self.lots.sample(self.each, len(self.each)):
+            request = share.next(lambda name: self.lots.randrange(10**6))
+            if request is not None:
+                tokens = self.lots.randint(1, LARGEST)
+                share.serve(request, tokens)
+                share.began(request, tokens)
+                share.left(request)
+                amount = tokens / self.weights[request[0]]
+                self.got[request[0]] += amount
+                self.served.append((request[0], amount))
+                return True
+        self.served.append(("", 0.0))
+        return False
+
+    def tell(self) -> None:
+        """Bring words to where they go, and send new ones."""
+        self.step += 1
+        now = self.step * 0.01
+        for word in sorted(self._words):
+            if word[0] <= self.step:
+                self._words.remove(word)
+                self.each[word[2]].heard(word[3], now)
+        for at, share in enumerate(self.each):
+            share.tick(now)
+            if (self.step + at) % TOLD_EVERY == 0 and (lines := share.news()):
+                told = TenantsTold(next(self._order), {}, f"router-{at}", Incarnation(7), lines)
+                for other in range(len(self.each)):
+                    for _ in range(2 * (other != at)):  # two ways
+                        self._words.append((self.step + self.lots.randint(1, UNDER_WAY), told.number, other, told))
+
+    def most(self, tenant: str) -> float:
+        """Return the most that a tenant was served, by weight, while a word was under way."""
+        span = TOLD_EVERY + UNDER_WAY
+        amounts = [amount if name == tenant else 0.0 for name, amount in self.served]
+        return max(sum(amounts[at : at + span]) for at in range(len(amounts)))
+
+
+@given(st.sampled_from([1, 2, 4]), WEIGHTS, st.integers(0, 10**6))
+def test_nobody_that_waits_falls_behind_by_more_than_the_delay_of_a_word(
+    routers: int, weights: dict[str, float], seed: int
+) -> None:
+    """Guards the stated bound of several routers, with any weights, at any routers, and whatever is hot: one router's,
+    and what another tenant is served elsewhere while the word of it is under way."""
+    lines = Lines(routers, weights, seed)
+    for _ in range(300):
+        for tenant, homes in lines.at.items():
+            for at in homes:
+                while lines.lined(tenant, at) < 2:
+                    lines.come(tenant, at)
+        lines.serve()
+        lines.tell()
+    for tenant in weights:
+        for other in weights:
+            unseen = lines.most(other) if routers > 1 else 0.0
+            assert lines.got[other] - lines.got[tenant] <= QUANTUM + LARGEST / weights[other] + unseen
+
+
+@given(st.sampled_from([2, 4]), WEIGHTS, st.integers(0, 10**6))
+def test_no_two_routers_wait_for_each_other(routers: int, weights: dict[str, float], seed: int) -> None:
+    """Guards room that nobody takes, where tenants come and go at any time and routers disagree: whoever waits is
+    served, and what is held back is not held back for longer than a few words take."""
+    lines, held = Lines(routers, weights, seed), 0
+    for step in range(400):
+        if lines.lots.random() < 0.5 and step < 300:
+            tenant = lines.lots.choice(list(weights))
+            lines.come(tenant, lines.lots.choice(lines.at[tenant]))
+        waits = any(len(share) for share in lines.each)
+        if lines.lots.random() < 0.6 or step >= 300:
+            held = 0 if lines.serve() or not waits else held + 1
+            assert held <= 3 * (TOLD_EVERY + UNDER_WAY)
+        lines.tell()
+        for share in lines.each:
+            share.check(entry.request for account in share._waiting.values() for entry in account.line)
+    assert not any(len(share) for share in lines.each)
+
+
+def told(number: int, lines: dict[str, tuple[float, bool]], life: int = 7) -> TenantsTold:
+    return TenantsTold(number, {}, "router-1", Incarnation(life), lines)
+
+
+def test_what_another_router_charges_counts_here_once() -> None:
+    """Guards a tenant against two ways by which one word comes, and against a late one; and a new life's words."""
+    share = FairShare()
+    share.enter(RequestId("a1"), "a", 1.0, 0, 1)
+    for number, charged in ((1, 100.0), (1, 100.0), (3, 50.0), (2, 7.0)):
+        share.heard(told(number, {"a": (charged, False)}), 0.0)
+    assert share._accounts["a"].spent == 150.0
+    assert share.heard(told(1, {"a": (5.0, False)}, life=8), 0.0) and share._accounts["a"].spent == 155.0
+    assert share.news() == {"a": (0.0, True)}, "what others charge is not told again"
+
+
+def test_who_waits_elsewhere_is_waited_for_only_while_it_is_said() -> None:
+    """Guards all others against a router that dies, or hangs, while requests wait there."""
+    share = FairShare()
+    for number in (1, 2):
+        share.enter(RequestId(f"b{number}"), "b", 1.0, 0, number)
+    assert share.heard(told(1, {"a": (0.0, True)}), 10.0) and share.is_waited_for_elsewhere
+    share.serve(RequestId("b1"), 2000)
+    assert share.next(lambda name: 0) is None, "b has had more than the quantum"
+    assert share.news() == {"b": (2000.0, False)}, "and its turn has not come"
+    share.tick(10.0 + HEARD_S - 0.01)
+    assert share.next(lambda name: 0) is None
+    share.tick(10.0 + HEARD_S)
+    assert share.next(lambda name: 0) == "b2" and not share.is_waited_for_elsewhere
+    share.heard(told(2, {"a": (0.0, True)}), 11.0)
+    share.heard(told(3, {"a": (0.0, False)}), 11.0)
+    assert share.next(lambda name: 0) == "b2", "or until its requests wait no more"
+
+
+def test_who_comes_elsewhere_begins_where_those_are_that_wait() -> None:
+    """Guards those that wait against one that saves up by asking elsewhere; and it against what it had before all
+    began anew."""
+    share = FairShare()
+    for number in (1, 2):
+        share.enter(RequestId(f"b{number}"), "b", 1.0, 0, number)
+    share.serve(RequestId("b1"), 900)
+    share.heard(told(1, {"a": (30.0, True)}), 0.0)
+    assert share._accounts["a"].spent == 930.0
+    share.enter(RequestId("c1"), "c", 1.0, 0, 3)
+    assert share._accounts["c"].spent == 900.0
+    idle = FairShare()
+    idle.enter(RequestId("b1"), "b", 1.0, 0, 1)
+    idle.serve(RequestId("b1"), 5000)
+    assert idle.news() == {}, "nobody waits, so that it does not count"
+    idle.heard(told(1, {"a": (30.0, True)}), 0.0)
+    assert idle._accounts["b"].spent == 0.0 and idle._accounts["a"].spent == 30.0
+    idle.wrote(RequestId("b1"), 10)
+    assert idle.news() == {"b": (10 * OUTPUT_WEIGHT, False)}
+
+
+def test_that_nobody_waits_any_more_is_said_once() -> None:
+    share = FairShare()
+    share.enter(RequestId("a1"), "a", 1.0, 0, 1)
+    assert share.news() == {"a": (0.0, True)} == share.news()
+    share.serve(RequestId("a1"), 700)
+    assert share.news() == {"a": (700.0, False)} and share.news() == {}
+
+
+def main() -> None:
+    """Print what a tenant at router 0 gets beside one at others: its share of the tokens from second 10 to 130, and
+    the error since the beginning, in tokens / weight; and how much of the pool is not in use."""
+    for routers, at in ((1, AT_ONE), (2, {"a": [0], "b": [0, 1]}), (4, {"a": [0], "b": [0, 1, 2, 3]}), (4, APART)):
+        for weight in (1.0, 3.0):
+            for is_told in (False, True)[routers == 1 :]:
+                cluster = Cluster(routers, Crowd(at, {"a": weight, "b": 1.0}), 1, told=is_told)
+                cluster.run(130.0)
+                a, b = (sum(amount for at_s, amount in cluster.got[name] if at_s >= 10.0) for name in "ab")
+                share, idle = a * weight / (a * weight + b), cluster.idle_s / 130.0
+                fair, error = weight / (weight + 1.0), cluster.error()
+                print(f"{routers} {at} told {is_told}: {share:.3f} of {fair:.3f}, off by {error:.0f}, idle {idle:.3f}")
+
+
+if __name__ == "__main__":
+    main()
