@@ -5,7 +5,7 @@ heard, and the same life is back within RESUME_S, it goes on behind what the rou
 other router is told from the beginning.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.handshake import Party
@@ -92,8 +92,9 @@ class Tellings:
             if telling.over_s and now >= telling.over_s:
                 del self._open[link]
 
-    def take(self, limit: int, now: float) -> Iterator[tuple[int, HoldingTold]]:
-        """Yield what comes next for each link, after looking at `limit` blocks."""
+    def take(self, limit: int, now: float) -> list[tuple[int, HoldingTold]]:
+        """Return what comes next for each link, after looking at `limit` blocks."""
+        said = []
         for link, telling in self._open.items():
             if telling.begins_s or telling.over_s:
                 continue
@@ -101,4 +102,5 @@ class Tellings:
             if not telling.holding:
                 telling.over_s = now + LATE_S
             if runs:
-                yield link, HoldingTold(runs, telling.holding.pieces)
+                said.append((link, HoldingTold(runs, telling.holding.pieces)))
+        return said

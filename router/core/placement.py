@@ -300,7 +300,11 @@ class Placer:
         for key in kinds:
             delaying |= self._delaying(call, held, [w for w in readers if len(kinds) == 1 or w.key == key])
         found = {key: held.depths(key) for key in kinds}
-        return [self._reader_view(held, w, found[w.key].get(w.name, 0), wanted, delaying[w.name]) for w in readers]
+        loading = self._loadings(held, readers, kinds)
+        return [
+            self._reader_view(call, w, found[w.key].get(w.name, 0), wanted, delaying[w.name], loading.get(w.name))
+            for w in readers
+        ]
 
     def _local_views(
         self,
@@ -315,7 +319,11 @@ class Placer:
         key = decodes[0].key
         found = held.depths(key)
         delaying = self._delaying(call, held, [*decodes, *(w for w in readers if w.key == key)])
-        return {w.name: self._reader_view(held, w, found.get(w.name, 0), wanted, delaying[w.name]) for w in decodes}
+        loading = self._loadings(held, decodes, (key,))
+        return {
+            w.name: self._reader_view(call, w, found.get(w.name, 0), wanted, delaying[w.name], loading.get(w.name))
+            for w in decodes
+        }
 
     def _delaying(self, call: Call, held: "_Held", alike: Sequence[WorkerEntry]) -> dict[str, float]:
         """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
@@ -342,14 +350,28 @@ class Placer:
                 least_left, best_load_s, best_saved_s = left, load_s, saved_s
         return least_left, best_load_s
 
+    def _loadings(
+        self, held: "_Held", workers: Sequence[WorkerEntry], kinds: Collection[ModelKey]
+    ) -> dict[str, tuple[int, float]]:
+        """Return the same of those of `workers`, which are of these kinds, that hold anything in lower tiers."""
+        lower = {name for key in kinds for name in held.lower(key)}
+        return {w.name: self._loading(w, held) for w in workers if w.name in lower} if lower else {}
+
     def _reader_view(
-        self, held: "_Held", worker: WorkerEntry, blocks: int, wanted: Demand, delaying: float
+        self,
+        call: Call,
+        worker: WorkerEntry,
+        blocks: int,
+        wanted: Demand,
+        delaying: float,
+        loading: tuple[int, float] | None = None,
     ) -> PrefillView:
-        call, name, queue_tokens = held.call, worker.name, worker.queue_tokens
+        """`loading`: what `_loading` says of it, if it holds anything in lower tiers."""
+        name, queue_tokens = worker.name, worker.queue_tokens
         s_per_token, delay, host = self._fitted.reading(name)
         if call.left_behind is not None and call.left_behind[0] is worker.load:
             queue_tokens = max(queue_tokens - call.left_behind[1], 0)
-        computed_blocks, load_s = self._loading(worker, held) if held.lower(worker.key) else (0, 0.0)
+        computed_blocks, load_s = loading or (0, 0.0)
         cached_tokens, most = (blocks - computed_blocks) * worker.room[0], wanted.prompt_tokens - 1
         if cached_tokens > most:
             cached_tokens = most

@@ -230,7 +230,7 @@ class LeastCost:
                 reader_s += loading_s(decode.local)
                 found.add(reader_s + pressure_s(demand, decode), 2 * decode.outstanding, at)
         readers = [(_reader_s(demand, view), at) for at, view in enumerate(prefills)]
-        sides = [(_likely_s(demand, view), at) for at, view in enumerate(decodes)]
+        sides = [(_least_s(demand, view), at) for at, view in enumerate(decodes)]
         if len(readers) * len(sides) > MANY_PAIRS:
             # Who is left out of those that tie, is drawn by lot.
             _shuffle(self._random, readers)
@@ -239,10 +239,11 @@ class LeastCost:
         sides.sort(key=_FIRST)
         if len(readers) * len(sides) > MANY_PAIRS:
             del readers[SHORTLIST:], sides[SHORTLIST:]
-        for _, at in sides:
+        for least_s, at in sides:
+            if not readers or found.is_below(readers[0][0] + least_s):
+                break
             decode = decodes[at]
             waits_s, missing = pressure_s(demand, decode) + decode.load_s, missing_blocks(demand, decode)
-            least_s = waits_s + missing * _least_s_per_block(decode)
             found.add_row(prefills, readers, decode, (missing, waits_s, least_s), at)
         if not found.ties:
             return None
@@ -336,8 +337,8 @@ def _reader_s(demand: Demand, prefill: PrefillView) -> float:
     return reader_s + loading_s(prefill) if prefill.load_s else reader_s
 
 
-def _likely_s(demand: Demand, decode: DecodeView) -> float:
-    """Return about what a pair with this decode worker costs, beside its prefill worker's part."""
+def _least_s(demand: Demand, decode: DecodeView) -> float:
+    """Return the least that a pair with this decode worker costs, beside its prefill worker's part."""
     missing = demand.prompt_blocks - decode.cached_blocks
     waits_s = pressure_s(demand, decode) + decode.load_s
     return (missing if missing > 0 else 0) * _least_s_per_block(decode) + waits_s

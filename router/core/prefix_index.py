@@ -211,7 +211,7 @@ class PrefixIndex:
         below them lies no higher; what is on the device was used just now, for that is why it came back. Of others than
         are believed to lie higher, or are unknown, it says nothing."""
         cache = self._caches.get(worker)
-        if cache is None:
+        if cache is None or not blocks:
             return
         for at, below in enumerate(cache.tiers[1:], 1):
             nodes = self._nodes(blocks.get(below.name, b""))

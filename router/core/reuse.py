@@ -8,7 +8,8 @@ that says nothing either. So a part of a prompt, held by others and computed on 
 
 - `delayed`: how many it delays: those that will come to this worker before it is idle again,
   λ · (its queue + half of the part) / (1 - busy) where λ of them come to a worker in a second. Since others are sent
-  elsewhere when a queue grows, it is never taken to be busy for more than MOST_BUSY of the time.
+  elsewhere when a queue grows, it is never taken to be busy for more than MOST_BUSY of the time; but in as much of its
+  queue as every worker has nobody can be, and it is as busy as it is, up to ALL_BUSY, beyond which a mean says nothing.
 - `lost`: what each of them loses. While no worker is idle, for as long as the shortest queue takes, that is all tokens
   of the part: who goes elsewhere is in somebody's way there. Later it is no more than going elsewhere costs,
   tokens · spare / (tokens + spare), where `spare` is for how many tokens' time the next best worker was worse, a mean
@@ -35,7 +36,7 @@ import numpy as np
 from router.core.policy import ASSUMED_S_PER_TOKEN, PrefillView, token_s
 
 HALF_LIFE, SHORTEST = 32, 256
-MOST_BUSY = 0.7
+MOST_BUSY, ALL_BUSY = 0.7, 0.95
 FEWEST_BEGINNINGS, MOST_BEGINNINGS = 1 << 12, 1 << 16
 """How many beginnings are kept without asking whether they matter, and how many at most."""
 FEW_WORKERS = 64
@@ -69,12 +70,12 @@ class Arrivals:
             self._work_s += share * (work_s - self._work_s)
         self._count, self._last_s = self._count + 1, now
 
-    def delayed(self, queue_s: float, seconds: float) -> float:
+    def delayed(self, queue_s: float, seconds: float, most_busy: float = MOST_BUSY) -> float:
         """Return how many requests that are still to come a worker keeps waiting by so many seconds of work more, where
-        it has `queue_s` to do."""
+        it has `queue_s` to do and is busy for `most_busy` of the time at most."""
         if not self._gap_s:
             return 0.0  # nothing is known
-        busy = min(self._work_s / self._gap_s, MOST_BUSY)
+        busy = min(self._work_s / self._gap_s, most_busy)
         return (queue_s + seconds / 2.0) / self._gap_s / (1.0 - busy)
 
     def lost(self, tokens: int) -> float:
@@ -192,8 +193,9 @@ class Reuse:
         for deeper, depth in pairwise(levels):
             tokens = (deeper - depth) * block_size
             lost, each = self.arrivals.lost(tokens), self.arrivals.delayed(s_per_token, 0.0)
+            together = self.arrivals.delayed(s_per_token, 0.0, ALL_BUSY)
             idle = self.arrivals.delayed(0.0, tokens * s_per_token) * lost - self.missed.of(chain[deeper - 1])
-            parts.append((depth, tokens, idle + each * (tokens - lost) * least_tokens, each * lost))
+            parts.append((depth, tokens, idle + (together * tokens - each * lost) * least_tokens, each * lost))
         if len(held) > FEW_WORKERS:
             return _others(parts, held, queues)
         others: dict[str, float] = {}

@@ -161,5 +161,5 @@ def test_the_published_gain_of_cache_aware_routing_is_there() -> None:
     shape = ClusterShape(prefill=8, decode=4, prefill_blocks=80)
     found = {policy: run(RoutingCase("groups", 512, 1, 0.5, policy, shape)) for policy in ("least-cost", "round-robin")}
     hits = {policy: outcome.hit_tokens / outcome.prompt_tokens for policy, outcome in found.items()}
-    assert hits["round-robin"] < 0.25 and hits["least-cost"] > 0.75
+    assert hits["round-robin"] < 0.3 and hits["least-cost"] > 0.75
     assert sum(found["least-cost"].ttft_s) < 0.2 * sum(found["round-robin"].ttft_s)

@@ -51,11 +51,12 @@ def test_evictions_that_workers_report_are_understood() -> None:
 
 def test_a_restarted_router_goes_on_and_learns_what_workers_hold() -> None:
     """Guards what is told when a router attaches: without it, the hits after a restart are lost."""
-    told = run(replace(CASE, requests=800, faults=RoutingFaults(restart_at=0.5)))
-    untold = run(replace(CASE, requests=800, faults=RoutingFaults(restart_at=0.5, is_told=False)))
+    case = replace(CASE, seed=2, requests=800)
+    told = run(replace(case, faults=RoutingFaults(restart_at=0.5)))
+    untold = run(replace(case, faults=RoutingFaults(restart_at=0.5, is_told=False)))
     for outcome in (told, untold):
         assert outcome.restarted_s is not None and outcome.failed == 0
-        assert len(outcome.ttft_s) == len(list(in_order(GENERATED["chat"](800, 1))))
+        assert len(outcome.ttft_s) == len(list(in_order(GENERATED["chat"](800, 2))))
     before, after = around_restart(told)
     lost_before, lost_after = around_restart(untold)
     assert before == lost_before and after > lost_after + 0.02

@@ -4,6 +4,7 @@ and who can be chosen at all, is tried in test_placement.py; how long a choice t
 import time
 from collections import Counter
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -419,6 +420,25 @@ def test_readers_that_cannot_be_the_cheapest_are_not_looked_at() -> None:
     readers = [(0.1 * n, n) for n in range(50)]
     found.add_row(views, readers, decode(), (2, 0.0, 0.004), 0)
     assert found.ties == [1] and views.count <= 2
+
+
+@pytest.mark.parametrize("readers", [0, 3])
+def test_decode_workers_that_cannot_be_the_cheapest_are_not_looked_at(
+    readers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a decision's time where there are many of them: all cost more than the cheapest with any reader."""
+    looked, add_row = list[str](), _Cheapest.add_row
+
+    def counted(self: _Cheapest, prefills: Any, of: Any, home: DecodeView, *more: Any) -> None:
+        looked.append(home.name)
+        add_row(self, prefills, of, home, *more)
+
+    monkeypatch.setattr(_Cheapest, "add_row", counted)
+    homes = [msgspec.structs.replace(decode(f"d{n}"), alone_s=0.01 * n) for n in (3, 1, 2)]
+    demand = msgspec.structs.replace(DEMAND, answer_tokens=10.0)
+    choice = LeastCost(Random(0)).choose(demand, [prefill(f"p{n}") for n in range(readers)], homes)
+    assert looked == (["d1"] if readers else [])
+    assert (choice is not None and choice.decode.name == "d1") == bool(readers)
 
 
 def test_round_robin_takes_decode_workers_in_turn_too() -> None:

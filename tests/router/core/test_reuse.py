@@ -8,6 +8,7 @@ import pytest
 from router.core import reuse
 from router.core.policy import PrefillView
 from router.core.reuse import (
+    ALL_BUSY,
     FEWEST_BEGINNINGS,
     MOST_BEGINNINGS,
     MOST_BUSY,
@@ -60,6 +61,22 @@ def busy_half(reuse: Reuse) -> Reuse:
     for n in range(500):
         reuse.arrivals.came(n * 0.1, work_s=0.2, workers=4)
     return reuse
+
+
+@pytest.mark.parametrize(("work_s", "together"), [(0.2, 0.5), (0.28, 0.7), (0.36, 0.9), (0.5, ALL_BUSY)])
+def test_while_no_worker_is_idle_nobody_is_sent_elsewhere(work_s: float, together: float) -> None:
+    """Guards copies in a surge, which delay all that come until it is over: they were priced as if those went
+    elsewhere."""
+    prices, held = Reuse(), {"a": 10, "b": 0}
+    for n in range(500):
+        prices.arrivals.came(n * 0.1, work_s, workers=4)
+    apart = min(together, MOST_BUSY)
+    idle = 0.8 / 0.4 / (1 - apart) * 160
+    for queue in (0, 60, 90):
+        found = delaying(prices, chain("7", 10), held, {"a": 60, "b": queue})
+        least = min(queue, 60)
+        waits = 0.01 * 160 / 0.4 * (least / (1 - together) + (queue - least) / (1 - apart))
+        assert found == {"a": 0.0, "b": pytest.approx(idle + waits)}
 
 
 @pytest.mark.parametrize("seed", range(20))
