@@ -63,7 +63,7 @@ def test_a_changed_view_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[s
             # Nobody is dearer than this one; and nobody was, if it is not the one that was chosen.
             queue = 10**9 if changed.name == chosen.prefill.name else -(10**9)
             prefills: list[PrefillView] = [
-                msgspec.structs.replace(view, queue_tokens=queue) if view is changed else view
+                msgspec.structs.replace(view, queue_tokens=queue, load_s=0.0) if view is changed else view
                 for view in decision.prefills
             ]
             wrong = [*decisions]
