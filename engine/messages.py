@@ -196,9 +196,9 @@ TenantUse = tuple[int, int, float]
 """What a tenant uses at one router: tokens since that began, running samples, and what is left of its burst."""
 
 
-TenantLine = tuple[float, bool]
-"""What a tenant was charged in one router's line since that told it last, in tokens / weight, and whether requests of
-it wait there for their turn."""
+TenantLine = tuple[float, bool, bool]
+"""What a tenant was charged in one router's line since that told it last, in tokens / weight; whether requests of it
+wait there, and whether its turn has come by what is known there."""
 
 
 class TenantsTold(Record):

@@ -119,7 +119,8 @@ class FairShare:
         account = self._accounts.setdefault(tenant, _Account(weight))
         account.weight = weight
         if not account.line:
-            account.spent = max(account.spent, self._least_of(self._others.waiting))
+            if tenant not in self._others.waiting:
+                account.spent = max(account.spent, self._least())
             self._waiting[tenant] = account
         entry = self._entries[request] = _Entry(request, account, (-priority, turn), weight)
         self._tenants[request] = tenant
@@ -142,7 +143,7 @@ class FairShare:
         first = self._first()
         if first is None:
             return None
-        least = self._least_of(self._others.waiting)
+        least = self._least()
         if first.spent - least > QUANTUM:
             return None
         if len(self._waiting) > 1 and first.passed < MOST_PASSED:
@@ -209,31 +210,33 @@ class FairShare:
         return bool(self._others.waiting)
 
     def news(self) -> dict[str, TenantLine]:
-        """Return what other routers are to be told: what tenants were charged here since the last call, and who waits.
-        Empty while nobody waits anywhere, as all begin anew then."""
-        least = self._least_of(self._others.waiting)
-        waits = {tenant for tenant, account in self._waiting.items() if account.spent - least <= QUANTUM}
+        """Return what other routers are to be told: what tenants were charged here since the last call, who waits, and
+        whose turn has come. Empty while nobody waits anywhere, as all begin anew then."""
         if not (self._waiting or self._told or self._others.waiting):
             return {}
+        least = self._least()
+        due = {tenant for tenant, account in self._waiting.items() if account.spent - least <= QUANTUM}
         charged = {tenant: account.untold for tenant, account in self._accounts.items() if account.untold}
         for tenant in charged:
             self._accounts[tenant].untold = 0.0
+        waits = set(self._waiting)
         names = {**charged, **dict.fromkeys(sorted(waits | self._told), 0.0)}
         self._told = waits
-        return {tenant: (charged.get(tenant, 0.0), tenant in waits) for tenant in names}
+        return {tenant: (charged.get(tenant, 0.0), tenant in waits, tenant in due) for tenant in names}
 
     def heard(self, told: TenantsTold, now: float) -> bool:
         """Take in what another router has charged, and who waits there; False if that was known."""
-        before = self._others.waiting
+        before, least = self._others.waiting, self._least()
         if not self._others.heard(told, now):
             return False
         if not (before or self._waiting) and self._others.waiting:
             self.begin_anew()
-        for tenant, (charged, waits) in told.lines.items():
+            least = self._level
+        for tenant, (charged, waits, _) in told.lines.items():
             self._forget_tenants()
             account = self._accounts.setdefault(tenant, _Account(1.0, self._level))
             if waits and tenant not in before and not account.line:
-                account.spent = max(account.spent, self._least_of(before))
+                account.spent = max(account.spent, least)
             account.spent += charged
         return bool(told.lines)
 
@@ -252,7 +255,7 @@ class FairShare:
         own = self._waiting.get(tenant)
         before = bisect_left(own.line, (-priority + 1, 0), key=_key) if own is not None else 0
         others = (account for name, account in self._waiting.items() if name != tenant)
-        return before + sum(_least(len(a.line), (before + 1) * a.weight / weight) for a in others)
+        return before + sum(_at_most(len(a.line), (before + 1) * a.weight / weight) for a in others)
 
     def check(self, waiting: Iterable[RequestId]) -> None:
         """Raise AssertionError if what waits is not in the lines, or is in them twice."""
@@ -266,10 +269,10 @@ class FairShare:
         """Return the account of the tenant that has had the least, of those that wait."""
         return min(self._waiting.values(), key=_rank, default=None)
 
-    def _least_of(self, elsewhere: set[str]) -> float:
+    def _least(self) -> float:
         """Return where a tenant begins that waited nowhere: with the one that has had the least, of those that wait
-        here, and of these, which wait at other routers."""
-        known = [self._accounts[tenant] for tenant in elsewhere if tenant in self._accounts]
+        here, or whose turn has come at other routers."""
+        known = [self._accounts[tenant] for tenant in self._others.due if tenant in self._accounts]
         return min((account.spent for account in (*self._waiting.values(), *known)), default=self._level)
 
     def _charge(self, entry: _Entry, tokens: float) -> None:
@@ -295,7 +298,7 @@ class FairShare:
         self._accounts = kept
 
 
-def _least(waiting: int, turns: float) -> int:
+def _at_most(waiting: int, turns: float) -> int:
     return min(waiting, ceil(turns))
 
 

@@ -1,9 +1,9 @@
 """Which tenants wait at the other routers of a cluster, as these tell it many times a second. Pure: time is an
 argument.
 
-A router names a tenant as long as requests of it stand in a line there and its turn has come by what is known there.
-One that is held back for others (`router/core/fair_share.py`) is not named, so that no two routers wait for each other.
-What was said last counts for HEARD_S: a router that is killed, or frozen, holds up nobody for longer.
+A router names a tenant as long as requests of it stand in a line there, and says whether its turn has come by what is
+known there. For one that is held back for others (`router/core/fair_share.py`) it has not, so that no two routers wait
+for each other. What was said last counts for HEARD_S: a router that is killed, or frozen, holds up nobody for longer.
 """
 
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ HEARD_S = 0.25
 class _Sibling:
     life: int
     number: int
-    waiting: dict[str, float] = field(default_factory=dict)
-    """Until when each tenant counts as waiting there."""
+    waiting: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    """Until when each tenant counts as waiting there, and whether its turn has come."""
 
 
 class OtherLines:
@@ -37,6 +37,12 @@ class OtherLines:
     def waiting(self) -> set[str]:
         return {tenant for sibling in self._siblings.values() for tenant in sibling.waiting}
 
+    @property
+    def due(self) -> set[str]:
+        """Those that wait where their turn has come."""
+        each = self._siblings.values()
+        return {tenant for sibling in each for tenant, (_, is_due) in sibling.waiting.items() if is_due}
+
     def heard(self, told: TenantsTold, now: float) -> bool:
         """Take in who waits at a router; False for a report that was heard before, by another way."""
         known = self._siblings.get(told.router)
@@ -45,9 +51,9 @@ class OtherLines:
         elif told.number <= known.number:
             return False
         known.number = told.number
-        for tenant, (_, waits) in told.lines.items():
+        for tenant, (_, waits, is_due) in told.lines.items():
             if waits:
-                known.waiting[tenant] = now + HEARD_S
+                known.waiting[tenant] = now + HEARD_S, is_due
             else:
                 known.waiting.pop(tenant, None)
         return True
@@ -56,4 +62,4 @@ class OtherLines:
         """Forget what has not been said again."""
         for sibling in self._siblings.values():
             if sibling.waiting:
-                sibling.waiting = {tenant: until_s for tenant, until_s in sibling.waiting.items() if now < until_s}
+                sibling.waiting = {tenant: said for tenant, said in sibling.waiting.items() if now < said[0]}
