@@ -94,7 +94,7 @@ def test_what_waits_at_one_router_is_waited_for_at_the_other(
 
     async def body(routers: Routers) -> None:
         here, there = (app.hub.core for app in routers.each)
-        words = [{"acme": (500.0, False)}, {"acme": (1000.0, True)}]
+        words = [{"acme": (500.0, False, False)}, {"acme": (1000.0, True, True)}]
         here.lines = lambda: words.pop() if words else {}  # type: ignore[method-assign]
         await until(lambda: "acme" in there._share._accounts)
         assert there._share.is_waited_for_elsewhere and not here._share.is_waited_for_elsewhere
