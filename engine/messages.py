@@ -197,19 +197,21 @@ TenantUse = tuple[int, int, float]
 
 
 TenantLine = tuple[float, bool, bool]
-"""What a tenant was charged in one router's line since that told it last, in tokens / weight; whether requests of it
-wait there, and whether its turn has come by what is known there."""
+"""What a tenant was charged in one router's line in all of an epoch, in tokens / weight; whether requests of it wait
+there, and whether its turn has come by what is known there."""
 
 
 class TenantsTold(Record):
     """From a router to its siblings, by way of a worker, which says from whom it has it: what tenants with limits use
-    there, and how its line stands. `number` counts up with each; two ways may be used."""
+    there, and how its line stands. `number` counts up with each; two ways may be used. `epoch` counts up whenever the
+    line's sums begin anew."""
 
     number: int
     uses: dict[str, TenantUse]
     router: str = ""
     incarnation: Incarnation = Incarnation(0)
     lines: dict[str, TenantLine] = {}
+    epoch: int = 0
 
 
 class ReadTold(Record):

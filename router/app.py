@@ -92,7 +92,7 @@ class RouterApp:
         self._certificates = ServerCertificates(config.access.front_files) if config.access.has_tls else None
         self._limits = TenantLimits(self._authenticator.tenant, config.retry_after_s)
         self.hub.hear_siblings_with(self._hear_sibling)
-        self._told = 0
+        self._told, self._is_stopping = 0, False
         self._frontend = Frontend(text, self.hub, config, clock, observer, self._limits)
         self._service = Service(
             self._frontend,
@@ -191,6 +191,9 @@ class RouterApp:
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, give those under way `grace_s`, then end them."""
+        self._is_stopping = True
+        if self.hub.has_siblings():
+            self._tell_siblings(time.monotonic())
         await asyncio.gather(self._service.stop(grace_s), *(http.stop(grace_s) for http in self._https))
         if self._ticking is not None:
             self._ticking.cancel()
@@ -221,16 +224,17 @@ class RouterApp:
 
 
     def _tell_siblings(self, now: float) -> None:
-        news, lines = self._limits.news(now), self.hub.core.lines()
+        news = self._limits.news(now)
+        epoch, lines = self.hub.core.lines(now, is_stopping=self._is_stopping)
         if news is None and not lines:
             return
-        if not self._told and self._limits.has_spent:
+        if not self._told and (self._limits.has_spent or any(charged for charged, *_ in lines.values())):
             self._told = 1  # it was alone until now: its first report is none of a router that has just begun
         uses, left = iter((news or {}).items()), iter(lines.items())
         for _ in range(max(1, ceil(max(len(news or ()), len(lines)) / TENANTS_AT_ONCE))):
             self._told += 1
             part, more = dict(islice(uses, TENANTS_AT_ONCE)), dict(islice(left, TENANTS_AT_ONCE))
-            self._links.tell_siblings(TenantsTold(self._told, part, lines=more))
+            self._links.tell_siblings(TenantsTold(self._told, part, lines=more, epoch=epoch))
 
     def _hear_sibling(self, told: TenantsTold, now: float) -> None:
         self._limits.elsewhere.heard(told.router, told.incarnation, told.number, told.uses, now)

@@ -94,8 +94,7 @@ class Router:
     """Only `handle` changes it; the router's event loop owns it."""
 
     # Mutable state: the calls, the queue, the view of the workers, losses, verdicts, adoptions, sessions, how long
-    # answers are, since when there has been no decode worker, the lives of other routers, and what is left to tell one
-    # that has begun.
+    # answers are, since when there has been no decode worker, and what is left to tell a router that has begun.
 
     def __init__(
         self, config: RouterConfig, policy: RoutingPolicy, stop_ids: frozenset[int] = frozenset(), life: int = 0
@@ -111,7 +110,6 @@ class Router:
         self._placer = make_placer(policy, view.registry, view.index, config.local_prefill)
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._sessions = Sessions(config.session_s, life)
-        self._siblings: dict[str, Incarnation] = {}
         self._pins_to_tell: deque[tuple[Session, Pin, int, float]] = deque()
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions, self._sessions)
         self._admission = DeadlineGate(config, table, self._placer, self._queue)
@@ -143,9 +141,11 @@ class Router:
             return None
         return self._view.reading(call)
 
-    def lines(self) -> dict[str, TenantLine]:
-        """Return what other routers should know of this one's line that they have not been told yet."""
-        return self._share.news()
+    def lines(self, now: float, *, is_stopping: bool = False) -> tuple[int, dict[str, TenantLine]]:
+        """Return what other routers should know of this one's line that they have not been told yet, and the epoch of
+        its sums. While no decode worker takes requests from here, and when it stops, nobody is to wait for it."""
+        can_serve = not is_stopping and bool(self.registry.takers("decode", now))
+        return self._share.news(can_serve=can_serve)
 
     def is_settled(self, now: float) -> bool:
         """Return True once no more requests of an earlier router can appear."""
@@ -242,8 +242,7 @@ class Router:
         if isinstance(record, WorkerInfo):
             return  # `Connected` has told it
         if isinstance(record, TenantsTold):
-            if self._siblings.get(record.router) != record.incarnation:
-                self._siblings[record.router] = record.incarnation
+            if not self._share.knows(record):
                 self._pins_to_tell = deque(self._sessions.pins())
             if self._share.heard(record, now):
                 self._queue.advance(now, out)

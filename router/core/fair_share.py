@@ -17,7 +17,7 @@ With several routers each has a line of its own, and tells the others what it ha
 (`router/core/other_lines.py`). Accounts include what the others have charged; who waits elsewhere counts as one that
 waits here, but for its requests, which are not here: while one of them has had less than all that wait here, by more
 than QUANTUM, nobody here is next, so that the room that there is goes to it. What the others charge while their words
-are on their way is what the shares are wrong by.
+are on their way is what the shares are wrong by. A router that could serve nobody says that nobody waits there.
 
 Of one tenant's requests the highest priority goes first, then the oldest; but every OLDEST_EVERY-th turn is its oldest
 request's, so that one with k older ones is served within OLDEST_EVERY · (k + 1) of its tenant's turns.
@@ -42,7 +42,9 @@ LOOKED_AT = 8
 """Tenants whose next requests are compared, at most."""
 OLDEST_EVERY = 8
 MAX_TENANTS = 4096
-"""Tenants remembered that have no request here; beyond it those go that owe nothing, then all."""
+"""Tenants remembered that wait nowhere and have no request here; beyond it those go that owe nothing, then all."""
+TOLD_AGAIN_EVERY = 20
+"""Every so many words name all that were charged here, also if nothing has changed: one may be lost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +53,10 @@ class _Account:
 
     weight: float
     spent: float = 0.0
-    untold: float = 0.0
-    """The part of it that the other routers have not been told of."""
+    charged: float = 0.0
+    """The part of it that was charged here, since all began anew."""
+    told: float = 0.0
+    """What the other routers have been told of that."""
     line: "list[_Entry]" = field(default_factory=list)
     requests: int = 0
     turns: int = 0
@@ -69,7 +73,7 @@ class _Account:
     def charge(self, amount: float) -> None:
         """Charge tokens / weight."""
         self.spent += amount
-        self.untold += amount
+        self.charged += amount
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +93,8 @@ class FairShare:
     """The router core owns it. It knows requests by name, and each from `enter`, or `go_on`, to `left`."""
 
     # Mutable state: the tenants' accounts, those of them that wait, who waits elsewhere, and who was last said to wait
-    # here; the requests, where the tenant stood that was served last, and how often all began anew.
+    # here; the requests, where the tenant stood that was served last, and how often all began anew; how many words were
+    # told, and how often what they sum up began anew, which it does too where accounts are forgotten.
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -100,6 +105,8 @@ class FairShare:
         self._tenants: dict[RequestId, str] = {}
         self._level = 0.0
         self._epoch = 0
+        self._words = 0
+        self._sums_epoch = 0
 
     def __repr__(self) -> str:
         return f"FairShare(at {self._level:g}, {len(self._accounts)} tenants, {len(self)} waiting)"
@@ -116,7 +123,9 @@ class FairShare:
     def enter(self, request: RequestId, tenant: str, weight: float, priority: int, turn: int) -> None:
         """A request waits from now on."""
         self._forget_tenants()
-        account = self._accounts.setdefault(tenant, _Account(weight))
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = _Account(weight, self._least())
         account.weight = weight
         if not account.line:
             if tenant not in self._others.waiting:
@@ -199,46 +208,61 @@ class FairShare:
     def begin_anew(self) -> None:
         """Nobody waits: what was used up to now counts no more."""
         self._epoch += 1
+        self._sums_epoch += 1
         self._level = 0.0
         self._accounts = {tenant: account for tenant, account in self._accounts.items() if account.requests}
         for account in self._accounts.values():
-            account.spent = account.untold = 0.0
+            account.spent = account.charged = account.told = 0.0
 
     @property
     def is_waited_for_elsewhere(self) -> bool:
         """True while requests wait at other routers."""
         return bool(self._others.waiting)
 
-    def news(self) -> dict[str, TenantLine]:
-        """Return what other routers are to be told: what tenants were charged here since the last call, who waits, and
-        whose turn has come. Empty while nobody waits anywhere, as all begin anew then."""
-        if not (self._waiting or self._told or self._others.waiting):
-            return {}
+    def news(self, *, can_serve: bool = True) -> tuple[int, dict[str, TenantLine]]:
+        """Return what other routers are to be told: the epoch of the sums, and what tenants were charged here in it, if
+        that has changed, who waits, and whose turn has come. While this router `can_serve` nobody, nobody waits. Empty
+        while nobody waits anywhere, as all begin anew then."""
+        waiting = self._waiting if can_serve else {}
+        if not (waiting or self._told or self._others.waiting):
+            return self._sums_epoch, {}
         least = self._least()
-        due = {tenant for tenant, account in self._waiting.items() if account.spent - least <= QUANTUM}
-        charged = {tenant: account.untold for tenant, account in self._accounts.items() if account.untold}
-        for tenant in charged:
-            self._accounts[tenant].untold = 0.0
-        waits = set(self._waiting)
-        names = {**charged, **dict.fromkeys(sorted(waits | self._told), 0.0)}
-        self._told = waits
-        return {tenant: (charged.get(tenant, 0.0), tenant in waits, tenant in due) for tenant in names}
+        named = self._told.union(waiting)
+        self._told = set(waiting)
+        tells_all = self._words % TOLD_AGAIN_EVERY == 0
+        self._words += 1
+        lines: dict[str, TenantLine] = {}
+        for tenant, account in self._accounts.items():
+            # Told, it is never below 0; what is given back once more, after sums began anew, is left out.
+            charged = max(account.charged, 0.0)
+            if charged != account.told or (tells_all and charged) or tenant in named:
+                is_due = tenant in waiting and account.spent - least <= QUANTUM
+                lines[tenant] = charged, tenant in waiting, is_due
+                account.told = charged
+        gone = {tenant: (0.0, False, False) for tenant in sorted(named) if tenant not in lines}
+        return self._sums_epoch, lines | gone
+
+    def knows(self, told: TenantsTold) -> bool:
+        """Return True if this life of another router has been heard before."""
+        return self._others.knows(told)
 
     def heard(self, told: TenantsTold, now: float) -> bool:
         """Take in what another router has charged, and who waits there; False if that was known."""
         before, least = self._others.waiting, self._least()
-        if not self._others.heard(told, now):
+        charges = self._others.heard(told, now)
+        if charges is None:
             return False
-        if not (before or self._waiting) and self._others.waiting:
+        waiting = self._others.waiting
+        if not (before or self._waiting) and waiting:
             self.begin_anew()
             least = self._level
-        for tenant, (charged, waits, _) in told.lines.items():
-            self._forget_tenants()
+        self._forget_tenants()
+        for tenant, charged in charges.items():
             account = self._accounts.setdefault(tenant, _Account(1.0, self._level))
-            if waits and tenant not in before and not account.line:
+            if tenant in waiting and tenant not in before and not account.line:
                 account.spent = max(account.spent, least)
             account.spent += charged
-        return bool(told.lines)
+        return bool(charges)
 
     def tick(self, now: float) -> None:
         """Forget what other routers say no more."""
@@ -291,11 +315,16 @@ class FairShare:
     def _forget_tenants(self) -> None:
         if len(self._accounts) <= MAX_TENANTS:
             return
-        known = self._accounts
-        kept = {tenant: a for tenant, a in known.items() if a.requests or a.spent > self._level}
+        known, elsewhere = self._accounts, self._others.waiting
+        needed = {tenant: a for tenant, a in known.items() if a.requests or tenant in elsewhere}
+        kept = needed | {tenant: a for tenant, a in known.items() if a.spent > self._level}
         if len(kept) > MAX_TENANTS:
-            kept = {tenant: a for tenant, a in known.items() if a.requests}
-        self._accounts = kept
+            kept = needed
+        if len(kept) < len(known):
+            self._accounts = kept
+            self._sums_epoch += 1
+            for account in kept.values():
+                account.charged, account.told = account.charged - account.told, 0.0
 
 
 def _at_most(waiting: int, turns: float) -> int:

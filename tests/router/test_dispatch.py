@@ -260,21 +260,22 @@ def test_what_many_tenants_use_is_told_in_parts_and_counts_by_its_bytes() -> Non
     app._links.tell_siblings = told.append  # type: ignore[method-assign]
     for name in names:
         app._limits.admit(name, 1, 0.0)
-    lined = dict.fromkeys(names[: TENANTS_AT_ONCE + 1], (0.5, True))
-    app.hub.core.lines = lambda: lined  # type: ignore[method-assign]
+    lined = dict.fromkeys(names[: TENANTS_AT_ONCE + 1], (0.0, True, True))
+    app.hub.core.lines = lambda now, *, is_stopping: (4, lined)  # type: ignore[method-assign]
     app._tell_siblings(0.0)
     assert [one.number for one in told] == [1, 2, 3]
     assert sorted(name for one in told for name in one.uses) == sorted(names)
     assert {name: line for one in told for name, line in one.lines.items()} == lined
+    assert all(one.epoch == 4 for one in told)
     for one in told:
         assert len(frames([one])[0]) < FRAME_BYTES
         assert len(frames([one])[0]) <= _most_bytes(one)
-    app.hub.core.lines = dict  # type: ignore[method-assign]
+    app.hub.core.lines = lambda now, *, is_stopping: (4, {})  # type: ignore[method-assign]
     app._tell_siblings(TELL_ALL_S / 2)
     assert len(told) == 3, "nothing has changed"
-    app.hub.core.lines = lambda: {"a": (1.0, False)}  # type: ignore[method-assign]
+    app.hub.core.lines = lambda now, *, is_stopping: (4, {"a": (1.0, False, False)})  # type: ignore[method-assign]
     app._tell_siblings(TELL_ALL_S / 2)
-    assert (told[3].number, told[3].uses, told[3].lines) == (4, {}, {"a": (1.0, False)})
+    assert (told[3].number, told[3].uses, told[3].lines) == (4, {}, {"a": (1.0, False, False)})
 
 
 def test_the_first_report_of_a_router_that_was_alone_is_none_of_one_that_begins() -> None:
@@ -286,3 +287,9 @@ def test_the_first_report_of_a_router_that_was_alone_is_none_of_one_that_begins(
     app._limits.admit("a", 1, 0.0).spend(100)
     app._tell_siblings(0.0)
     assert [one.number for one in told] == [2]
+    for charged in (0.0, 7.0):
+        app = _app()
+        app._links.tell_siblings = told.append  # type: ignore[method-assign]
+        app.hub.core.lines = lambda now, *, is_stopping, charged=charged: (0, {"a": (charged, True, True)})  # type: ignore[misc]
+        app._tell_siblings(0.0)
+    assert [one.number for one in told] == [2, 1, 2], "nor where its line has served something"

@@ -1,6 +1,7 @@
 """Two routers behind the same workers, in one process over fake devices: what one knows, the other acts upon."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -10,9 +11,11 @@ import worker.opening
 from decode_worker.role import open_decode_worker
 from engine.kv.layout import KVLayout
 from engine.messages import PeerAddress
+from engine.types import RequestId
 from prefill_worker.role import open_prefill_worker
 from router.app import RouterApp
 from router.config import RouterConfig
+from router.core.other_lines import HEARD_S
 from router.front.api import Finished, GenerateCall
 from router.status.observer import NullObserver
 from tests.integration.fake_device import fake_device
@@ -94,12 +97,30 @@ def test_what_waits_at_one_router_is_waited_for_at_the_other(
 
     async def body(routers: Routers) -> None:
         here, there = (app.hub.core for app in routers.each)
-        words = [{"acme": (500.0, False, False)}, {"acme": (1000.0, True, True)}]
-        here.lines = lambda: words.pop() if words else {}  # type: ignore[method-assign]
-        await until(lambda: "acme" in there._share._accounts)
+        words = [{"acme": (1500.0, False, False)}, {"acme": (1000.0, True, True)}, {"acme": (0.0, True, True)}]
+        here.lines = lambda now, *, is_stopping: (0, words.pop() if words else {})  # type: ignore[method-assign]
+        await until(lambda: "acme" in there._share._accounts and there._share._accounts["acme"].spent == 1000.0)
         assert there._share.is_waited_for_elsewhere and not here._share.is_waited_for_elsewhere
         await until(lambda: there._share._accounts["acme"].spent == 1500.0)
         assert not there._share.is_waited_for_elsewhere and not here._share._accounts
+
+    served(workers, body)
+
+
+def test_a_router_that_stops_says_first_that_nobody_waits_there(
+    workers: tuple[list[Worker[Any]], list[Worker[Any]]],
+) -> None:
+    """Guards all others against one that stops in good order: until its last word had aged they were held back."""
+
+    async def body(routers: Routers) -> None:
+        here, there = (app.hub.core for app in routers.each)
+        here._share.enter(RequestId("a1"), "acme", 1.0, 0, 1)
+        await until(lambda: there._share.is_waited_for_elsewhere)
+        told_s = time.monotonic()
+        stopping = asyncio.create_task(routers.each[0].stop(1.0))
+        await until(lambda: not there._share.is_waited_for_elsewhere)
+        assert time.monotonic() - told_s < HEARD_S
+        await stopping
 
     served(workers, body)
 

@@ -4,10 +4,11 @@ import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from math import ceil
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from engine.messages import Accepted, PeerAddress, Place, Refused, TenantLine, TenantsTold
 from engine.types import Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
+from router.core import fair_share
 from router.core.core import Router
-from router.core.events import Command, Connected, Event, Submit, TellWorker, Tick, WorkerSaid
-from router.core.fair_share import OUTPUT_WEIGHT, QUANTUM, FairShare
-from router.core.other_lines import HEARD_S
+from router.core.events import Command, Connected, Event, Lost, Submit, TellWorker, Tick, WorkerSaid
+from router.core.fair_share import OUTPUT_WEIGHT, QUANTUM, TOLD_AGAIN_EVERY, FairShare
+from router.core.other_lines import GONE_S, HEARD_S, MAX_LIVES, MAX_NAME_CHARS, MAX_NAMES, MOST_CHARGED, OtherLines
 from router.core.policy import LeastCost
 from tests.router.bench import ended
 from tests.router.core.test_fair_share import WEIGHTS
@@ -52,7 +54,12 @@ class Crowd:
 class Cluster:
     """Routers before one decode worker that computes all that its pool holds at once, in virtual time."""
 
-    def __init__(self, routers: int, crowd: Crowd, seed: int, *, told: bool = True) -> None:
+    def __init__(
+        self, routers: int, crowd: Crowd, seed: int, *, told: bool = True, bunch_s: float = 0.0, lost: float = 0.0
+    ) -> None:
+        """`bunch_s`: how long a step of the worker takes that passes words on; `lost`: the part of words that never
+        comes."""
+        self.bunch_s, self.lost, self.cut = bunch_s, lost, set[int]()
         self.now, self.lots, self.crowd, self.told = 0.0, Random(seed), crowd, told
         self.each = [Router(RouterConfig(max_waiting=10_000), LeastCost(Random(at))) for at in range(routers)]
         self.running: dict[str, int] = {}
@@ -106,13 +113,16 @@ class Cluster:
 
     def _tick(self, at: int) -> None:
         self._later(TICK_S, at, Tick())
-        lines = self.each[at].lines() if len(self.each) > 1 and self.told else {}
+        epoch, lines = self.each[at].lines(self.now) if len(self.each) > 1 and self.told else (0, {})
         if lines:
             self._numbers[at] += 1
-            told = TenantsTold(self._numbers[at], {}, f"router-{at}", Incarnation(at + 1), lines)
+            told = TenantsTold(self._numbers[at], {}, f"router-{at}", Incarnation(at + 1), lines, epoch)
+            after_s = WORD_S
+            if self.bunch_s:
+                after_s = ceil((self.now + WORD_S) / self.bunch_s) * self.bunch_s - self.now
             for other in range(len(self.each)):
-                if other != at:
-                    self._later(WORD_S, other, WorkerSaid("d0", told))
+                if other != at and not (self.lost and self.lots.random() < self.lost):
+                    self._later(after_s, other, WorkerSaid("p0", told))
 
     def _end(self, router: int, event: WorkerSaid) -> None:
         name = event.record.request  # type: ignore[union-attr]
@@ -126,7 +136,13 @@ class Cluster:
         """Tell all routers how it stands, in any order."""
         active = sum(self.running.values())
         for at in self.lots.sample(range(len(self.each)), len(self.each)):
-            self._do(at, WorkerSaid("d0", load(next(self._order), active, BLOCKS, s_per_token=0.01)))
+            if at not in self.cut:
+                self._do(at, WorkerSaid("d0", load(next(self._order), active, BLOCKS, s_per_token=0.01)))
+
+    def lose(self, at: int) -> None:
+        """A router loses its stream to the worker."""
+        self.cut.add(at)
+        self._do(at, Lost("d0"))
 
     def _do(self, at: int, event: Event) -> None:
         todo = deque(self.each[at].handle(event, self.now))
@@ -176,7 +192,7 @@ class Lines:
         self.got = dict.fromkeys(weights, 0.0)
         self.served: list[tuple[str, float]] = []
         self._words: list[tuple[int, int, int, TenantsTold]] = []
-        self._order = count(1)
+        self._order, self._numbers = count(1), [0] * routers
 
     def come(self, tenant: str, at: int) -> None:
         turn = next(self._order)
@@ -206,14 +222,15 @@ class Lines:
         """Bring words to where they go, and send new ones."""
         self.step += 1
         now = self.step * 0.01
-        for word in sorted(self._words):
+        for word in sorted(self._words, key=lambda word: (word[0], word[2], word[1])):
             if word[0] <= self.step:
                 self._words.remove(word)
                 self.each[word[2]].heard(word[3], now)
         for at, share in enumerate(self.each):
             share.tick(now)
-            if (self.step + at) % TOLD_EVERY == 0 and (lines := share.news()):
-                told = TenantsTold(next(self._order), {}, f"router-{at}", Incarnation(7), lines)
+            if (self.step + at) % TOLD_EVERY == 0 and (news := share.news())[1]:
+                self._numbers[at] += 1
+                told = TenantsTold(self._numbers[at], {}, f"router-{at}", Incarnation(7), news[1], news[0])
                 for other in range(len(self.each)):
                     for _ in range(2 * (other != at)):  # two ways
                         self._words.append((self.step + self.lots.randint(1, UNDER_WAY), told.number, other, told))
@@ -265,19 +282,184 @@ def test_no_two_routers_wait_for_each_other(routers: int, weights: dict[str, flo
     assert not any(len(share) for share in lines.each)
 
 
-def told(number: int, lines: dict[str, TenantLine], life: int = 7) -> TenantsTold:
-    return TenantsTold(number, {}, "router-1", Incarnation(life), lines)
+@pytest.mark.parametrize("step_s", [0.3, 0.6, 1.0])
+def test_words_that_come_in_bunches_make_no_error_that_adds_up(step_s: float) -> None:
+    """Guards the shares where a worker passes words on only between long steps: names expired, and who had been held
+    back for them was served."""
+    cluster = Cluster(2, Crowd({"a": [0], "b": [0, 1]}, {"a": 1.0, "b": 1.0}), 1, bunch_s=step_s)
+    cluster.run(60.0)
+    a, b = (sum(amount for at_s, amount in cluster.got[name] if at_s >= 10.0) for name in "ab")
+    assert 0.48 <= a / (a + b) <= 0.52
+    moments = [(at_s, amount) for each in cluster.got.values() for at_s, amount in each]
+    span_s = step_s + 2 * TICK_S
+    most = max(sum(amount for at_s, amount in moments if 0 <= at_s - since_s <= span_s) for since_s, _ in moments)
+    assert cluster.error() <= ERROR_TOKENS + 2 * most
+
+
+def test_words_that_are_lost_lose_no_charge() -> None:
+    """Guards the shares where workers die with words that they were to pass on: what such a word had charged was never
+    told again."""
+    cluster = Cluster(2, Crowd({"a": [0], "b": [0, 1]}, {"a": 1.0, "b": 1.0}), 1, lost=0.3)
+    cluster.run(60.0)
+    assert cluster.error() <= 2 * ERROR_TOKENS
+
+
+def test_a_router_without_a_worker_is_waited_for_by_nobody() -> None:
+    """Guards all others against a router that has lost its decode workers, and still tells through prefill workers that
+    its tenants wait, and that their turn has come: they were held back until it gave up, after 10 s."""
+    cluster = Cluster(2, Crowd({"a": [1], "b": [0]}, {"a": 1.0, "b": 1.0}), 1)
+    cluster.run(5.0)
+    cluster.lose(1)
+    assert len(cluster.each[1]._share), "some wait there"
+    cluster.run(10.0)
+    after = [at_s for at_s, _ in cluster.got["b"] if at_s >= 5.0]
+    assert max(later - at_s for at_s, later in pairwise([5.0, *after, 10.0])) < 1.0
+    assert len(cluster.each[1]._share) and not cluster.each[0]._share.is_waited_for_elsewhere
+
+
+def test_a_router_says_that_nobody_waits_while_no_worker_takes_anything() -> None:
+    """Guards the three ways in which there is none: it stops, its worker leaves, or is silent. What was charged is told
+    all the same."""
+    router = Router(RouterConfig(), LeastCost(Random(0)))
+    record = RequestRecord(request=RequestId("a1"), tokens=[1] * 40, prompt_tokens=40, max_tokens=8, seed=1)
+    router.handle(Submit(record, tenant="a"), 0.0)
+    assert router.lines(0.0) == (1, {}), "there is no worker yet"
+    router.handle(Connected(PeerAddress("d0", "d0:1"), worker_info("d0", "decode", blocks=BLOCKS)), 0.0)
+    router.handle(WorkerSaid("d0", load(1, BLOCKS, BLOCKS)), 0.0)
+    router.handle(WorkerSaid("d0", Refused(RequestId("a1"), 1, 1)), 0.0)
+    more = msgspec.structs.replace(record, request=RequestId("a2"))
+    router.handle(Submit(more, tenant="a"), 0.0)
+    waits, waits_not = (1, {"a": (40.0, True, True)}), (1, {"a": (40.0, False, False)})
+    assert router.lines(0.0) == waits, "a full worker will take it"
+    assert router.lines(0.0, is_stopping=True) == waits_not
+    assert router.lines(0.0) == waits
+    router.handle(WorkerSaid("d0", load(2, BLOCKS, BLOCKS, leaving=True)), 0.0)
+    assert router.lines(0.0) == waits_not
+    router.handle(WorkerSaid("d0", load(3, BLOCKS, BLOCKS)), 0.0)
+    assert router.lines(0.0) == waits
+    assert router.lines(100.0) == waits_not
+
+
+def told(number: int, lines: dict[str, TenantLine], life: int = 7, epoch: int = 0) -> TenantsTold:
+    return TenantsTold(number, {}, "router-1", Incarnation(life), lines, epoch)
+
+
+def spent(share: FairShare, tenant: str) -> float:
+    return share._accounts[tenant].spent
 
 
 def test_what_another_router_charges_counts_here_once() -> None:
-    """Guards a tenant against two ways by which one word comes, and against a late one; and a new life's words."""
+    """Guards a tenant against two ways by which one word comes, a late one, one that is lost, and a life that speaks
+    after the next one; and a new life's words, and those of a new epoch."""
     share = FairShare()
     share.enter(RequestId("a1"), "a", 1.0, 0, 1)
-    for number, charged in ((1, 100.0), (1, 100.0), (3, 50.0), (2, 7.0)):
+    for number, charged in ((1, 100.0), (1, 100.0), (4, 150.0), (3, 120.0), (2, 107.0)):
         share.heard(told(number, {"a": (charged, False, False)}), 0.0)
-    assert share._accounts["a"].spent == 150.0
-    assert share.heard(told(1, {"a": (5.0, False, False)}, life=8), 0.0) and share._accounts["a"].spent == 155.0
-    assert share.news() == {"a": (0.0, True, True)}, "what others charge is not told again"
+    assert spent(share, "a") == 150.0
+    assert share.heard(told(1, {"a": (5.0, False, False)}, life=8), 0.0) and spent(share, "a") == 155.0
+    for life, number in ((7, 4), (8, 1), (7, 4), (8, 1)):
+        assert not share.heard(told(number, {"a": (999.0, True, True)}, life), 0.0)
+    assert spent(share, "a") == 155.0
+    share.heard(told(5, {"a": (130.0, False, False)}), 0.0)
+    assert spent(share, "a") == 135.0, "less was really computed"
+    share.heard(told(6, {"a": (30.0, False, False)}, epoch=1), 0.0)
+    assert spent(share, "a") == 165.0
+    assert share.news() == (0, {"a": (0.0, True, True)}), "what others charge is not told again"
+
+
+def test_what_a_router_had_charged_before_it_was_heard_does_not_count() -> None:
+    """Guards tenants against a router that begins: the sums of the others are of a long time, and leave out where each
+    tenant began."""
+    share = FairShare()
+    share.enter(RequestId("b1"), "b", 1.0, 0, 1)
+    share.heard(told(50, {"a": (9000.0, True, True)}), 0.0)
+    assert spent(share, "a") == 0.0
+    share.heard(told(51, {"a": (9100.0, True, True)}), 0.0)
+    assert spent(share, "a") == 100.0
+    share.heard(told(52, {"a": (70.0, True, True), "c": (20.0, True, True)}, epoch=1), 0.0)
+    assert spent(share, "a") == 170.0 and spent(share, "c") == 20.0
+
+
+def test_sums_begin_anew_where_accounts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a tenant that was forgotten here, and comes back: its sum was less than what others had heard, and was
+    taken for tokens given back. What was not told yet is told after that."""
+    share, other = FairShare(), FairShare()
+    other.enter(RequestId("z1"), "z", 1.0, 0, 1)
+    numbers = count(1)
+
+    def say() -> None:
+        epoch, lines = share.news()
+        other.heard(told(next(numbers), lines, epoch=epoch), 0.0)
+
+    def charge(tenant: str, tokens: int) -> None:
+        turn = next(numbers)
+        name = RequestId(f"{tenant}{turn}")
+        with monkeypatch.context() as few:
+            few.setattr(fair_share, "MAX_TENANTS", 2)
+            share.enter(name, tenant, 1.0, 0, turn)
+        share.serve(name, tokens)
+        share.began(name)
+        share.left(name)
+
+    share.enter(RequestId("w"), "w", 1.0, -9, 0)
+    say()
+    charge("a", 500)
+    say()
+    charge("w", 300)
+    charge("c", 1)
+    charge("a", 200)
+    assert share._sums_epoch > 0
+    say()
+    assert spent(other, "a") == 700.0 and spent(other, "w") == 300.0
+
+
+def test_a_word_that_is_lost_is_made_up_for() -> None:
+    """Guards the last charge of a tenant, after which it has nothing to tell: each second all are named."""
+    share = FairShare()
+    for number in (1, 2):
+        share.enter(RequestId(f"a{number}"), f"t{number}", 1.0, 0, number)
+    share.serve(RequestId("a1"), 300)
+    words = [share.news()[1] for _ in range(TOLD_AGAIN_EVERY + 1)]
+    assert ["t1" in word for word in words] == [True, *[False] * (TOLD_AGAIN_EVERY - 1), True]
+    assert words[-1]["t1"] == (300.0, False, False)
+
+
+@pytest.mark.parametrize("charged", [float("nan"), float("inf"), -float("inf"), -1.0, 2 * MOST_CHARGED])
+def test_what_is_no_sum_is_not_taken_in(charged: float) -> None:
+    """Guards every account against a peer that has the secret: one NaN, and no comparison was ever true again."""
+    share = FairShare()
+    share.enter(RequestId("a1"), "a", 1.0, 0, 1)
+    assert not share.heard(told(1, {"a": (charged, True, True)}), 0.0) and not share.is_waited_for_elsewhere
+    assert spent(share, "a") == 0.0
+
+
+def test_names_of_others_do_not_pile_up() -> None:
+    """Guards memory against a peer that has the secret: lives of routers, names of any length, and any number of them;
+    and those that wait, which are known still."""
+    others = OtherLines()
+    for life in range(2 * MAX_LIVES):
+        others.heard(told(1, {f"t{life}": (1.0, False, False)}, life), 0.0)
+    assert len(others._lives) == MAX_LIVES
+    assert others.knows(told(1, {}, 2 * MAX_LIVES - 1)) and not others.knows(told(1, {}, 0))
+    others = OtherLines()
+    lines = {"a" * (MAX_NAME_CHARS + 1): (1.0, True, True), "a": (7.0, True, True)}
+    assert others.heard(told(1, lines), 0.0) == {"a": 7.0}
+    for number in range(2, 12):
+        others.heard(told(number, {f"{number} {at}": (1.0, False, False) for at in range(1000)}), 0.0)
+    (life,) = others._lives.values()
+    assert len(life.sums) <= MAX_NAMES and others.waiting == {"a"}
+    assert others.heard(told(12, {"a": (9.0, True, True), "2 1": (5.0, False, False)}), 0.0) == {"a": 2.0, "2 1": 0.0}
+    flood = {f"w{at}": (1.0, True, True) for at in range(2 * MAX_NAMES)}
+    others.heard(told(13, flood), 0.0)
+    assert len(life.sums) == MAX_NAMES and len(others.waiting) <= MAX_NAMES
+
+
+def test_a_new_life_waits_for_what_it_says_alone() -> None:
+    """Guards all others against what the life before had waiting, for as long as its words count."""
+    others = OtherLines()
+    others.heard(told(9, {"a": (0.0, True, True)}), 0.0)
+    others.heard(told(1, {"b": (0.0, True, False)}, life=8), 0.0)
+    assert others.waiting == {"b"} and not others.due
 
 
 def test_who_waits_elsewhere_is_waited_for_only_while_it_is_said() -> None:
@@ -288,14 +470,40 @@ def test_who_waits_elsewhere_is_waited_for_only_while_it_is_said() -> None:
     assert share.heard(told(1, {"a": (0.0, True, True)}), 10.0) and share.is_waited_for_elsewhere
     share.serve(RequestId("b1"), 2000)
     assert share.next(lambda name: 0) is None, "b has had more than the quantum"
-    assert share.news() == {"b": (2000.0, True, False)}, "and its turn has not come"
+    assert share.news() == (0, {"b": (2000.0, True, False)}), "and its turn has not come"
     share.tick(10.0 + HEARD_S - 0.01)
     assert share.next(lambda name: 0) is None
     share.tick(10.0 + HEARD_S)
-    assert share.next(lambda name: 0) == "b2" and not share.is_waited_for_elsewhere
-    share.heard(told(2, {"a": (0.0, True, True)}), 11.0)
-    share.heard(told(3, {"a": (0.0, False, False)}), 11.0)
+    assert share.next(lambda name: 0) == "b2"
+    share.heard(told(2, {"a": (0.0, True, True)}), 12.0)
+    assert spent(share, "a") == 0.0 and share.next(lambda name: 0) is None, "it has waited all along"
+    share.heard(told(3, {"a": (0.0, False, False)}), 12.0)
     assert share.next(lambda name: 0) == "b2", "or until its requests wait no more"
+    share.heard(told(4, {"a": (0.0, True, True)}), 12.0)
+    assert spent(share, "a") == 2000.0, "it has come anew"
+    share.tick(12.0 + GONE_S - 0.01)
+    assert share.is_waited_for_elsewhere
+    share.tick(12.0 + GONE_S)
+    assert not share.is_waited_for_elsewhere
+
+
+def test_who_waits_elsewhere_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards all others where there are many tenants: one that waits elsewhere, and has had no more than the last one
+    served, was forgotten, came here, and began with nothing: nobody else was served for ages."""
+    monkeypatch.setattr(fair_share, "MAX_TENANTS", 2)
+    share = FairShare()
+    for number in range(1, 4):
+        share.enter(RequestId(f"b{number}"), "b", 1.0, 0, number)
+    share.heard(told(1, {"a": (5000.0, True, True)}), 0.0)
+    for number in (1, 2):
+        share.serve(RequestId(f"b{number}"), 6000)
+    for number, tenant in enumerate("cda", 4):
+        share.enter(RequestId(f"{tenant}1"), tenant, 1.0, 0, number)
+    assert spent(share, "a") == 5000.0
+    # Nor does one begin with nothing whose account is not there for any other reason.
+    share._others.waiting |= {"e"}
+    share.enter(RequestId("e1"), "e", 1.0, 0, 9)
+    assert spent(share, "e") == 5000.0
 
 
 def test_who_comes_elsewhere_begins_where_those_are_that_wait() -> None:
@@ -312,11 +520,11 @@ def test_who_comes_elsewhere_begins_where_those_are_that_wait() -> None:
     idle = FairShare()
     idle.enter(RequestId("b1"), "b", 1.0, 0, 1)
     idle.serve(RequestId("b1"), 5000)
-    assert idle.news() == {}, "nobody waits, so that it does not count"
+    assert idle.news() == (0, {}), "nobody waits, so that it does not count"
     idle.heard(told(1, {"a": (30.0, True, True)}), 0.0)
     assert idle._accounts["b"].spent == 0.0 and idle._accounts["a"].spent == 30.0
     idle.wrote(RequestId("b1"), 10)
-    assert idle.news() == {"b": (10 * OUTPUT_WEIGHT, False, False)}
+    assert idle.news() == (1, {"b": (10 * OUTPUT_WEIGHT, False, False)})
 
 
 def test_who_is_held_back_elsewhere_has_waited_all_along() -> None:
@@ -328,7 +536,7 @@ def test_who_is_held_back_elsewhere_has_waited_all_along() -> None:
     share.heard(told(1, {"a": (100.0, True, False)}), 0.0)
     share.serve(RequestId("b1"), 5000)
     assert share.next(lambda name: 0) == "b2", "nobody waits for it meanwhile"
-    share.heard(told(2, {"a": (0.0, True, True)}), 0.0)
+    share.heard(told(2, {"a": (100.0, True, True)}), 0.0)
     assert share._accounts["a"].spent == 100.0 and share.next(lambda name: 0) is None
     share.enter(RequestId("a1"), "a", 1.0, 0, 4)
     assert share._accounts["a"].spent == 100.0 and share.next(lambda name: 0) == "a1"
@@ -340,9 +548,9 @@ def test_who_is_held_back_elsewhere_has_waited_all_along() -> None:
 def test_that_nobody_waits_any_more_is_said_once() -> None:
     share = FairShare()
     share.enter(RequestId("a1"), "a", 1.0, 0, 1)
-    assert share.news() == {"a": (0.0, True, True)} == share.news()
+    assert share.news() == (0, {"a": (0.0, True, True)}) == share.news()
     share.serve(RequestId("a1"), 700)
-    assert share.news() == {"a": (700.0, False, False)} and share.news() == {}
+    assert share.news() == (0, {"a": (700.0, False, False)}) and share.news() == (0, {})
 
 
 def main() -> None:
