@@ -28,7 +28,7 @@ FURTHEST = 1 << 36
 """No router is so far ahead of another: lives are counted in milliseconds, and this is two years of them. What says so
 was not said by one."""
 MAX_NAME_BYTES = 256
-"""Of a worker's name, in what others tell."""
+"""A worker that others tell of has no longer name."""
 
 
 class Pin(NamedTuple):
@@ -84,8 +84,8 @@ class Sessions:
         return self._turn
 
     def adopted(self, session: Session, pin: Pin, now: float) -> None:
-        """A request of an earlier router goes on here, of a turn whose number nobody knows any more: it counts until
-        another router says where the conversation is."""
+        """Note where a request of an earlier router goes on, of a turn whose number nobody knows any more: it counts
+        until another router says where the conversation is."""
         if self._get(session) is None:
             self._put(session, _Entry(pin, 0, now))
 
