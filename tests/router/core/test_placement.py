@@ -448,6 +448,20 @@ def test_what_a_decode_worker_loads_takes_room(active: int, is_roomy: bool) -> N
         assert (call.believed_decode_blocks, worker.used_blocks) == (1, 64)
 
 
+def test_what_went_below_since_takes_room_though_it_costs_nothing() -> None:
+    """Guards a view that is kept: nothing but where its blocks lie has changed."""
+    parts, call = Parts(), waiting(tokens=48)
+    chain = call.chain(parts.join("d0").key)
+    parts.join("p0")
+    parts.index.add("d0", 3, 3)
+    parts.index.insert("d0", chain)
+    for loaded_blocks in (0, 1):
+        choice = parts.placer.choose(call, 0.0)
+        assert choice is not None and choice.decode.load_s == 0.0
+        assert (choice.decode.cached_blocks, choice.decode.loaded_blocks) == (3, loaded_blocks)
+        parts.index.moved("d0", {"host": chain[2][:SHORT_BYTES]})
+
+
 @pytest.mark.parametrize(("each_s", "cached_blocks"), [(0.1, 3), (0.5, 1)])
 def test_who_reads_on_is_chosen_by_what_the_decode_worker_will_have(
     each_s: float, cached_blocks: int, monkeypatch: pytest.MonkeyPatch
