@@ -177,7 +177,8 @@ class Router:
                 if (call := self._calls.get(request)) is not None:
                     self._table.share.go_on(request, tenant, weight)
                     call.session = session
-                    self._pin(call, now, out)
+                    if session is not None and (pin := self._pinned(call)) is not None:
+                        self._sessions.adopted(session, pin, now)
             case StopFound():
                 self._stop_found(event, out)
             case WorkersNamed(decode, lives):
@@ -324,11 +325,16 @@ class Router:
     def _pin(self, call: Call, now: float, out: list[Command]) -> None:
         """Note who serves the conversation of `call`, and tell the other routers, by way of a worker that passes it
         on."""
+        pin = self._pinned(call)
+        if call.session is not None and pin is not None:
+            self._tell_pin(call.session, pin, self._sessions.note(call.session, pin, now), 0.0, out)
+
+    def _pinned(self, call: Call) -> Pin | None:
+        """Return the pair that serves a call; None where a life of theirs is not known."""
         home = self.registry.get(call.decode)
-        if call.session is None or home is None:
-            return
-        pin = Pin(call.prefill_life, home.life)
-        self._tell_pin(call.session, pin, self._sessions.note(call.session, pin, now), 0.0, out)
+        if home is None or (call.prefill and call.prefill_life is None):
+            return None
+        return Pin(call.prefill_life, home.life)
 
     def _tell_pin(self, session: Session, pin: Pin, turn: int, age_s: float, out: list[Command]) -> None:
         """Tell the other routers of a pin, by way of its decode worker, which is there in that life still."""

@@ -10,6 +10,7 @@ the same words have the same pins, in whichever order the words came.
 """
 
 from collections import OrderedDict
+from math import isfinite
 from typing import NamedTuple, NewType
 
 from router.core.registry import Life
@@ -23,8 +24,11 @@ Session = NewType("Session", bytes)
 it, each hashed with the cluster's key (`router.front.namespaces`)."""
 TENANT_BYTES = NAME_BYTES = 16
 SESSION_BYTES = TENANT_BYTES + NAME_BYTES
-LAST_TURN = 1 << 62
-"""No router counts so far: what says so was not said by one."""
+FURTHEST = 1 << 36
+"""No router is so far ahead of another: lives are counted in milliseconds, and this is two years of them. What says so
+was not said by one."""
+MAX_NAME_BYTES = 256
+"""A worker that others tell of has no longer name."""
 
 
 class Pin(NamedTuple):
@@ -79,12 +83,23 @@ class Sessions:
         self._put(session, _Entry(pin, self._turn, now))
         return self._turn
 
+    def adopted(self, session: Session, pin: Pin, now: float) -> None:
+        """Note where a request of an earlier router goes on, of a turn whose number nobody knows any more: it counts
+        until another router says where the conversation is."""
+        if self._get(session) is None:
+            self._put(session, _Entry(pin, 0, now))
+
     def told(self, session: Session, pin: Pin, turn: int, used_s: float) -> None:
-        """Another router has noted this turn, at `used_s` of this one's clock. What is later here already stays."""
-        if len(session) != SESSION_BYTES or not 0 < turn < LAST_TURN:
+        """Another router has noted this turn, at `used_s` of this one's clock. What is later here already stays, as
+        does what was used since, where there is no room for both."""
+        name = "" if pin.prefill is None else pin.prefill[0]
+        is_one = len(session) == SESSION_BYTES and 0 <= turn <= self._turn + FURTHEST and len(name) <= MAX_NAME_BYTES
+        if not is_one or not isfinite(used_s):
             return
         self._turn = max(self._turn, turn)
         known, entry = self._get(session), _Entry(pin, turn, used_s)
+        if known is None and (oldest := self._in_the_way(session)) is not None and used_s < oldest.used_s:
+            return
         if known is None or known.rank < entry.rank:
             self._put(session, entry)
 
@@ -98,6 +113,15 @@ class Sessions:
         tenant, name = _parts(session)
         sessions = self._tenants.get(tenant)
         return None if sessions is None else sessions.get(name)
+
+    def _in_the_way(self, session: Session) -> _Entry | None:
+        """Return what would go first if one more were kept; None where there is room."""
+        tenant, _ = _parts(session)
+        if len(self._tenants.get(tenant, ())) < MAX_PER_TENANT:
+            if self._count < MAX_SESSIONS:
+                return None
+            tenant = next(iter(self._tenants))
+        return next(iter(self._tenants[tenant].values()))
 
     def _put(self, session: Session, entry: _Entry) -> None:
         tenant, name = _parts(session)

@@ -14,7 +14,7 @@ from router.core import core, sessions
 from router.core.core import Router
 from router.core.decisions import Decision, RecordedPolicy, RepeatablePolicy
 from router.core.events import Command, Lost, Owned, Submit, TellWorker, Tick
-from router.core.sessions import LAST_TURN, Pin, Session, Sessions
+from router.core.sessions import FURTHEST, Pin, Session, Sessions
 from tests.router.bench import Bench, ended, is_told
 from tests.router.fake_cluster import load
 
@@ -100,12 +100,37 @@ def test_who_has_heard_the_same_words_has_the_same_pins(seed: int) -> None:
 
 
 def test_what_no_router_would_say_of_a_session_changes_nothing() -> None:
-    """Guards the table's memory against names of any length, and the wire against a number that it cannot hold."""
-    known = Sessions(60.0)
+    """Guards the table's memory against names of any length, its times against none at all, and the wire against a
+    number that it cannot hold."""
+    known = Sessions(60.0, 7)
     chat = named("a", "b")
-    for session, turn in ((Session(b"long" * 9), 1), (Session(b""), 1), (chat, LAST_TURN), (chat, 0)):
+    for session, turn in ((Session(b"long" * 9), 1), (Session(b""), 1), (chat, 8 + FURTHEST), (chat, -1)):
         known.told(session, HERE, turn, 0.0)
-    assert len(known) == 0 and known.note(chat, HERE, 0.0) == 1
+    known.told(chat, Pin(("p" * 257, Incarnation(1)), HERE.decode), 1, 0.0)
+    for never in (float("nan"), float("-inf")):
+        known.told(chat, HERE, 1, never)
+    assert len(known) == 0 and known.note(chat, HERE, 0.0) == 8
+    known.told(named("a", "c"), HERE, 8 + FURTHEST, 0.0)
+    assert len(known) == 2, "so far ahead a router may be"
+
+
+def test_what_is_told_of_long_ago_drives_out_nothing_newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the pins of a router with no room for more, which one that has begun beside it tells what it has
+    heard."""
+    monkeypatch.setattr(sessions, "MAX_PER_TENANT", 2)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    known = Sessions(60.0)
+    known.note(named("a", "old"), HERE, 30.0)
+    known.note(named("a", "new"), HERE, 50.0)
+    known.told(named("a", "older"), THERE, 9, 29.0)
+    assert known.find(named("a", "old"), 51.0) == HERE and known.find(named("a", "older"), 51.0) is None
+    known.told(named("a", "newer"), THERE, 9, 31.0)
+    assert known.find(named("a", "old"), 51.0) is None and known.find(named("a", "newer"), 51.0) == THERE
+    known.told(named("b", "chat"), THERE, 9, 1.0)
+    known.told(named("c", "chat"), THERE, 9, 49.0)
+    assert known.find(named("b", "chat"), 51.0) == THERE and known.find(named("c", "chat"), 51.0) is None
+    known.told(named("c", "chat"), THERE, 9, 50.0)
+    assert known.find(named("c", "chat"), 51.0) == THERE and len(known) == 3
 
 
 @pytest.mark.parametrize("policy", ["least-cost", "round-robin", "power-of-two"])
@@ -204,15 +229,37 @@ def test_a_router_that_begins_is_told_where_conversations_are(monkeypatch: pytes
 
 
 def test_what_is_taken_over_notes_its_session() -> None:
-    """Guards a conversation whose router died: its next turn went by price."""
+    """Guards a conversation whose router died: its next turn went by price. Others have heard of that turn, and may
+    have taken a later one."""
+    chat = named("t", "chat")
+    for known in (None, THERE):
+        talk = Conversation(decodes=2, prefills=2, blocks=512)
+        if known is not None:
+            talk.bench.hear(SessionTold(chat, 1, *known.prefill or ()), known.decode[0])
+        adopt(talk, "p1", "d1")
+        assert not said(talk.bench.do(Owned(RequestId("old"), "t", 1.0, chat)))
+        assert talk.ask() == (("p1", "d1", "session") if known is None else ("p0", "d1", "session"))
+        assert not said(talk.bench.do(Owned(RequestId("unknown"), "t", 1.0, chat)))
     talk = Conversation(decodes=2, prefills=2, blocks=512)
+    adopt(talk, "p1", "d1")
+    talk.bench.do(Owned(RequestId("old"), "t", 1.0, chat))
+    talk.bench.hear(SessionTold(chat, 1, "p0", Incarnation(1)), "d0")
+    assert talk.ask() == ("p0", "d0", "session"), "what is said of it counts more"
+
+
+def test_nothing_is_noted_of_a_reader_that_is_not_known_yet() -> None:
+    """Guards a conversation against being read by its decode worker, there and at all other routers, since the stream
+    to its prefill worker came up later."""
+    talk = Conversation(decodes=2, prefills=0, blocks=512)
+    adopt(talk, "p1", "d1")
+    talk.bench.do(Owned(RequestId("old"), "t", 1.0, named("t", "chat")))
+    assert len(talk.bench.router._sessions) == 0
+
+
+def adopt(talk: "Conversation", prefill: str, decode: str) -> None:
+    """Let a decode worker tell of a request of an earlier router, which `prefill` has read."""
     record = RequestRecord(request=RequestId("old"), tokens=[7] * 40, prompt_tokens=40, max_tokens=8, seed=1)
-    talk.bench.hear(Orphan(record=record, placement=1, prefill="p1", tokens=[], age_s=1.0), "d1")
-    out = talk.bench.do(Owned(RequestId("old"), "t", 1.0, named("t", "chat")))
-    ((worker, told),) = said(out)
-    assert (worker, told.prefill, told.session) == ("d1", "p1", named("t", "chat"))
-    assert talk.ask() == ("p1", "d1", "session")
-    assert not said(talk.bench.do(Owned(RequestId("unknown"), "t", 1.0, named("t", "chat"))))
+    talk.bench.hear(Orphan(record=record, placement=1, prefill=prefill, tokens=[], age_s=1.0), decode)
 
 
 class Conversation:
