@@ -125,8 +125,8 @@ class RouterHello(Record):
     protocol: int = 1
     """The `PROTOCOL` of its release; 1: one that does not say."""
     heard: int = 0
-    """How many `HoldingTold` of this life of the worker it has heard: of a telling that was cut, what follows them is
-    told. 0: all."""
+    """The number of the last `HoldingTold` of this life of the worker that it has heard: of a telling that was cut,
+    what follows it is told. 0, or a number of another telling: all."""
 
 
 class Claim(Record):
@@ -360,7 +360,7 @@ class HoldingTold(Record):
 
     runs: list[HeldRun]
     number: int = 0
-    """Counts those of one telling from 1 on; 0: of a worker that does not say."""
+    """Grows from one to the next, and for one router never comes twice; 0: of a worker that does not say."""
 
 
 class CachedTold(Record):

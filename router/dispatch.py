@@ -192,12 +192,12 @@ class Links:
             name: LifeOfProcess(name, peer.incarnation, peer.pid, peer.host) for name, peer in peers.items() if peer.pid
         }
         self._met = {name: life for name, life in self._met.items() if name in peers}
-        self._heard = {name: heard for name, heard in self._heard.items() if name in peers}
         self._tell_processes()
         roles = [*(("prefill", peer) for peer in prefill), *(("decode", peer) for peer in decode)]
         wanted = {(role, PeerAddress(peer.name, peer.address)) for role, peer in roles}
         for key in set(self._tasks) - wanted:
             await _end(self._tasks.pop(key))
+            self._heard.pop(key[1].name, None)  # of what it held nothing is known any more
             self._hub.lost(key[1].name, for_good=True)
         self._hub.expect_only("prefill", expected)
         self._hub.named([peer.name for peer in decode], lives)
@@ -266,10 +266,10 @@ class Links:
             self._tell_processes()
             joined = True
             self._hub.joined(peer, info)
-            await self._hear(peer.name, rest)
+            await self._hear(info, rest)
             yield
             while (frame := await call.read()) is not grpc.aio.EOF:
-                await self._hear(peer.name, decode_worker_frame(frame))
+                await self._hear(info, decode_worker_frame(frame))
                 yield
         finally:
             self._outboxes.pop(peer.name, None)
@@ -279,15 +279,15 @@ class Links:
             if writer is not None:
                 await _end(writer)
 
-    async def _hear(self, worker: str, records: Sequence[DecodeRecord]) -> None:
+    async def _hear(self, worker: WorkerInfo, records: Sequence[DecodeRecord]) -> None:
         """Tell the hub, so many records at a time that clients do not wait for a worker that says too much."""
         for at in range(0, len(records), RECORDS_AT_ONCE):
             if at:
                 await asyncio.sleep(0)
-            self._hub.heard(worker, records[at : at + RECORDS_AT_ONCE])
+            self._hub.heard(worker.name, records[at : at + RECORDS_AT_ONCE])
         for record in records:
             if isinstance(record, HoldingTold):
-                self._heard[worker] = self._met[worker].incarnation, record.number
+                self._heard[worker.name] = worker.incarnation, record.number
 
     def _introduction(self, frame: bytes, party: Party) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
         """Return who the worker is, and what else it said. Raises ValidationError, OtherModelError, and HandshakeError

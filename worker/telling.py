@@ -2,7 +2,8 @@
 
 A telling belongs to one life of a router. It begins when that attaches; where its stream breaks before all has been
 heard, and the same life is back within RESUME_S, it goes on behind what the router has heard (`RouterHello`). Every
-other router is told from the beginning.
+other router is told from the beginning. For one router no number comes twice in the worker's life, in whichever
+telling: so what it has heard of an earlier one is nothing of the one that goes on.
 """
 
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ LATE_S = 2.0
 """How long after its end a telling can still be cut: what was said last may be on its way."""
 MOST_CUT = 16
 """Tellings that were cut and are kept."""
+MOST_CUT_BLOCKS = 1 << 21
+"""Blocks that they remember together to have told; past it, the oldest are forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,13 +37,14 @@ class Telling:
 
 
 class Tellings:
-    """Mutable state: the tellings by link, and those that were cut, by the router's life, with the time at which they
-    are forgotten. Owner: the engine thread."""
+    """Mutable state: the tellings by link, those that were cut, by the router's life, with the time at which they
+    are forgotten, and the highest number of any piece. Owner: the engine thread."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._open: dict[int, Telling] = {}
         self._cut: dict[Party, tuple[Holding, float]] = {}
+        self._number = 0
 
     def __bool__(self) -> bool:
         """True while there is something to be told now."""
@@ -57,12 +61,12 @@ class Tellings:
                 self.lost(other, now)
         cut = self._cut.pop(router, None)
         if cut is None:
-            self._open[link] = Telling(router, Holding(self._kv))
+            self._open[link] = Telling(router, Holding(self._kv, self._number))
         else:
             self._open[link] = Telling(router, cut[0], now + HELLO_S)
 
     def greeted(self, link: int, heard: int) -> None:
-        """Go on with a router that has heard so many of the records of its telling."""
+        """Go on with a router that has heard the record of this number last."""
         telling = self._open.get(link)
         if telling is not None and telling.begins_s:
             telling.begins_s = 0.0
@@ -72,9 +76,11 @@ class Tellings:
         """Keep the telling of a stream that is gone, if it may not have been heard to its end."""
         telling = self._open.pop(link, None)
         if telling is not None:
+            telling.holding.pause()
             self._cut[telling.router] = telling.holding, now + RESUME_S
-            while len(self._cut) > MOST_CUT:
-                del self._cut[next(iter(self._cut))]
+            told_blocks = sum(holding.told_blocks for holding, _ in self._cut.values())
+            while len(self._cut) > MOST_CUT or told_blocks > MOST_CUT_BLOCKS:
+                told_blocks -= self._cut.pop(next(iter(self._cut)))[0].told_blocks
 
     def evicted(self, identities: Iterable[bytes]) -> None:
         """Note what is held no more: if it comes back, it is told again."""
@@ -102,5 +108,6 @@ class Tellings:
             if not telling.holding:
                 telling.over_s = now + LATE_S
             if runs:
-                said.append((link, HoldingTold(runs, telling.holding.pieces)))
+                self._number = max(self._number, telling.holding.number)
+                said.append((link, HoldingTold(runs, telling.holding.number)))
         return said

@@ -2,7 +2,8 @@
 
 The list is made when the router comes, of numbers only; what each stands for is looked up when its turn comes. So what
 is told is held at that moment, what went meanwhile is left out, and nobody waits for all of it. What came meanwhile the
-router knows from its own requests. Where a stream is cut, the list is made anew, and what was heard is passed over.
+router knows from its own requests. Where a stream is cut, the list is dropped, and made anew when the router is back;
+what was heard is passed over.
 """
 
 from collections.abc import Iterable
@@ -18,12 +19,14 @@ Run = tuple[bytes, bytes]
 
 class Holding:
     """Mutable state: the blocks and lower identities that are still to be told, the next one last, and the number of
-    the piece in which each was told, of which there were `pieces`. Owner: the engine thread."""
+    the piece in which each was told, of which the last had `number`. Owner: the engine thread."""
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager, number: int = 0) -> None:
+        """The first piece has the number after this one. None is given twice, so that what was heard of another
+        telling is never taken for what was heard of this one."""
         self._kv = kv
         self._told: dict[bytes, int] = {}
-        self.pieces = 0
+        self.number = number
         self._whole = kv.block_size * TOKEN_BYTES
         self._list()
 
@@ -38,11 +41,20 @@ class Holding:
         """True while something is left to be told."""
         return bool(self._blocks or self._lower)
 
+    @property
+    def told_blocks(self) -> int:
+        """How many blocks it remembers to have told."""
+        return len(self._told)
+
+    def pause(self) -> None:
+        """Keep only what cannot be made anew: nothing more is told before `resume`."""
+        self._blocks, self._lower = [], []
+
     def resume(self, heard: int) -> None:
-        """Go on behind the first `heard` pieces, with what is held now; 0, or more than there were: from the beginning
-        on."""
-        self.pieces = heard if 0 < heard <= self.pieces else 0
-        self._told = {ident: piece for ident, piece in self._told.items() if piece <= self.pieces}
+        """Go on behind the piece of this number, with what is held now; from the beginning on where it is none of
+        these pieces."""
+        last = heard if heard <= self.number else 0
+        self._told = {ident: piece for ident, piece in self._told.items() if piece <= last}
         self._list()
 
     def forget(self, identities: Iterable[bytes]) -> None:
@@ -66,8 +78,8 @@ class Holding:
             else:
                 runs.append((parent, fresh))
             last = fresh[-1]
-            self._told.update(dict.fromkeys(fresh, self.pieces + 1))
-        self.pieces += bool(runs)
+            self._told.update(dict.fromkeys(fresh, self.number + 1))
+        self.number += bool(runs)
         cut = slice(identity.SHORT_BYTES)
         return [(parent[cut], b"".join(one[cut] for one in fresh)) for parent, fresh in runs]
 

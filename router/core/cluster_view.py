@@ -32,7 +32,8 @@ class ClusterView:
         decode = self.registry.get(choice.decode.name)
         assert decode is not None
         call.decode, call.decode_life, call.key = decode.name, decode.life, decode.key
-        call.believed_decode_blocks = choice.decode.cached_blocks
+        # What it loads it has not when it accepts, and has to find room for.
+        call.believed_decode_blocks = choice.decode.device_blocks
         call.predicted_s = _predicted_s(choice) if call.source is None and not call.emitted else None
         new_blocks = demand(call.record, decode.info).blocks - call.believed_decode_blocks
         # What nobody else reads, it reads itself.

@@ -177,20 +177,22 @@ class Placer:
     def _roomy(self, record: RequestRecord, alike: Sequence[WorkerEntry], held: "_Held") -> list[DecodeView]:
         """The views of the decode workers of one kind that may have room. `held`: what each holds of the prompt."""
         roomy, demands, unmeasured_s = [], _Demands(record), self._fitted.unmeasured_step_s
-        found, has_lower = held.depths(alike[0].key), bool(held.lower(alike[0].key))
+        found, lower = held.depths(alike[0].key), held.lower(alike[0].key)
         for worker in alike:
-            cached_blocks, view = found.get(worker.name, 0), worker.decode_view
-            load_s = self._loading(worker, held)[1] if has_lower else 0.0
+            cached_blocks, view, loaded_blocks, load_s = found.get(worker.name, 0), worker.decode_view, 0, 0.0
+            if worker.name in lower:
+                cached_blocks, loaded_blocks, load_s = self._cached(worker, held)
             # As `_decode_view` would find: of many workers, nearly all are as they were.
             if (
                 view is None
                 or view.cached_blocks != cached_blocks
                 or view.load_s != load_s
+                or view.loaded_blocks != loaded_blocks
                 or not (view.s_per_step or view.alone_s == unmeasured_s)
             ):
-                view = self._decode_view(worker, cached_blocks, load_s)
-            wanted, blocks = demands[worker.room], view.blocks
-            if wanted.blocks - cached_blocks <= blocks - view.used_blocks and wanted.most_blocks <= blocks:  # it fits
+                view = self._decode_view(worker, cached_blocks, loaded_blocks, load_s)
+            wanted, blocks, device_blocks = demands[worker.room], view.blocks, cached_blocks - loaded_blocks
+            if wanted.blocks - device_blocks <= blocks - view.used_blocks and wanted.most_blocks <= blocks:  # it fits
                 roomy.append(view)
         return roomy
 
@@ -260,7 +262,7 @@ class Placer:
         blocks."""
         held, demands = _Held(self._index, call), _Demands(call.record)
         return any(
-            _fits(demands[worker.room], self._decode_view(worker, held.blocks(worker)), promised)
+            _fits(demands[worker.room], self._decode_view(worker, *self._cached(worker, held)), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
         )
@@ -273,7 +275,7 @@ class Placer:
         held = _Held(self._index, call)
         readers = self._readers(call.record, decode.info.fingerprint, call.failed_prefills, now)
         views = self._prefill_views(call, held, readers, wanted)
-        home = self._decode_view(decode, held.blocks(decode), self._loading(decode, held)[1])
+        home = self._decode_view(decode, *self._cached(decode, held))
         choice = self._policy.choose(wanted, views, [home])
         return None if choice is None else choice.prefill
 
@@ -350,6 +352,12 @@ class Placer:
                 least_left, best_load_s, best_saved_s = left, load_s, saved_s
         return least_left, best_load_s
 
+    def _cached(self, worker: WorkerEntry, held: "_Held") -> tuple[int, int, float]:
+        """Return how many blocks a decode worker need not be given, how many of them it loads, and their price."""
+        computed_blocks, load_s = self._loading(worker, held)
+        lower_blocks = sum(held.lower(worker.key).get(worker.name, ()))
+        return held.blocks(worker) - computed_blocks, lower_blocks - computed_blocks, load_s
+
     def _loadings(
         self, held: "_Held", workers: Sequence[WorkerEntry], kinds: Collection[ModelKey]
     ) -> dict[str, tuple[int, float]]:
@@ -407,7 +415,9 @@ class Placer:
         load = worker.load
         return 0.0 if load is None else self._fitted.least_step_s(worker.name, load.s_per_token, load.running_requests)
 
-    def _decode_view(self, worker: WorkerEntry, cached_blocks: int, load_s: float = 0.0) -> DecodeView:
+    def _decode_view(
+        self, worker: WorkerEntry, cached_blocks: int, loaded_blocks: int = 0, load_s: float = 0.0
+    ) -> DecodeView:
         """A view, which the worker keeps for the next request that it holds as much of: coefficients too are those of
         its last report, dispatch or end. One that has run no step has the steps of the others, of whose reports it
         is not told."""
@@ -417,6 +427,7 @@ class Placer:
             view is not None
             and view.cached_blocks == cached_blocks
             and view.load_s == load_s
+            and view.loaded_blocks == loaded_blocks
             and (view.s_per_step or view.alone_s == fitted.step(name, 0.0)[0])
         ):
             return view
@@ -438,6 +449,7 @@ class Placer:
             unmeasured_s_per_block=fitted.s_per_block(name),
             exposure=fitted.exposure(name),
             load_s=load_s,
+            loaded_blocks=loaded_blocks,
         )
         return view
 
@@ -497,7 +509,7 @@ def _whole_view(name: str, wanted: Demand) -> PrefillView:
 
 def _fits(wanted: Demand, view: DecodeView, promised: int = 0) -> bool:
     size = view.blocks
-    return wanted.blocks + promised - view.cached_blocks <= size - view.used_blocks and wanted.most_blocks <= size
+    return wanted.blocks + promised - view.device_blocks <= size - view.used_blocks and wanted.most_blocks <= size
 
 
 def _applies(worker: WorkerEntry, record: RequestRecord) -> bool:

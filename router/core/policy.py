@@ -91,6 +91,13 @@ class DecodeView(msgspec.Struct, frozen=True):
     """The share of the time of a move that is waited for, of the same two."""
     load_s: float = 0.0
     """The time of those of its cached blocks that lower tiers give back: before the prompt is asked for."""
+    loaded_blocks: int = 0
+    """How many they are: they take room as new ones do."""
+
+    @property
+    def device_blocks(self) -> int:
+        """Cached blocks that take no room."""
+        return self.cached_blocks - self.loaded_blocks
 
 
 class Cost(msgspec.Struct, frozen=True):

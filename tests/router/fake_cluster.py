@@ -143,9 +143,10 @@ class FakeWorkers:
     answer i of a beam search lacks its first i tokens.
 
     A new stream takes over the old one's voice: what still runs goes on talking on it, as a ghost would. `got` holds
-    every record the decode worker received. `slow_s` pauses between tokens; `hold` set means that nothing is answered
-    to a Place at all; `mute_s` is a silence before every acceptance; `refusals` is how many Places to refuse. A router
-    of another incarnation is told of everything that has a context, without end. `deaf` set, its hello is not answered.
+    every record the decode worker received, but for `hellos`. `slow_s` pauses between tokens; `hold` set means that
+    nothing is answered to a Place at all; `mute_s` is a silence before every acceptance; `refusals` is how many Places
+    to refuse. A router of another incarnation is told of everything that has a context, without end. `deaf` set, its
+    hello is not answered.
     """
 
     def __init__(self, decode: str = "d0", prefill: str = "p0") -> None:
@@ -165,6 +166,7 @@ class FakeWorkers:
         self.fingerprint = "f"
         self.secrets = SECRETS
         self.listed: list[LifeOfProcess] = []
+        self.hellos: list[RouterHello] = []
         self._server: grpc.aio.Server | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outbox: asyncio.Queue[Record] = asyncio.Queue()
@@ -251,6 +253,7 @@ class FakeWorkers:
             reader.cancel()
 
     def _hello(self, hello: RouterHello) -> None:
+        self.hellos.append(hello)
         if self.deaf:
             return
         if hello.incarnation != self._router:

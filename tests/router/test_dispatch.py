@@ -3,6 +3,7 @@ real processes, in `tests/chaos`."""
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,9 @@ from engine.handshake import Keyring
 from engine.messages import (
     FRAME_BYTES,
     Cancel,
+    DecodeRecord,
+    HeldRun,
+    HoldingTold,
     LifeOfProcess,
     PeerAddress,
     Place,
@@ -161,6 +165,81 @@ def test_a_prefill_worker_that_is_down_is_not_dialled_and_is_expected() -> None:
             await workers.stop()
 
     asyncio.run(body())
+
+
+def test_of_a_worker_at_another_address_nothing_was_heard() -> None:
+    """Guards a router against its own index: it forgets what it was told of a worker whose address is another now, and
+    said to the same life that it had heard it, so that it was never told again."""
+
+    async def body() -> None:
+        workers = FakeWorkers()
+        app = _app()
+        try:
+            await app.start()
+            await workers.start()
+            (prefill,), (decode,) = workers.peers
+            await app.set_workers([prefill], [decode])
+            await until(app.hub.ready)
+            run = HeldRun(b"", b"12345678")
+            workers._outbox.put_nowait(HoldingTold([run], 3))
+            index = app.hub.core.index
+            await until(lambda: index.held_blocks("d0") == 1)
+            app._links.sever("d0")
+            await until(lambda: [hello.heard for hello in workers.hellos] == [0, 3])
+            assert index.held_blocks("d0") == 1, "the same life is back"
+            there = PeerAddress("d0", decode.address.replace("127.0.0.1", "localhost"))
+            await app.set_workers([prefill], [there])
+            await until(lambda: [hello.heard for hello in workers.hellos] == [0, 3, 0])
+            assert index.held_blocks("d0") == 0
+        finally:
+            await app.stop(0.0)
+            await workers.stop()
+
+    asyncio.run(body())
+
+
+def test_what_a_worker_says_while_others_leave_is_heard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards the log, and the stream of a worker that is not named any more: while the streams of others were ended it
+    said what it holds, and nobody knew its life."""
+    end = router.dispatch._end
+
+    async def body() -> None:
+        workers = FakeWorkers()
+        app = _app()
+        heard = asyncio.Event()
+
+        async def slowly(task: asyncio.Task[None]) -> None:
+            """End a stream, but let the decode worker have spoken before."""
+            if task.get_name().startswith("link"):
+                workers._outbox.put_nowait(HoldingTold([HeldRun(b"", b"12345678")], 1))
+                await asyncio.wait_for(heard.wait(), 5.0)
+            await end(task)
+
+        try:
+            await app.start()
+            await workers.start()
+            await app.set_workers(*workers.peers)
+            await until(app.hub.ready)
+            hear = app.hub.heard
+
+            def told(name: str, records: Sequence[DecodeRecord]) -> None:
+                hear(name, records)
+                if any(isinstance(record, HoldingTold) for record in records):
+                    heard.set()
+
+            monkeypatch.setattr(app.hub, "heard", told)
+            monkeypatch.setattr(router.dispatch, "_end", slowly)
+            await app.set_workers([], [])
+            assert heard.is_set() and not app._links._heard
+        finally:
+            monkeypatch.setattr(router.dispatch, "_end", end)
+            await app.stop(0.0)
+            await workers.stop()
+
+    asyncio.run(body())
+    assert "failed" not in caplog.text
 
 
 def _refusals(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:

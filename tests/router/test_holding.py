@@ -102,7 +102,7 @@ def test_what_is_told_goes_on_where_the_stream_was_cut(
     workers: list[Worker[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards a router whose connections break while it learns what workers hold: of more than 20 pieces each worker's
-    stream is cut behind the fifth that is heard, and it hears the sixth next; all is known in the end."""
+    stream is cut behind the fifth that is heard, and it hears next what followed; all is known in the end."""
     piece = BLOCKS // 20
     monkeypatch.setattr(worker.worker, "HELD_AT_ONCE", piece)
     prefill, decode = ([PeerAddress(one.name, one.info.address)] for one in workers)
@@ -143,7 +143,8 @@ def test_what_is_told_goes_on_where_the_stream_was_cut(
     assert sorted(streams) == ["d0", "d0", "p0", "p0"]
     for name, blocks in told.items():
         assert len(blocks) - len(set(blocks)) <= piece, f"{name} tells more than a piece twice"
-        assert numbers[name] == list(range(1, len(numbers[name]) + 1)) and len(numbers[name]) > 20
+        assert numbers[name][:5] == [1, 2, 3, 4, 5] and len(numbers[name]) > 20
+        assert numbers[name] == sorted(set(numbers[name])), "no number comes twice"
 
 
 class Hits(NullObserver):

@@ -3,7 +3,9 @@ that break: tests/router/test_holding.py; what a telling names: tests/engine/kv/
 
 import pytest
 
+import worker.telling
 from engine.handshake import Party
+from engine.identity import SHORT_BYTES, chain
 from engine.kv.manager import KVCacheManager
 from engine.types import Incarnation
 from worker.telling import HELLO_S, LATE_S, MOST_CUT, RESUME_S, Tellings
@@ -23,18 +25,25 @@ def filled() -> KVCacheManager:
     return kv
 
 
-def numbers(tellings: Tellings, now: float = 0.0, turns: int = 1) -> list[tuple[int, int]]:
-    """The links and numbers of what is told in so many turns, a prompt in each."""
+def told(tellings: Tellings, now: float = 0.0, turns: int = 1) -> list[tuple[int, int, int]]:
+    """The link, number and prompt of each record in so many turns, a prompt in each: 1 is the latest used."""
+    root = tellings._kv.cache.root_identity(b"")
+    prompts = {chain(root, [n] * SIZE, SIZE)[0][:SHORT_BYTES]: PROMPTS - n for n in range(PROMPTS)}
     said = [one for _ in range(turns) for one in tellings.take(1, now)]
     assert all(len(told.runs) == 1 for _, told in said)
-    return [(link, told.number) for link, told in said]
+    return [(link, told.number, prompts[told.runs[0].blocks]) for link, told in said]
+
+
+def told_of(link: int, first: int, number: int) -> list[tuple[int, int, int]]:
+    """What the rest of a telling is from this prompt on, where its first record has this number."""
+    return [(link, number + at, prompt) for at, prompt in enumerate(range(first, PROMPTS + 1))]
 
 
 def cut(heard: int, router: Party = ROUTER, back_s: float = 1.0) -> Tellings:
     """One router was told four prompts, and lost; `router` is back and says how much it has heard."""
     tellings = Tellings(filled())
     tellings.attached(1, ROUTER, 0.0)
-    assert numbers(tellings, turns=4) == [(1, n) for n in range(1, 5)] and tellings
+    assert told(tellings, turns=4) == told_of(1, 1, 1)[:4] and tellings
     tellings.lost(1, 0.0)
     assert not tellings
     tellings.tick(back_s)
@@ -48,30 +57,30 @@ def cut(heard: int, router: Party = ROUTER, back_s: float = 1.0) -> Tellings:
 def test_it_goes_on_behind_what_was_heard(heard: int, first: int) -> None:
     """Guards a summary that starts over with every broken connection; what cannot have been heard is no cursor."""
     tellings = cut(heard)
-    assert numbers(tellings, 1.0, turns=9) == [(2, n) for n in range(first, PROMPTS + 1)] and not tellings
+    assert told(tellings, 1.0, turns=9) == told_of(2, first, 5) and not tellings
 
 
 def test_another_life_is_told_all() -> None:
     """Guards a router that has begun anew, under the same name, against half of what it must know."""
-    assert numbers(cut(4, OTHER), 1.0, turns=9) == [(2, n) for n in range(1, PROMPTS + 1)]
+    assert told(cut(4, OTHER), 1.0, turns=9) == told_of(2, 1, 5)
 
 
 def test_who_comes_too_late_is_told_all() -> None:
-    assert numbers(cut(4, back_s=RESUME_S), RESUME_S, turns=9) == [(2, n) for n in range(1, PROMPTS + 1)]
-    assert numbers(cut(4, back_s=RESUME_S - 0.1), RESUME_S, turns=9) == [(2, 5), (2, 6)]
+    assert told(cut(4, back_s=RESUME_S), RESUME_S, turns=9) == told_of(2, 1, 5)
+    assert told(cut(4, back_s=RESUME_S - 0.1), RESUME_S, turns=9) == told_of(2, 5, 5)
 
 
 def test_nothing_is_told_before_it_is_known_what_was_heard() -> None:
     """Guards against pieces that are told twice, and against a router of an older release, which never says it."""
     tellings = Tellings(filled())
     tellings.attached(1, ROUTER, 0.0)
-    numbers(tellings, turns=4)
+    told(tellings, turns=4)
     tellings.attached(2, ROUTER, 5.0)  # the end of the first stream has not been noticed yet
     tellings.lost(1, 5.1)
     tellings.tick(5.0 + HELLO_S - 0.1)
-    assert not tellings and numbers(tellings, 5.5) == []
+    assert not tellings and told(tellings, 5.5) == []
     tellings.tick(5.0 + HELLO_S)
-    assert numbers(tellings, 6.0, turns=9) == [(2, n) for n in range(1, PROMPTS + 1)]
+    assert told(tellings, 6.0, turns=9) == told_of(2, 1, 5)
     tellings.greeted(2, 3)
     tellings.greeted(7, 3)
     assert not tellings, "later it says nothing"
@@ -82,12 +91,46 @@ def test_what_was_said_last_may_not_have_been_heard() -> None:
     for lost_s, first in ((LATE_S - 0.1, 6), (LATE_S, 1)):
         tellings = Tellings(filled())
         tellings.attached(1, ROUTER, 0.0)
-        assert len(numbers(tellings, turns=9)) == PROMPTS and not tellings
+        assert len(told(tellings, turns=9)) == PROMPTS and not tellings
         tellings.tick(lost_s)
         tellings.lost(1, lost_s)
         tellings.attached(2, ROUTER, lost_s)
         tellings.greeted(2, 5)
-        assert numbers(tellings, lost_s, turns=9) == [(2, n) for n in range(first, PROMPTS + 1)]
+        assert told(tellings, lost_s, turns=9) == told_of(2, first, PROMPTS + 1)
+
+
+def test_what_was_heard_of_an_earlier_telling_is_nothing_of_this_one() -> None:
+    """Guards blocks that no router would ever hear of: a telling was heard to its end and forgotten, and the next broke
+    off before any of it was heard. The numbers of both began at 1, and "six heard" were taken for those of the second.
+    """
+    tellings = Tellings(filled())
+    tellings.attached(1, ROUTER, 0.0)
+    assert told(tellings, turns=9) == told_of(1, 1, 1)
+    tellings.tick(LATE_S)
+    tellings.lost(1, 3.0)
+    tellings.attached(2, ROUTER, 4.0)
+    assert told(tellings, 4.0, turns=9) == told_of(2, 1, PROMPTS + 1)
+    tellings.lost(2, 4.5)
+    tellings.attached(3, ROUTER, 5.0)
+    tellings.greeted(3, PROMPTS)
+    assert told(tellings, 5.0, turns=9) == told_of(3, 1, 2 * PROMPTS + 1)
+
+
+def test_what_was_heard_before_it_began_anew_is_nothing_of_what_followed() -> None:
+    """Guards the same where a router said too late what it had heard, and was told all; and another router's numbers,
+    which are no number of this one's next telling."""
+    tellings = cut(4)
+    tellings.lost(2, 1.0)
+    tellings.attached(3, ROUTER, 2.0)
+    tellings.attached(4, OTHER, 2.0)
+    tellings.tick(2.0 + HELLO_S)
+    assert [one for one in told(tellings, 3.0, turns=9) if one[0] == 3] == told_of(3, 1, 5)
+    tellings.lost(3, 3.0)
+    tellings.attached(5, ROUTER, 4.0)
+    tellings.greeted(5, 4)
+    assert [one for one in told(tellings, 4.0, turns=9) if one[0] == 5] == told_of(5, 1, 11)
+    tellings.attached(6, Party("router", "r", Incarnation(3)), 5.0)
+    assert told(tellings, 5.0)[0] == (6, 17, 1)
 
 
 def test_what_went_and_came_back_is_told_again() -> None:
@@ -105,7 +148,9 @@ def test_what_went_and_came_back_is_told_again() -> None:
     tellings.evicted([newest.identity, *kv.take_evicted()])
     tellings.attached(3, ROUTER, 1.0)
     tellings.greeted(3, 4)
-    assert numbers(tellings, 1.0, turns=20) == [(3, 5), (3, 6)], "the newest, and the one that was never told"
+    said = [one for _ in range(20) for one in tellings.take(1, 1.0)]
+    assert [record.number for _, record in said] == [5, 6]
+    assert said[0][1].runs[0].blocks == newest.identity[:SHORT_BYTES], "then the one that was never told"
 
 
 def test_no_more_are_kept_than_may_be() -> None:
@@ -117,3 +162,27 @@ def test_no_more_are_kept_than_may_be() -> None:
     assert len(tellings._cut) == MOST_CUT and ROUTER not in tellings._cut
     tellings.tick(RESUME_S)
     assert not tellings._cut
+
+
+def test_what_is_kept_of_a_telling_is_what_cannot_be_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a worker's memory: lists of a million blocks of every router that is gone, and what it was told, of
+    which there is a limit for all together. The oldest go first."""
+    monkeypatch.setattr(worker.telling, "MOST_CUT_BLOCKS", 2 * 4)
+    tellings = Tellings(filled())
+    routers = [Party("router", "r", Incarnation(life)) for life in range(3)]
+    for link, router in enumerate(routers):
+        tellings.attached(link, router, 0.0)
+    told(tellings, turns=4)
+    for link in (0, 1):
+        tellings.lost(link, 0.0)
+    assert list(tellings._cut) == routers[:2], "as much as may be"
+    assert not any(holding for holding, _ in tellings._cut.values())
+    tellings.lost(2, 0.0)
+    assert list(tellings._cut) == routers[1:]
+    told_blocks = [holding.told_blocks for holding, _ in tellings._cut.values()]
+    assert told_blocks == [4, 4]
+    monkeypatch.setattr(worker.telling, "MOST_CUT_BLOCKS", 3)
+    tellings.attached(3, routers[2], 1.0)
+    tellings.greeted(3, 4)
+    tellings.lost(3, 1.0)
+    assert not tellings._cut, "one alone may be too large"

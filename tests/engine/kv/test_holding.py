@@ -69,7 +69,7 @@ class Site:
                 self.told |= fresh
                 self.index.recall("w", parent, blocks)
         if not self.is_cut:
-            self.heard = self.holding.pieces
+            self.heard = self.holding.number
         self.index.check()
 
     def report(self) -> None:

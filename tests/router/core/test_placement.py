@@ -391,22 +391,23 @@ def test_a_decode_worker_that_may_read_may_be_the_soonest(local_prefill: str, ex
 
 
 @pytest.mark.parametrize(
-    ("each_s", "cached_tokens", "load_s"),
+    ("each_s", "cached_tokens", "cached_blocks", "load_s"),
     [
-        ({}, 47, 0.0),
-        ({"host": 0.02, "disk": 0.02}, 47, 0.0),
-        ({"host": 0.021}, 47, 0.021),
-        ({"host": 0.04, "disk": 0.1}, 47, 0.04 + 0.1),
-        ({"host": 0.04, "disk": 0.2}, 32, 0.04),
-        ({"host": 0.2, "disk": 0.2}, 16, 0.0),
-        ({"host": 0.2, "disk": 0.03}, 47, 0.2 + 0.03),
+        ({}, 47, 3, 0.0),
+        ({"host": 0.02, "disk": 0.02}, 47, 3, 0.0),
+        ({"host": 0.021}, 47, 3, 0.021),
+        ({"host": 0.04, "disk": 0.1}, 47, 3, 0.04 + 0.1),
+        ({"host": 0.04, "disk": 0.2}, 32, 2, 0.04),
+        ({"host": 0.2, "disk": 0.2}, 16, 1, 0.0),
+        ({"host": 0.2, "disk": 0.03}, 47, 3, 0.2 + 0.03),
     ],
 )
 def test_what_lies_in_lower_tiers_is_loaded_where_that_is_sooner_than_computing(
-    each_s: dict[str, float], cached_tokens: int, load_s: float
+    each_s: dict[str, float], cached_tokens: int, cached_blocks: int, load_s: float
 ) -> None:
-    """Guards the price of a block on disk, and of one that a worker will compute although it holds it; what has never
-    been loaded, or takes next to nothing, has no price. A decode worker loads, too, before the rest is asked for."""
+    """Guards the price of a block on disk, and of one that a worker will compute, or have sent, although it holds it;
+    what has never been loaded, or takes next to nothing, has no price. A decode worker loads, too, before the rest is
+    asked for, and has room to find for what it loads: that is believed of it neither way."""
     parts, call = Parts(), waiting(tokens=48)
     chain = call.chain(parts.join("d0").key)
     parts.join("p0")
@@ -417,12 +418,70 @@ def test_what_lies_in_lower_tiers_is_loaded_where_that_is_sooner_than_computing(
     choice = parts.placer.choose(call, 0.0)
     assert choice is not None
     assert (choice.prefill.cached_tokens, choice.prefill.load_s) == (cached_tokens, pytest.approx(load_s))
-    assert (choice.decode.cached_blocks, choice.decode.load_s) == (3, pytest.approx(load_s))
+    assert (choice.decode.cached_blocks, choice.decode.load_s) == (cached_blocks, pytest.approx(load_s))
+    assert (choice.decode.loaded_blocks, choice.decode.device_blocks) == (cached_blocks - 1, 1)
     assert choice.cost.load_s == pytest.approx(2 * load_s)
     parts.index.moved("d0", {"disk": chain[1][:SHORT_BYTES]})
     choice, disk_s = parts.placer.choose(call, 0.0), each_s.get("disk", 0.0)
     assert choice is not None, "what has gone further down since is another load"
     assert choice.decode.load_s == pytest.approx(2 * disk_s if 0.02 < disk_s < 16 * 0.01 else 0.0)
+
+
+@pytest.mark.parametrize(("active", "is_roomy"), [(60, True), (61, False)])
+def test_what_a_decode_worker_loads_takes_room(active: int, is_roomy: bool) -> None:
+    """Guards requests that are offered where there is no room for them: of five blocks one lies on the device, and two
+    below it, which are loaded into others of the pool; they are counted until its next report."""
+    parts, call = Parts(), waiting(tokens=48)
+    chain = call.chain(parts.join("d0").key)
+    parts.join("p0")
+    parts.index.add("d0", 1, 1, 1)
+    parts.index.insert("d0", chain)
+    parts.report("p0", s_per_token=0.01)
+    parts.report("d0", active=active, s_per_loaded_block={"host": 0.04, "disk": 0.1})
+    choice, worker = parts.placer.choose(call, 0.0), parts.registry.get("d0")
+    assert (choice is not None) is is_roomy and worker is not None
+    home = parts.join("d1")
+    assert parts.placer.has_room_elsewhere(call, home, 0, 0.0) is is_roomy
+    if choice is not None:
+        assert choice.decode.loaded_blocks == 2
+        parts.view.offered(call, choice)
+        assert (call.believed_decode_blocks, worker.used_blocks) == (1, 64)
+
+
+def test_what_went_below_since_takes_room_though_it_costs_nothing() -> None:
+    """Guards a view that is kept: nothing but where its blocks lie has changed."""
+    parts, call = Parts(), waiting(tokens=48)
+    chain = call.chain(parts.join("d0").key)
+    parts.join("p0")
+    parts.index.add("d0", 3, 3)
+    parts.index.insert("d0", chain)
+    for loaded_blocks in (0, 1):
+        choice = parts.placer.choose(call, 0.0)
+        assert choice is not None and choice.decode.load_s == 0.0
+        assert (choice.decode.cached_blocks, choice.decode.loaded_blocks) == (3, loaded_blocks)
+        parts.index.moved("d0", {"host": chain[2][:SHORT_BYTES]})
+
+
+@pytest.mark.parametrize(("each_s", "cached_blocks"), [(0.1, 3), (0.5, 1)])
+def test_who_reads_on_is_chosen_by_what_the_decode_worker_will_have(
+    each_s: float, cached_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the price of a transfer to a worker that has blocks which it will not load: they are sent."""
+    parts, asked = Parts(), list[DecodeView]()
+    parts.join("d0")
+    parts.join("p0")
+    call = parts.run(tokens=48)
+    parts.index.add("d0", 1, 2)
+    parts.index.insert("d0", call.chain(call.key))
+    parts.report("p0", s_per_token=0.01)
+    parts.report("d0", s_per_loaded_block={"host": each_s})
+
+    def chosen(wanted: Demand, views: list[PrefillView], homes: list[DecodeView]) -> None:
+        asked.extend(homes)
+
+    monkeypatch.setattr(parts.placer._policy, "choose", chosen)
+    assert parts.placer.choose_prefill(call, 0.0) is None
+    assert [(home.cached_blocks, home.loaded_blocks) for home in asked] == [(cached_blocks, cached_blocks - 1)]
 
 
 def test_a_prompt_that_was_left_behind_is_no_line_and_no_less_than_none() -> None:
