@@ -23,14 +23,15 @@ MIN_DEADLINES = 1024
 class CallTable:
     """The router core owns it. Samples of one prompt are a group: each is placed beside another one, if it can be."""
 
-    # Mutable state: the calls by request, those that wait, those of each group by sample index, and the last turn
-    # given; (deadline, turn, request) of calls that have one, (time, request, turn, placement) of what was offered,
-    # oldest first, and calls that were asked to move or have moved. Of these three, entries that are over are dropped
-    # when they are met. And what the requests cost their tenants.
+    # Mutable state: the calls by request, those that wait, those whose offer has no answer, those of each group by
+    # sample index, and the last turn given; (deadline, turn, request) of calls that have one, (time, request, turn,
+    # placement) of what was offered, oldest first, and calls that were asked to move or have moved. Of these three,
+    # entries that are over are dropped when they are met. And what the requests cost their tenants.
 
     def __init__(self, view: ClusterView) -> None:
         self.calls: dict[RequestId, Call] = {}
         self.waiting: dict[RequestId, Call] = {}
+        self.open_offers: set[RequestId] = set()
         self.share = FairShare()
         self._deadlines: list[tuple[float, int, RequestId]] = []
         self._offers: deque[tuple[float, RequestId, int, int]] = deque()
@@ -59,6 +60,10 @@ class CallTable:
             self.waiting[call.record.request] = call
         else:
             self.waiting.pop(call.record.request, None)
+        if state is State.OFFERED:
+            self.open_offers.add(call.record.request)
+        else:
+            self.open_offers.discard(call.record.request)
 
     def waiting_in_turn(self) -> list[Call]:
         """Return the calls that wait, oldest first."""
@@ -144,6 +149,7 @@ class CallTable:
         record = call.record
         del self.calls[record.request]
         self.waiting.pop(record.request, None)
+        self.open_offers.discard(record.request)
         group = self._groups.get(record.group, {})
         if group.get(record.sample_index) is call:
             del group[record.sample_index]
@@ -160,6 +166,7 @@ class CallTable:
         self._view.check(self.calls)
         calls = self.calls.values()
         assert self.waiting == {c.record.request: c for c in calls if c.state is State.WAITING}
+        assert self.open_offers == {c.record.request for c in calls if c.state is State.OFFERED}
         timed = {(c.turn, c.record.request) for c in calls if c.deadline_s is not None and c.state is not State.CLOSING}
         assert timed <= {(turn, request) for _, turn, request in self._deadlines}, "a deadline is not watched"
         moving = [c for c in calls if c.yielding or c.source is not None]

@@ -319,6 +319,7 @@ class Router:
             self._view.accepted(call, record)
             out.append(Begin(record.request))
             self._pin(call, now, out)
+            self._queue.answered(now, out)
         elif call.state is not State.CLOSING:
             out.append(Ignored("duplicate", 0))
 

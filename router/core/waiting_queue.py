@@ -24,6 +24,9 @@ from router.core.placement import Placer
 from router.core.policy import Choice
 from router.core.sessions import Session, Sessions
 
+MOST_OPEN_OFFERS = 16
+"""Offers without an answer, for each decode worker, above which nobody new has a turn. What no worker takes comes back
+before all lines, so of a flood that workers refuse no more stands before those that come later."""
 DEPARTURES = 32
 """Requests that left the line last, of which its speed is known."""
 FEWEST_DEPARTURES = 8
@@ -34,7 +37,8 @@ class WaitingQueue:
     one that is held back for news of the workers that it was offered to (`router.core.recovery`)."""
 
     # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
-    # skipped. When requests left the line since it was last empty. Those that are new are in the table's `share`.
+    # skipped. When requests left the line since it was last empty, and whether it stands until an offer is answered.
+    # Those that are new are in the table's `share`.
 
     def __init__(
         self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions, sessions: Sessions
@@ -48,6 +52,7 @@ class WaitingQueue:
         self._back: list[tuple[int, RequestId]] = []
         self._aside: list[tuple[int, RequestId]] = []
         self._departures: deque[float] = deque(maxlen=DEPARTURES)
+        self._awaits_answers = False
 
     def enter(self, call: Call, tenant: str, weight: float, session: Session | None = None) -> None:
         """A new request waits from now on, in its tenant's line."""
@@ -74,7 +79,7 @@ class WaitingQueue:
             self._aside = waiting
         if not self._is_empty() and self._placer.have_all_refused(now):
             return  # before anybody asks whose turn it is
-        while (call := self._head()) is not None:
+        while (call := self._head(now)) is not None:
             request = call.record.request
             if self._is_aside(request, now):
                 self._aside.append(heapq.heappop(self._back))
@@ -94,6 +99,11 @@ class WaitingQueue:
             self._departures.append(now)
         if self._is_empty():
             self._departures.clear()
+
+    def answered(self, now: float, out: list[Command]) -> None:
+        """A worker has taken a request: go on, if that was waited for."""
+        if self._awaits_answers:
+            self.advance(now, out)
 
     def last(self) -> Call:
         """Return who goes where there is no room for all: of the tenant that has the most waiting, the last in turn."""
@@ -128,8 +138,8 @@ class WaitingQueue:
     def _is_empty(self) -> bool:
         return not (self._back or self._aside or len(self._share))
 
-    def _head(self) -> Call | None:
-        """Return the call that is next."""
+    def _head(self, now: float) -> Call | None:
+        """Return the call that is next; None too while there are too many offers without an answer."""
         calls = self._table.calls
         while self._back:
             turn, request = self._back[0]
@@ -137,8 +147,15 @@ class WaitingQueue:
             if call is not None and call.turn == turn:
                 return call
             heapq.heappop(self._back)
+        self._awaits_answers = self._has_asked_enough(now)
+        if self._awaits_answers:
+            return None
         following = self._share.next(lambda request: self._placer.cached_tokens(calls[request]))
         return None if following is None else calls[following]
+
+    def _has_asked_enough(self, now: float) -> bool:
+        asked = len(self._table.open_offers)
+        return asked >= MOST_OPEN_OFFERS and asked >= MOST_OPEN_OFFERS * len(self._view.registry.takers("decode", now))
 
     def _offer(self, call: Call, now: float, out: list[Command]) -> Choice | None:
         """Offer `call` to a worker, which this returns; None if none may have room for it."""

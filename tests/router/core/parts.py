@@ -89,7 +89,7 @@ class Parts:
     def run(self, name: str = "a", *emitted: int, **record: object) -> Call:
         """A request that a decode worker has accepted, with tokens that its client has."""
         call = self.offer(name, **record)
-        call.move(State.RUNNING)
+        self.table.move(call, State.RUNNING)
         call.emitted.extend(emitted)
         return call
 

@@ -6,14 +6,16 @@ test_call_table.py, requests of an earlier router in leaving/test_adoption.py, a
 
 import pytest
 
-from engine.messages import Orphan, Place
+from engine.messages import Orphan, Place, Refused
 from engine.types import FinishReason, RequestId, TokenLogprobs
 from router.core.call import State
 from router.core.ejection import CONSECUTIVE
-from router.core.events import Command, Fail, TellWorker
-from router.core.waiting_queue import FEWEST_DEPARTURES
-from tests.router.bench import is_told
+from router.core.events import Command, Fail, Lost, Submit, TellWorker
+from router.core.fair_share import MOST_PASSED
+from router.core.waiting_queue import FEWEST_DEPARTURES, MOST_OPEN_OFFERS
+from tests.router.bench import Bench, is_told
 from tests.router.core.parts import Parts, request_record
+from tests.router.fake_cluster import load
 
 
 def offered(commands: list[Command]) -> list[str]:
@@ -335,3 +337,30 @@ def test_who_bears_the_name_of_one_that_came_back_has_its_own_turn() -> None:
     parts.take()
     parts.report("d0")
     assert advance(parts) == ["b", "a"] and again.state is State.OFFERED
+
+
+def test_a_flood_that_a_worker_refuses_does_not_stand_before_all_others() -> None:
+    """Guards a tenant that comes late where blocks are plenty, and workers refuse for another reason: all that waited
+    had been offered at once, and came back before all lines."""
+    bench = Bench(blocks=100_000)
+    out = [c for number in range(100) for c in bench.do(Submit(request_record(f"f{number}"), tenant="flood"))]
+    asked = [RequestId(name) for name in offered(out)]
+    assert len(asked) == MOST_OPEN_OFFERS and bench.router.waiting == 100 - MOST_OPEN_OFFERS
+    assert offered(bench.accept(asked[0])) == [f"f{MOST_OPEN_OFFERS}"], "as soon as one is answered"
+    bench.do(Submit(request_record("late"), tenant="late"))
+    for request in (*asked[1:], RequestId(f"f{MOST_OPEN_OFFERS}")):
+        assert offered(bench.hear(Refused(request, 1, 5))) == []
+    back = offered(bench.hear(load(6, blocks=100_000)))
+    assert len(back) == MOST_OPEN_OFFERS and "late" not in back, "the oldest first"
+    following = [name for request in back for name in offered(bench.accept(RequestId(request), 2))]
+    assert "late" in following[: 1 + MOST_PASSED], "as if nobody had been refused"
+
+
+def test_offers_that_are_open_hold_up_nobody_that_came_back_and_no_other_worker() -> None:
+    bench = Bench(blocks=100_000)
+    for number in range(40):
+        bench.do(Submit(request_record(f"a{number}")))
+    assert bench.router.waiting == 40 - MOST_OPEN_OFFERS
+    assert len(offered(bench.join("d1", "decode", 1, 100_000))) == MOST_OPEN_OFFERS, "as many for each worker"
+    (again,) = offered(bench.do(Lost("d1")))[:1]
+    assert again == f"a{MOST_OPEN_OFFERS}", "it has had its turn"
