@@ -497,8 +497,10 @@ def test_who_waits_elsewhere_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -
     share.heard(told(1, {"a": (5000.0, True, True)}), 0.0)
     for number in (1, 2):
         share.serve(RequestId(f"b{number}"), 6000)
-    for number, tenant in enumerate("cda", 4):
+    for number, tenant in enumerate("cd", 4):
         share.enter(RequestId(f"{tenant}1"), tenant, 1.0, 0, number)
+    assert "a" in share._accounts
+    share.enter(RequestId("a1"), "a", 1.0, 0, 6)
     assert spent(share, "a") == 5000.0
     # Nor does one begin with nothing whose account is not there for any other reason.
     share._others.waiting |= {"e"}
