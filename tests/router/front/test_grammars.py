@@ -38,11 +38,11 @@ def _used_s(pid: int) -> float:
 
 
 def test_a_trial_has_one_second_of_the_processor(demo_model: Path) -> None:
-    """Two schemas of one kind, of which one takes about a third of a second and the other more than two, and neither
+    """Two schemas of one kind, of which one takes about a tenth of a second and the other more than two, and neither
     more memory than there is. Guards a limit in whole seconds since the process began, which was up to two."""
     trial = TrialProcess(demo_model)
     try:
-        within, beyond = _remainders(99_991), _remainders(499_979)
+        within, beyond = _remainders(29_989), _remainders(499_979)
         assert trial.ask(within).constraint == within
         assert trial._process is not None
         began_s, others = _used_s(trial._process.pid), resource.getrusage(resource.RUSAGE_CHILDREN)
