@@ -31,16 +31,12 @@ Both are of the latest requests: half of them is of the last HALF_LIFE a worker,
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from router.core.policy import ASSUMED_S_PER_TOKEN, PrefillView, token_s
 
 HALF_LIFE, SHORTEST = 32, 256
 MOST_BUSY, ALL_BUSY = 0.7, 0.95
 FEWEST_BEGINNINGS, MOST_BEGINNINGS = 1 << 12, 1 << 16
 """How many beginnings are kept without asking whether they matter, and how many at most."""
-FEW_WORKERS = 64
-"""Above so many, the sums of all of them are taken at once."""
 LEAST_TOKENS = 1.0
 """Less than this changes no price."""
 _LARGEST = 1e100
@@ -196,10 +192,8 @@ class Reuse:
             together = self.arrivals.delayed(s_per_token, 0.0, ALL_BUSY)
             idle = self.arrivals.delayed(0.0, tokens * s_per_token) * lost - self.missed.of(chain[deeper - 1])
             parts.append((depth, tokens, idle + (together * tokens - each * lost) * least_tokens, each * lost))
-        if len(held) > FEW_WORKERS:
-            return _others(parts, held, queues)
         others: dict[str, float] = {}
-        known: dict[tuple[int, int], float] = {}  # of a few workers, most are alike
+        known: dict[tuple[int, int], float] = {}  # where there are many workers, most are alike
         for name, blocks in held.items():
             alike = blocks, queues[name]
             total = known.get(alike)
@@ -213,19 +207,6 @@ class Reuse:
                 known[alike] = total
             others[name] = total
         return others
-
-
-def _others(
-    parts: Sequence[tuple[int, int, float, float]], held: Mapping[str, int], queues: Mapping[str, int]
-) -> dict[str, float]:
-    """Return the sums of `Reuse.delaying_tokens` over `parts`, to the last bit, for all workers at once."""
-    blocks = np.fromiter(held.values(), np.int64, len(held))
-    queue_tokens = np.fromiter((queues[name] for name in held), np.float64, len(held))
-    totals = np.zeros(len(held))
-    for depth, tokens, idle, each in parts:
-        prices = np.maximum(idle + each * queue_tokens, -float(tokens))
-        totals += np.where(blocks <= depth, prices, 0.0)
-    return dict(zip(held, totals.tolist(), strict=True))
 
 
 def half_life(workers: int) -> float:

@@ -1,7 +1,6 @@
 """What a second copy costs others, and when it is worth it."""
 
 from collections.abc import Mapping
-from random import Random
 
 import pytest
 
@@ -77,25 +76,6 @@ def test_while_no_worker_is_idle_nobody_is_sent_elsewhere(work_s: float, togethe
         least = min(queue, 60)
         waits = 0.01 * 160 / 0.4 * (least / (1 - together) + (queue - least) / (1 - apart))
         assert found == {"a": 0.0, "b": pytest.approx(idle + waits)}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_of_many_workers_it_is_what_it_is_of_a_few(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a choice that would depend on how many workers there are: to the last bit, or ties would not be ties."""
-    random, prices = Random(seed), busy_half(Reuse())
-    beginning = chain("7", 60)
-    prices.arrivals.came(60.0, 0.3, 4, spare_tokens=random.uniform(0.0, 400.0))
-    names = [f"w{n}" for n in range(random.randrange(2, 200))]
-    depths = [0, *(random.randrange(61) for _ in range(random.randrange(1, 9)))]
-    held = {name: random.choice(depths) for name in names}
-    queues = {name: random.choice([0, 0, 17, random.randrange(9000)]) for name in names}
-    for depth in depths[1:]:
-        prices.missed._tokens[beginning[depth - 1]] = random.choice([0.0, 3.7, 1e4]), 0.0
-    found = []
-    for few in (0, len(names)):
-        monkeypatch.setattr(reuse, "FEW_WORKERS", few)
-        found.append(list(delaying(prices, beginning, held, queues).items()))
-    assert found[0] == found[1]
 
 
 def test_what_is_held_elsewhere_weighs_by_how_many_lose_by_it() -> None:

@@ -145,11 +145,11 @@ class Cluster:
         self._do(at, Lost("d0"))
 
     def _do(self, at: int, event: Event) -> None:
-        todo = deque(self.each[at].handle(event, self.now))
-        while todo:
-            command = todo.popleft()
+        pending = deque(self.each[at].handle(event, self.now))
+        while pending:
+            command = pending.popleft()
             if isinstance(command, TellWorker) and isinstance(command.record, Place):
-                todo.extend(self._offered(at, command.record))
+                pending.extend(self._offered(at, command.record))
 
     def _offered(self, at: int, place: Place) -> list[Command]:
         name = place.record.request
