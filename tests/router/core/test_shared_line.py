@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from access.siblings import MAX_LIVES, MAX_NAMES, MOST_TOKENS
+from access.tenants import MAX_NAME_CHARS
 from engine.messages import Accepted, PeerAddress, Place, Refused, TenantLine, TenantsTold
 from engine.types import Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
@@ -20,7 +22,7 @@ from router.core import fair_share
 from router.core.core import Router
 from router.core.events import Command, Connected, Event, Lost, Submit, TellWorker, Tick, WorkerSaid
 from router.core.fair_share import OUTPUT_WEIGHT, QUANTUM, TOLD_AGAIN_EVERY, FairShare
-from router.core.other_lines import GONE_S, HEARD_S, MAX_LIVES, MAX_NAME_CHARS, MAX_NAMES, MOST_CHARGED, OtherLines
+from router.core.other_lines import GONE_S, HEARD_S, OtherLines
 from router.core.policy import LeastCost
 from tests.router.bench import ended
 from tests.router.core.test_fair_share import WEIGHTS
@@ -424,7 +426,7 @@ def test_a_word_that_is_lost_is_made_up_for() -> None:
     assert words[-1]["t1"] == (300.0, False, False)
 
 
-@pytest.mark.parametrize("charged", [float("nan"), float("inf"), -float("inf"), -1.0, 2 * MOST_CHARGED])
+@pytest.mark.parametrize("charged", [float("nan"), float("inf"), -float("inf"), -1.0, 2 * MOST_TOKENS])
 def test_what_is_no_sum_is_not_taken_in(charged: float) -> None:
     """Guards every account against a peer that has the secret: one NaN, and no comparison was ever true again."""
     share = FairShare()
