@@ -1,24 +1,20 @@
 """Turns token ids back to text, a few at a time, without ever showing half a character.
 
 Three ways, by how the tokenizer decodes. A byte-level vocabulary gives every token a fixed string of bytes, so an
-incremental UTF-8 decoder is exact. One of SentencePiece gives every token a fixed text, but for runs of byte-fallback
-tokens (`<0xE2>`), which are held back until they end, since their bytes make characters together. Both look a token up
-in a table. Any other is decoded through the library over a short window that ends on a whole token.
+incremental UTF-8 decoder is exact. One of SentencePiece gives every token a fixed text, but for its bytes
+(`engine/text/sentence_pieces.py`). Both look a token up in a table. Any other is decoded through the library over a
+short window that ends on a whole token.
 """
 
 import codecs
 import json
-import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Protocol
 
-import msgspec
 from tokenizers import Tokenizer
 
-_SPACE = "\u2581"
-"""Stands for a space in the names of SentencePiece's tokens."""
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+from engine.text.sentence_pieces import BYTE_TOKEN, SPACE, PieceDetokenizer, Pieces, PieceTable
 
 
 class Detokenizer(Protocol):
@@ -44,7 +40,7 @@ class DetokenizerFactory:
         self._skipped = unknown | frozenset(self._special.values())
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
-        self._pieces = _Pieces.of(decoder)
+        self._pieces = Pieces.of(decoder)
         self._makers: dict[frozenset[int], Callable[[], Detokenizer]] = {}
         self.token_bytes = cache(self._token_bytes)
 
@@ -60,7 +56,7 @@ class DetokenizerFactory:
         if self._is_byte_level:
             return partial(_ByteLevelDetokenizer, _ByteLevelTable(self._tokenizer, skipped))
         if self._pieces is not None:
-            return partial(_PieceDetokenizer, _PieceTable(self._tokenizer, skipped, self._pieces), self._pieces)
+            return partial(PieceDetokenizer, PieceTable(self._tokenizer, skipped, self._pieces), self._pieces)
         return partial(_WindowDetokenizer, self._tokenizer, skipped)
 
     def _token_bytes(self, token: int) -> tuple[bytes, bool]:
@@ -70,9 +66,9 @@ class DetokenizerFactory:
             return name.encode(), False
         if self._is_byte_level:
             return _bytes_of(name), True
-        if _BYTE_TOKEN.fullmatch(name):
+        if BYTE_TOKEN.fullmatch(name):
             return bytes([int(name[1:-1], 16)]), True
-        return name.replace(_SPACE, " ").encode(), True
+        return name.replace(SPACE, " ").encode(), True
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -139,103 +135,6 @@ class _ByteLevelDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-_PIECE_STEPS = ("Replace", "ByteFallback", "Fuse", "Strip")
-_NO_REPLACE = {"pattern": {"String": _SPACE}, "content": _SPACE}
-_NO_STRIP = {"content": " ", "start": 0, "stop": 0}
-
-
-class _Pieces(msgspec.Struct, frozen=True):
-    """What a decoder of SentencePiece's kind does, in this order: it replaces `mark` by `text` in each token, makes
-    characters of runs of byte-fallback tokens, joins all, and strips up to `stripped` of `strip` from the beginning."""
-
-    mark: str
-    text: str
-    has_bytes: bool
-    strip: str
-    stripped: int
-
-    @classmethod
-    def of(cls, decoder: dict[str, Any]) -> "_Pieces | None":
-        """Return None for a decoder that does anything else, as the tokenizers library writes it in JSON."""
-        steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else []
-        kinds = [step["type"] for step in steps]
-        if "Fuse" not in kinds or kinds != [kind for kind in _PIECE_STEPS if kind in kinds]:
-            return None
-        by_kind = dict(zip(kinds, steps, strict=True))
-        replace, strip = by_kind.get("Replace", _NO_REPLACE), by_kind.get("Strip", _NO_STRIP)
-        mark = replace["pattern"].get("String")
-        if not mark or strip["stop"]:
-            return None
-        return cls(mark, replace["content"], "ByteFallback" in kinds, strip["content"], strip["start"])
-
-
-class _PieceTable(dict[int, str | bytes | None]):
-    """The text of each token met so far, the byte of a byte token, None for one that is skipped. Threads may share it:
-    whoever fills an entry fills in the same."""
-
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], pieces: _Pieces) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = skipped
-        self._pieces = pieces
-
-    def __missing__(self, token: int) -> str | bytes | None:
-        piece = self[token] = self._piece(token)
-        return piece
-
-    def _piece(self, token: int) -> str | bytes | None:
-        name = None if token in self._skipped else self._tokenizer.id_to_token(token)
-        if name is None:
-            return None
-        text = name.replace(self._pieces.mark, self._pieces.text)
-        return bytes.fromhex(text[3:5]) if self._pieces.has_bytes and _BYTE_TOKEN.fullmatch(text) else text
-
-
-class _PieceDetokenizer:
-    # Mutable state: how many characters may still be stripped, the run of bytes that is held back, and whether a text
-    # can be shown as it stands.
-
-    __slots__ = ("_is_plain", "_run", "_strip", "_strippable", "_table")
-
-    def __init__(self, table: _PieceTable, pieces: _Pieces) -> None:
-        self._table = table
-        self._strip = pieces.strip
-        self._strippable = pieces.stripped
-        self._run = b""
-        self._is_plain = not pieces.stripped
-
-    def push(self, ids: Sequence[int]) -> str:
-        table = self._table
-        if self._is_plain and len(ids) == 1 and isinstance(whole := table[ids[0]], str):
-            return whole  # as nearly every step's token is
-        texts: list[str] = []
-        for token in ids:
-            piece = table[token]
-            if isinstance(piece, bytes):
-                self._run += piece
-            elif piece is not None:
-                texts += (self._end_run(), piece)
-        return self._shown("".join(texts))
-
-    def flush(self) -> str:
-        return self._shown(self._end_run())
-
-    def _end_run(self) -> str:
-        run, self._run = self._run, b""
-        try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return "�" * len(run)
-
-    def _shown(self, text: str) -> str:
-        while text and self._strippable:
-            if not text.startswith(self._strip):
-                self._strippable = 0
-            else:
-                text, self._strippable = text[1:], self._strippable - 1
-        self._is_plain = not self._run and not self._strippable
-        return text
-
-
 class _WindowDetokenizer:
     # `_window[:_shown]` has been shown and is kept as context for what follows: decoders treat the first token of a
     # text differently (they drop its leading space).
@@ -254,7 +153,7 @@ class _WindowDetokenizer:
 
     def _open_run(self) -> bool:
         last = self._tokenizer.id_to_token(self._window[-1]) or ""
-        return _BYTE_TOKEN.fullmatch(last) is not None
+        return BYTE_TOKEN.fullmatch(last) is not None
 
     def _show(self) -> str:
         before = self._decode(self._window[: self._shown])
