@@ -45,6 +45,9 @@ class ChunkWriter(Protocol):
     def takes_chunks(self) -> bool:
         """Return whether the client of the present request knows chunks: one older than HTTP/1.1 does not."""
 
+    def is_gone(self) -> bool:
+        """Return whether the connection is lost, or is being closed."""
+
     def is_writable(self) -> bool:
         """Return whether the client is there, and not behind."""
 
@@ -165,10 +168,13 @@ class StreamedAnswer:
 class _EventStream:
     """The response side of one stream. Two tasks write, answer and keep-alive, so every send is under a lock."""
 
-    __slots__ = ("_closed", "_connection", "_lock", "_quiet", "_send", "_started", "label", "resume_token")
+    __slots__ = (
+        "_closed", "_connection", "_lock", "_quiet", "_send", "_started", "_takes_chunks", "label", "resume_token",
+    )
 
     def __init__(self, send: Send, label: str, connection: ChunkWriter | None = None) -> None:
-        self._connection = connection if connection is not None and connection.takes_chunks() else None
+        self._connection = connection
+        self._takes_chunks = connection is not None and connection.takes_chunks()
         self.label = label
         self.resume_token = ""
         self._send = send
@@ -190,7 +196,7 @@ class _EventStream:
         """Write what `written` makes of new output at once, if nobody else writes and the client is not behind; return
         whether it was taken."""
         connection = self._connection
-        if connection is None or not self._started or self._closed or self._lock.locked():
+        if connection is None or not self._takes_chunks or not self._started or self._closed or self._lock.locked():
             return False
         if not connection.is_writable():
             return False
@@ -238,6 +244,9 @@ class _EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _put(self, data: bytes) -> None:
+        if self._connection is not None and self._connection.is_gone():
+            # asyncio would write a line into the log for every event that was ready when the client left.
+            return
         await self._start()
         self._quiet = False
         await self._send({"type": "http.response.body", "body": data, "more_body": True})

@@ -14,7 +14,7 @@ from access.page import guard_page
 from access.tenants import CertificateName, CredentialTable, Tenant
 from access.tls import ServerCertificates
 from telemetry.page_server import PageServer
-from tests.access.certificates import make_authority, make_certificate
+from tests.access.certificates import Pair, make_authority, make_certificate
 from tests.access.test_authenticator import write
 
 
@@ -68,6 +68,46 @@ def test_a_page_with_mutual_tls_is_for_monitors_certificates(tmp_path: Path) -> 
                 get(server, "https", context(name))
         with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
             get(server)
+    finally:
+        server.close()
+
+
+def test_a_page_has_the_certificates_that_its_files_hold_now(tmp_path: Path) -> None:
+    """Guards against a worker whose page is lost on the day its certificate runs out, and against an authority of
+    monitors that is not let go."""
+
+    def reader(ca: str, shown: Pair) -> ssl.SSLContext:
+        made = ssl.create_default_context(cafile=ca)
+        made.load_cert_chain(shown.cert, shown.key)
+        return made
+
+    old, kept = make_authority(tmp_path), tmp_path / "kept.pem"
+    shutil.copyfile(old.cert, kept)
+    pair = make_certificate(tmp_path, old, "headrace", san="IP:127.0.0.1")
+    before = reader(str(kept), make_certificate(tmp_path, old, "prom", file="before"))
+    write(tmp_path / "keys.json", CredentialTable(certificates=[CertificateName(name="prom", role="monitor")]))
+    files = {"cert_file": pair.cert, "key_file": pair.key, "client_ca_file": old.cert}
+    guard = guard_page(AccessConfig(keys_file=str(tmp_path / "keys.json"), **files), "127.0.0.1", "decode-0")
+    server = PageServer(lambda: b"page", "127.0.0.1", 0, guard)
+    refused = (httpx.ReadError, httpx.RemoteProtocolError, httpx.ConnectError)
+    try:
+        assert get(server, "https", before) == 200
+        # Half of it: the new key with the old certificate serves nobody, so the old pair stays.
+        key = Path(pair.key).read_bytes()
+        Path(pair.key).write_bytes(Path(make_certificate(tmp_path, old, "next").key).read_bytes())
+        assert get(server, "https", before) == 200
+        Path(pair.key).write_bytes(key)
+        # All of it, with another authority for both sides.
+        new = make_authority(tmp_path)
+        assert Path(new.cert).read_bytes() != kept.read_bytes() and new.cert == old.cert
+        make_certificate(tmp_path, new, "headrace", san="IP:127.0.0.1")
+        assert get(server, "https", reader(new.cert, make_certificate(tmp_path, new, "prom"))) == 200
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            get(server, "https", before)
+        of_old = ssl.create_default_context(cafile=new.cert)
+        of_old.load_cert_chain(tmp_path / "before.pem", tmp_path / "before.key")
+        with pytest.raises(refused):
+            get(server, "https", of_old)
     finally:
         server.close()
 

@@ -5,8 +5,9 @@ has never been loaded counts as free, so that it is tried once. What is refused 
 refusal takes a little off its price: a disk that was busy for a while is tried again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from engine.plan import mean
 
@@ -14,6 +15,20 @@ FADING = 0.02
 """Share of its price that a refused load loses."""
 
 TIERS = ("host", "disk")
+
+
+def saving_most(runs: Iterable[tuple[int, float]], compute_s: float) -> tuple[int, float]:
+    """Return how many of the first blocks to load, where computing one takes `compute_s`, and what that takes in
+    seconds: as many as save most. Each of `runs` has a number of blocks, and the seconds that each of these takes."""
+    best, best_s, best_saved_s = 0, 0.0, 0.0
+    count, load_s, saved_s = 0, 0.0, 0.0
+    for blocks, block_s in runs:
+        count += blocks
+        load_s += blocks * block_s
+        saved_s += blocks * (compute_s - block_s)
+        if saved_s > best_saved_s:
+            best, best_s, best_saved_s = count, load_s, saved_s
+    return best, best_s
 
 
 class TierCost:
@@ -35,21 +50,26 @@ class TierCost:
         if disk_blocks:
             self.disk_s = mean(self.disk_s, disk_s / disk_blocks)
 
+    def quicker(self, on_disk: Sequence[bool], compute_s: float) -> int:
+        """Return how many of the first of these blocks save most if they are loaded, where computing one takes
+        `compute_s`."""
+        runs = ((len(list(run)), self.disk_s if is_on_disk else self.host_s) for is_on_disk, run in groupby(on_disk))
+        return saving_most(runs, compute_s)[0]
+
+    def are_quicker(self, on_disk: Sequence[bool], compute_s: float) -> bool:
+        """Return True if loading all of these blocks takes less than `compute_s`."""
+        return sum(self.disk_s if is_on_disk else self.host_s for is_on_disk in on_disk) < compute_s
+
     def worthwhile(self, on_disk: Sequence[bool], compute_s: float) -> int:
-        """Return how many of the first of these blocks to load, where computing one takes `compute_s`: as many as save
-        most."""
-        best, best_saved_s, saved_s = 0, 0.0, 0.0
-        for count, is_on_disk in enumerate(on_disk, 1):
-            saved_s += compute_s - (self.disk_s if is_on_disk else self.host_s)
-            if saved_s > best_saved_s:
-                best, best_saved_s = count, saved_s
+        """Return what `quicker` does; the others are refused."""
+        best = self.quicker(on_disk, compute_s)
         if best < len(on_disk):
             self._refuse(on_disk[best:])
         return best
 
     def is_worthwhile(self, on_disk: Sequence[bool], compute_s: float) -> bool:
-        """Return True if loading all of these blocks takes less than `compute_s`."""
-        if sum(self.disk_s if is_on_disk else self.host_s for is_on_disk in on_disk) < compute_s:
+        """Return what `are_quicker` does; where they are not, they are refused."""
+        if self.are_quicker(on_disk, compute_s):
             return True
         self._refuse(on_disk)
         return False

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import struct
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 
@@ -57,6 +59,38 @@ def test_a_client_that_stops_reading_and_leaves_ends_its_request() -> None:
         assert frontend.yielded < len(flood)
         connection.close()
         assert wait_for(lambda: frontend.open == 0) < 0.5
+
+
+class Bursting(FakeFrontend):
+    """Says much at once, just as its client leaves: the server's loop stands still until it has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = threading.Event()
+        self.said = False
+
+    async def generate(self, call: GenerateCall, outlet: Outlet | None = None) -> AsyncGenerator[GenerateEvent, None]:
+        yield STARTED
+        yield Delta("a", (1,))
+        self.left.wait(5.0)
+        for _ in range(200):
+            yield Delta("b", (2,))
+        self.said = True
+        yield FINISHED
+
+
+def test_a_client_that_leaves_in_a_burst_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a line of asyncio's for every event that was ready when a client left."""
+    frontend = Bursting()
+    with serving(frontend) as port:
+        connection = post(port, {"prompt": "hi", "stream": True})
+        while b"data: " not in connection.recv(65536):
+            pass
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        frontend.left.set()
+        wait_for(lambda: frontend.said)
+    assert not caplog.records, "those who leave fill the log"
 
 
 def test_tokens_arrive_one_by_one_and_the_connection_is_reused() -> None:
