@@ -810,7 +810,7 @@ def test_a_prompt_goes_to_its_holder_though_that_reads_a_long_one() -> None:
     choice = parts.placer.choose(call, 0.0)
     assert choice is not None and choice.prefill.name == "p0"
     # Half a step, and one beside the long prompt, of which its own 16 tokens are the rest.
-    assert choice.prefill.queue_tokens - choice.prefill.passed_tokens == 32 + 48
+    assert choice.prefill.awaited_tokens == 32 + 48
     assert choice.cost.queue_s == pytest.approx(0.80)
     assert choice.prefill.delaying_tokens == pytest.approx(16), "the long one is later by so much"
     # Who does not say how much a step computes is waited for to the end.
