@@ -66,6 +66,11 @@ class Line:
         waiting = sum(min(job.expected, job.remaining - job.coming) for job in self.waiting)
         return waiting + sum(job.remaining for job in self.running)
 
+    @property
+    def s_per_spared_token(self) -> dict[str, float]:
+        """What `Load.s_per_spared_token` says."""
+        return {} if self._fetches is None else {"here": 1 / self.order.speed}
+
     def enter(self, job: Job) -> None:
         """Let a job wait."""
         total, size = len(job.record.tokens), self._kv.block_size

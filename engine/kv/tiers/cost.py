@@ -5,30 +5,16 @@ has never been loaded counts as free, so that it is tried once. What is refused 
 refusal takes a little off its price: a disk that was busy for a while is tried again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from engine.plan import mean
+from engine.plan import mean, saving_most
 
 FADING = 0.02
 """Share of its price that a refused load loses."""
 
 TIERS = ("host", "disk")
-
-
-def saving_most(runs: Iterable[tuple[int, float]], compute_s: float) -> tuple[int, float]:
-    """Return how many of the first blocks to load, where computing one takes `compute_s`, and what that takes in
-    seconds: as many as save most. Each of `runs` has a number of blocks, and the seconds that each of these takes."""
-    best, best_s, best_saved_s = 0, 0.0, 0.0
-    count, load_s, saved_s = 0, 0.0, 0.0
-    for blocks, block_s in runs:
-        count += blocks
-        load_s += blocks * block_s
-        saved_s += blocks * (compute_s - block_s)
-        if saved_s > best_saved_s:
-            best, best_s, best_saved_s = count, load_s, saved_s
-    return best, best_s
 
 
 class TierCost:
@@ -54,7 +40,7 @@ class TierCost:
         """Return how many of the first of these blocks save most if they are loaded, where computing one takes
         `compute_s`."""
         runs = ((len(list(run)), self.disk_s if is_on_disk else self.host_s) for is_on_disk, run in groupby(on_disk))
-        return saving_most(runs, compute_s)[0]
+        return saving_most(runs, compute_s)
 
     def are_quicker(self, on_disk: Sequence[bool], compute_s: float) -> bool:
         """Return True if loading all of these blocks takes less than `compute_s`."""
