@@ -128,7 +128,7 @@ class TenantLimits:
     def _note_spent(self, name: str, tokens: int) -> None:
         self._spent[name] = self._spent.get(name, 0) + tokens
 
-    def _spent_elsewhere(self, name: str, tokens: int, most: float, now: float) -> None:
+    def _spent_elsewhere(self, name: str, tokens: float, most: float, now: float) -> None:
         """Take from the bucket what another router's tenant has used; it holds no more than `most`."""
         tenant = self._tenant(name)
         if tenant.tokens_per_s:
@@ -142,7 +142,8 @@ class TenantLimits:
         # What has just been used may be forgotten here already, and is to be told: also that it runs no more.
         self._used_s.update(dict.fromkeys(self._usage, now))
         self._used_s = {name: at for name, at in self._used_s.items() if now - at <= TELL_AFTER_S}
-        uses = {name: (self._spent.get(name, 0), self._running(name)) for name in self._used_s}
+        # Told, it is never below 0; what a router before this one was charged may have been given back here.
+        uses = {name: (max(self._spent.get(name, 0), 0), self._running(name)) for name in self._used_s}
         is_due = now - self._told_all_s >= TELL_ALL_S
         fresh = uses if is_due else {name: use for name, use in uses.items() if self._told.get(name) != use}
         if is_due:

@@ -177,6 +177,7 @@ class DecodeRole:
             waiting_tokens=scheduler.batch.backlog_tokens,
             s_per_token=self._s_per_step,
             s_per_prompt_token=scheduler.batch.s_per_prompt_token,
+            s_per_spared_token=prefills.s_per_spared_token,
             s_per_block=dict(self._s_per_block),
         )
 

@@ -97,6 +97,7 @@ class Load(Record, kw_only=True):
     s_per_prompt_token: float = 0.0  # decode: predicted, of prompts that it computes itself; 0.0 until measured
     s_per_block: dict[str, float] = {}  # decode: measured migration cost by prefill worker name
     s_per_loaded_block: dict[str, float] = {}  # measured, by lower tier ("host", "disk"); none before a first load
+    s_per_spared_token: dict[str, float] = {}  # what a load is held against, where there are tiers: "here", "pool"
     evicted: list[bytes] = []  # identities (engine.identity) that left this worker's cache since the last report
     moved: dict[str, bytes] = {}  # by highest tier, short identities (`HeldRun`) of blocks that went there since then
     leaving: bool = False  # it takes nothing new, and ends when it holds nothing more

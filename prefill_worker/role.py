@@ -78,8 +78,13 @@ class PrefillRole:
             self._speed.measured(ran.seconds, max(1, tokens))
 
     def load(self, load: Load, now: float) -> Load:
-        waiting_tokens = self.scheduler.line.backlog_tokens
-        return msgspec.structs.replace(load, waiting_tokens=waiting_tokens, s_per_token=self._speed.s_per_token)
+        line = self.scheduler.line
+        return msgspec.structs.replace(
+            load,
+            waiting_tokens=line.backlog_tokens,
+            s_per_token=self._speed.s_per_token,
+            s_per_spared_token=line.s_per_spared_token,
+        )
 
     def close(self) -> None:
         """Close nothing: this role has no streams."""

@@ -1,10 +1,8 @@
 """Configurations compiled by a pool of processes before they are timed: into Triton's cache on disk, where the process
 that times them finds them. Compiling takes a second each, and needs no card."""
 
-import ctypes
 import multiprocessing
 import os
-import signal
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -14,9 +12,9 @@ import torch
 
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.dry import Clock, compile_for_real
+from engine.ranks.follower import end_with_parent
 from kernels.configs import SHARED_BYTES, ConfigKey, KernelConfig
 
-_PR_SET_PDEATHSIG = 1
 Answers = dict[KernelConfig, Future[str]]
 
 
@@ -67,7 +65,7 @@ class CompilePool:
 def _begin(owner: int) -> None:
     """Prepare a process of the pool. It ends with the one whose pool it is, however that ends: left alone, it would
     wait for work for ever."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != owner:
         os._exit(1)
     compile_for_real()

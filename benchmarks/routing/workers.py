@@ -176,6 +176,7 @@ class SimulatedPrefill:
                     for tier, blocks in self.kv.take_moved(MOVED_AT_ONCE).items()
                 },
                 s_per_loaded_block={} if self.kv.tiers is None else self.kv.tiers.cost.s_per_block,
+                s_per_spared_token=self.line.s_per_spared_token,
                 evicted=self.kv.take_evicted(),
             )
         )

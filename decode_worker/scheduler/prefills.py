@@ -58,6 +58,13 @@ class Prefills:
         whoever waits at the router can still go elsewhere."""
         return len(self) + (len(self.batch.local) if here else 0) >= self.config.max_handoffs
 
+    @property
+    def s_per_spared_token(self) -> dict[str, float]:
+        """What `Load.s_per_spared_token` says."""
+        costs = self.swapping.costs
+        ways = (("here", True), ("pool", False))
+        return {} if self.kv.tiers is None else {way: 1 / costs.tokens_per_s(here) for way, here in ways}
+
     def is_landing(self, now: float) -> bool:
         """Return True if KV of some request that is to have a row is about to be here."""
         loading = (one.request for one in self._loads.values() if one.request.state is RequestState.LOADING)

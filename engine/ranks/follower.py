@@ -197,10 +197,15 @@ def moves_blocks(serve: Serve, setup: RankSetup, orders: socket.socket, kv: KVTe
     threading.Thread(target=serve, args=args, name="moves", daemon=True).start()
 
 
-def _end_with_rank_0() -> None:
-    """End this process when the one that started it does: at once, also while it is stopped, by the kernel; and where
-    rank 0 was gone before that was asked for, by the pipe that has ended."""
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends, if it is there still: at once, also while it
+    is stopped."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_with_rank_0() -> None:
+    """End this process when the one that started it does; where that was gone before, by the pipe that has ended."""
+    end_with_parent()
 
     def wait() -> None:
         while os.read(0, 1):

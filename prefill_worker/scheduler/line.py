@@ -61,8 +61,15 @@ class Line:
 
     @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens that are still to be computed: what is cached, or is another one's to compute, is not."""
-        return sum(job.expected for job in self.waiting) + sum(job.remaining for job in self.running)
+        """Prompt tokens that are still to be computed: what is cached, or is another one's to compute, is not, nor what
+        a lower tier will have brought by then."""
+        waiting = sum(min(job.expected, job.remaining - job.coming) for job in self.waiting)
+        return waiting + sum(job.remaining for job in self.running)
+
+    @property
+    def s_per_spared_token(self) -> dict[str, float]:
+        """What `Load.s_per_spared_token` says."""
+        return {} if self._fetches is None else {"here": 1 / self.order.speed}
 
     def enter(self, job: Job) -> None:
         """Let a job wait."""
@@ -70,6 +77,7 @@ class Line:
         job.beginnings = _beginnings(job.record, size)
         begun = sum(1 for _ in takewhile(self._begun.__contains__, job.beginnings))
         job.expected = total - max(self._matched(job), min(begun * size, job.match_limit))
+        job.coming = self._coming(job)
         self._begun.update(job.beginnings)
         self.waiting.append(job)
 
@@ -120,11 +128,14 @@ class Line:
             return
         for job, cached in first:
             if job.held_until is not None and now >= job.held_until:
+                job.coming = 0  # it is computed, whatever is still on its way
                 continue
-            record, limit = job.record, job.match_limit
+            record, limit, before = job.record, job.match_limit, job.fetch
             if not limit:
                 continue
             job.fetch = self._fetches.wanted(record.space, record.tokens, limit, self.order.speed)
+            if job.fetch is not before or (job.coming and job.fetch is None):
+                job.coming = self._coming(job)
             if job.fetch is not None and job.held_until is None:
                 job.held_until = now + (limit - cached) / self.order.speed
 
@@ -170,6 +181,13 @@ class Line:
         record = job.record
         return self._kv.matched_tokens(record.space, record.tokens, job.match_limit)
 
+    def _coming(self, job: Job) -> int:
+        """Return what `Job.coming` says, as things stand."""
+        record, limit = job.record, job.match_limit
+        if self._fetches is None or not limit:
+            return 0
+        return self._fetches.coming(record.space, record.tokens, limit, self.order.speed)
+
     def shares(self, now: float) -> list[tuple[Job, int]]:
         """Return how many tokens of the next step each running job has, the first in order first; some have none, and
         those beyond `max_prompts` are not named, nor is one whose last tokens the step under way computes."""
@@ -182,6 +200,7 @@ class Line:
         assert all(job.state is JobState.WAITING for job in self.waiting)
         assert all(job.state is JobState.RUNNING and job.lease for job in self.running)
         assert all(0 < job.expected <= job.remaining for job in self.waiting)
+        assert all(0 <= job.coming <= job.match_limit for job in self.waiting)
         begun: Counter[int] = Counter()
         for job in self:
             begun.update(job.beginnings)

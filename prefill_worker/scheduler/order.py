@@ -39,6 +39,9 @@ class Job:
     state: JobState = JobState.WAITING
     expected: int = 0
     """Tokens that it is expected to have computed for itself, while it waits: neither cached nor another one's."""
+    coming: int = 0
+    """How many of its first tokens will be there when lower tiers have brought what they are expected to; 0: no more
+    than are there already."""
     beginnings: list[int] = field(default_factory=list)
     """What the line knows its prompt's beginnings by, until it is computed."""
     lease: Lease | None = None

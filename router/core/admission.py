@@ -1,6 +1,6 @@
 """Refuses at once a request that by prediction cannot end before its caller's deadline. Pure: time is an argument.
 
-    line                                requests before it · time between two that left the line of late
+    line                                requests before it · time between two that workers took of late
     + first token                       queue, prompt, move and pressure of the cheapest workers, by placement's terms
     + (tokens - 1) · s per token        of the quickest decode worker, at the rows that it has now and one more
 

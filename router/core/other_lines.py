@@ -6,46 +6,25 @@ known there. For one that is held back for others (`router/core/fair_share.py`) 
 for each other. What was said last counts for HEARD_S: a router that is killed, or frozen, holds up nobody for longer.
 For GONE_S it is remembered that a tenant waited there, so that one that is named again has waited all along.
 
-Charges are told as sums since that router's accounts began anew, its epoch: a word that is lost, or comes twice or
-late, changes nothing. Of a life that had told before it was first heard here, the first sum of each tenant is where one
-counts from.
+Charges are told as sums since that router's accounts began anew, its epoch (`access/siblings.py`).
 """
 
-from dataclasses import dataclass, field
-
+from access.siblings import SiblingLives
 from engine.messages import TenantsTold
-from engine.types import Incarnation
 
 HEARD_S = 1.5
 """A tenant is named twenty times a second while it waits, but a worker passes words on between steps."""
 GONE_S = 3.0
-MAX_LIVES = 64
-"""Lives of routers remembered; beyond it the one that was heard longest ago is forgotten."""
-MAX_NAMES = 4096
-"""Tenants remembered of each, at most."""
-MAX_NAME_CHARS = 128
-MOST_CHARGED = 1e12
-"""Tokens / weight. Who says more, or less than nothing, or what is no number, is not believed."""
-
-
-@dataclass(slots=True)
-class _Life:
-    number: int
-    epoch: int
-    is_known_from_its_beginning: bool
-    sums: dict[str, float] = field(default_factory=dict)
-    waiting: dict[str, tuple[float, bool]] = field(default_factory=dict)
-    """When it was last said of a tenant that it waits there, and whether its turn had come."""
 
 
 class OtherLines:
     """The line's fair share owns it. `waiting`: who waits elsewhere; `due`: those of them whose turn has come there."""
 
-    # Mutable state: the latest words of every life of another router, the last heard at the end, and those two sets,
-    # which are replaced and never changed.
+    # Mutable state: the latest words of every life of another router, with when it was last said of a tenant that it
+    # waits there, and whether its turn had come; and those two sets, which are replaced and never changed.
 
     def __init__(self) -> None:
-        self._lives: dict[tuple[str, Incarnation], _Life] = {}
+        self._lives: SiblingLives[tuple[float, bool]] = SiblingLives()
         self.waiting: frozenset[str] = frozenset()
         self.due: frozenset[str] = frozenset()
 
@@ -60,35 +39,14 @@ class OtherLines:
     def heard(self, told: TenantsTold, now: float) -> dict[str, float] | None:
         """Take in who waits at a router, and return what each tenant that it names was charged there since it was last
         heard, in tokens / weight; None for what was heard before, or comes late."""
-        key = told.router, told.incarnation
-        known = self._lives.pop(key, None)
-        if known is None:
-            for (router, _), life in self._lives.items():
-                if router == told.router:
-                    life.waiting.clear()
-            known = _Life(told.number - 1, told.epoch, told.number == 1)
-        self._lives[key] = known
-        if len(self._lives) > MAX_LIVES:
-            del self._lives[next(iter(self._lives))]
-        if told.number <= known.number:
+        life = self._lives.heard((told.router, told.incarnation), told.number, told.epoch, len(told.lines), now)
+        if life is None:
             return None
-        known.number = told.number
-        if known.epoch != told.epoch:
-            known.epoch, known.sums, known.is_known_from_its_beginning = told.epoch, {}, True
-        if len(known.sums) + len(told.lines) > MAX_NAMES:
-            known.sums = {name: known.sums[name] for name in known.waiting}
-            known.is_known_from_its_beginning = False
         charges: dict[str, float] = {}
         for name, (charged, waits, is_due) in told.lines.items():
-            is_full = len(known.sums) >= MAX_NAMES and name not in known.sums
-            if is_full or len(name) > MAX_NAME_CHARS or not 0.0 <= charged <= MOST_CHARGED:
-                continue
-            charges[name] = charged - known.sums.get(name, 0.0 if known.is_known_from_its_beginning else charged)
-            known.sums[name] = charged
-            if waits:
-                known.waiting[name] = now, is_due
-            else:
-                known.waiting.pop(name, None)
+            grown = life.grown(name, charged, (now, is_due) if waits else None)
+            if grown is not None:
+                charges[name] = grown
         self._look(now)
         return charges
 
@@ -96,10 +54,10 @@ class OtherLines:
         """Forget what has not been said again."""
         if self.waiting:
             for life in self._lives.values():
-                life.waiting = {name: said for name, said in life.waiting.items() if now - said[0] < GONE_S}
+                life.going_on = {name: said for name, said in life.going_on.items() if now - said[0] < GONE_S}
             self._look(now)
 
     def _look(self, now: float) -> None:
-        said = [item for life in self._lives.values() for item in life.waiting.items()]
+        said = [item for life in self._lives.values() for item in life.going_on.items()]
         self.waiting = frozenset(name for name, _ in said)
         self.due = frozenset(name for name, (at_s, is_due) in said if is_due and now - at_s < HEARD_S)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from engine.messages import Fault, PeerAddress, ReadTold, WorkerInfo
-from engine.plan import MUCH_SHORTER
+from engine.plan import MUCH_SHORTER, saving_most
 from engine.types import RequestRecord
 from router.config import LocalPrefill
 from router.core.call import Call
@@ -335,26 +335,26 @@ class Placer:
         s_per_token = self._fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
         return self._reuse.delaying_tokens(call.chain(alike[0].key), found, alike[0].key[1], queues, s_per_token)
 
-    def _loading(self, worker: WorkerEntry, held: "_Held") -> tuple[int, float]:
-        """Return how many of the blocks that a worker holds in lower tiers it computes again, and the price of those
-        that come back, in seconds: as it decides itself (`engine.kv.tiers.cost`), as many of the first as save most."""
-        lower = held.lower(worker.key).get(worker.name)
-        if lower is None or worker.load is None:
+    def _loading(self, worker: WorkerEntry, held: "_Held", way: str) -> tuple[int, float]:
+        """Return how many of the blocks that a worker holds in lower tiers it will not load, and the price of those
+        that come back, in seconds. `way`: who gives it what is not loaded, itself ("here") or the "pool"."""
+        lower, load = held.lower(worker.key).get(worker.name), worker.load
+        if lower is None or load is None:
             return 0, 0.0
-        block_s = worker.room[0] * (self._fitted.reading(worker.name)[0] or ASSUMED_S_PER_TOKEN)
-        each_s = {tier: s for tier, s in worker.load.s_per_loaded_block.items() if s > NEGLIGIBLE * block_s}
-        left, least_left, load_s, best_load_s, best_saved_s, saved_s = sum(lower), sum(lower), 0.0, 0.0, 0.0, 0.0
-        for blocks, tier in zip(lower, TIERS[1:], strict=True):
-            load_s += blocks * each_s.get(tier, 0.0)
-            saved_s += blocks * (block_s - each_s.get(tier, 0.0))
-            left -= blocks
-            if saved_s > best_saved_s:
-                least_left, best_load_s, best_saved_s = left, load_s, saved_s
-        return least_left, best_load_s
+        size, s_per_token = worker.room[0], self._fitted.reading(worker.name)[0] or ASSUMED_S_PER_TOKEN
+        each_s = [load.s_per_loaded_block.get(tier, 0.0) for tier in TIERS[1:]]
+        spared_s = size * (load.s_per_spared_token.get(way) or s_per_token)
+        left = loaded = saving_most(zip(lower, each_s, strict=True), spared_s)
+        load_s = 0.0
+        for blocks, block_s in zip(lower, each_s, strict=True):
+            if block_s > NEGLIGIBLE * size * s_per_token:
+                load_s += min(blocks, left) * block_s
+            left -= min(blocks, left)
+        return sum(lower) - loaded, load_s
 
     def _cached(self, worker: WorkerEntry, held: "_Held") -> tuple[int, int, float]:
         """Return how many blocks a decode worker need not be given, how many of them it loads, and their price."""
-        computed_blocks, load_s = self._loading(worker, held)
+        computed_blocks, load_s = self._loading(worker, held, "pool")
         lower_blocks = sum(held.lower(worker.key).get(worker.name, ()))
         return held.blocks(worker) - computed_blocks, lower_blocks - computed_blocks, load_s
 
@@ -363,7 +363,7 @@ class Placer:
     ) -> dict[str, tuple[int, float]]:
         """Return the same of those of `workers`, which are of these kinds, that hold anything in lower tiers."""
         lower = {name for key in kinds for name in held.lower(key)}
-        return {w.name: self._loading(w, held) for w in workers if w.name in lower} if lower else {}
+        return {w.name: self._loading(w, held, "here") for w in workers if w.name in lower} if lower else {}
 
     def _reader_view(
         self,

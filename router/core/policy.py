@@ -64,6 +64,11 @@ class PrefillView(msgspec.Struct, frozen=True):
     load_s: float = 0.0
     """The time of those of its cached blocks that lower tiers give back."""
 
+    @property
+    def awaited_tokens(self) -> int:
+        """What of its queue this prompt waits for."""
+        return self.queue_tokens - self.passed_tokens
+
 
 class DecodeView(msgspec.Struct, frozen=True):
     """A decode worker as one request sees it. `used_blocks` are those that no eviction frees, `s_per_step` is the time
@@ -182,7 +187,7 @@ def loading_s(prefill: PrefillView) -> float:
     """Return what a prompt waits for blocks from lower tiers when its turn has come: they are loaded meanwhile."""
     if not prefill.load_s:
         return 0.0
-    return max(prefill.load_s - (prefill.queue_tokens - prefill.passed_tokens) * token_s(prefill), 0.0)
+    return max(prefill.load_s - prefill.awaited_tokens * token_s(prefill), 0.0)
 
 
 def _others_s(demand: Demand, prefill: PrefillView, decode: DecodeView | None = None) -> float:
@@ -196,7 +201,7 @@ def _others_s(demand: Demand, prefill: PrefillView, decode: DecodeView | None = 
 def prefill_terms(demand: Demand, prefill: PrefillView) -> tuple[float, float]:
     each_s = token_s(prefill)
     uncached_tokens = max(demand.prompt_tokens - prefill.cached_tokens, 1)
-    return (prefill.queue_tokens - prefill.passed_tokens) * each_s, uncached_tokens * each_s
+    return prefill.awaited_tokens * each_s, uncached_tokens * each_s
 
 
 def pressure_s(demand: Demand, decode: DecodeView) -> float:
@@ -338,8 +343,7 @@ def _reader_s(demand: Demand, prefill: PrefillView) -> float:
     `loading_s`, to the last bit, at a third of the time."""
     each_s = (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
     uncached_tokens = demand.prompt_tokens - prefill.cached_tokens
-    queue_tokens = prefill.queue_tokens - prefill.passed_tokens
-    own_s = queue_tokens * each_s + (uncached_tokens if uncached_tokens > 1 else 1) * each_s
+    own_s = prefill.awaited_tokens * each_s + (uncached_tokens if uncached_tokens > 1 else 1) * each_s
     reader_s = own_s + prefill.delaying_tokens * each_s
     return reader_s + loading_s(prefill) if prefill.load_s else reader_s
 

@@ -120,7 +120,7 @@ class MissedWaits:
         soonest_s: dict[int, float] = {}
         for view in views:
             # With `token_s` written out: every decision asks every prefill worker.
-            depth, waits = held.get(view.name, 0), view.queue_tokens - view.passed_tokens
+            depth, waits = held.get(view.name, 0), view.awaited_tokens
             seconds = (waits + tail_tokens) * ((view.s_per_token or ASSUMED_S_PER_TOKEN) * view.delay)
             if seconds < soonest_s.get(depth, float("inf")):
                 soonest_s[depth] = seconds
@@ -223,7 +223,7 @@ def spare_tokens(prompt_tokens: int, views: Sequence[PrefillView], chosen: Prefi
     next_s: float | None = None
     for view in (*views, chosen):
         uncached = prompt_tokens - view.cached_tokens
-        own_tokens = view.queue_tokens - view.passed_tokens + (uncached if uncached > 1 else 1)
+        own_tokens = view.awaited_tokens + (uncached if uncached > 1 else 1)
         own_s = (own_tokens + view.delaying_tokens) * ((view.s_per_token or ASSUMED_S_PER_TOKEN) * view.delay)
         if (next_s is None or own_s < next_s) and view.name != here:
             next_s = own_s

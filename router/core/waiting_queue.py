@@ -28,7 +28,7 @@ MOST_OPEN_OFFERS = 16
 """Offers without an answer, for each decode worker, above which nobody new has a turn. What no worker takes comes back
 before all lines, so of a flood that workers refuse no more stands before those that come later."""
 DEPARTURES = 32
-"""Requests that left the line last, of which its speed is known."""
+"""Requests that workers took last, of which the line's speed is known."""
 FEWEST_DEPARTURES = 8
 
 
@@ -37,7 +37,7 @@ class WaitingQueue:
     one that is held back for news of the workers that it was offered to (`router.core.recovery`)."""
 
     # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
-    # skipped. When requests left the line since it was last empty, and whether it stands until an offer is answered.
+    # skipped. When workers took requests since it was last empty, and whether it stands until an offer is answered.
     # Those that are new are in the table's `share`.
 
     def __init__(
@@ -96,12 +96,13 @@ class WaitingQueue:
                 self._share.serve(request, len(call.record.tokens) - choice.prefill.cached_tokens)
             else:
                 heapq.heappop(self._back)
-            self._departures.append(now)
         if self._is_empty():
             self._departures.clear()
 
     def answered(self, now: float, out: list[Command]) -> None:
-        """A worker has taken a request: go on, if that was waited for."""
+        """A worker has taken a request: the line has moved. Go on, if that was waited for."""
+        if not self._is_empty():
+            self._departures.append(now)
         if self._awaits_answers:
             self.advance(now, out)
 

@@ -85,6 +85,14 @@ def _app() -> RouterApp:
     return RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS)
 
 
+def _telling(told: list[TenantsTold], tenant: Tenant) -> RouterApp:
+    """A router whose tenants are all as this one; what it tells other routers goes to `told`."""
+    app = _app()
+    app._limits = TenantLimits(lambda name: tenant, 1.0)
+    app._links.tell_siblings = told.append  # type: ignore[method-assign]
+    return app
+
+
 @pytest.mark.parametrize("wrong", ["secret", "name"])
 def test_a_stranger_is_no_worker(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     """Guards prompts, which a router sends to whoever answers at an address; and a worker's name."""
@@ -333,10 +341,8 @@ def test_what_many_tenants_use_is_told_in_parts_and_counts_by_its_bytes() -> Non
     """Guards frames, of which one holds any single record and none may pass 8 MiB, and the memory behind a worker that
     takes nothing: a report of thousands of tenants was one record, counted as 1 KiB."""
     told: list[TenantsTold] = []
-    app = _app()
+    app = _telling(told, Tenant(concurrency=1))
     names = [f"{at:06d}" + "\U0001f600" * (MAX_NAME_CHARS - 6) for at in range(2 * TENANTS_AT_ONCE + 1)]
-    app._limits = TenantLimits(lambda name: Tenant(concurrency=1), 1.0)
-    app._links.tell_siblings = told.append  # type: ignore[method-assign]
     for name in names:
         app._limits.admit(name, 1, 0.0)
     lined = dict.fromkeys(names[: TENANTS_AT_ONCE + 1], (0.0, True, True))
@@ -360,15 +366,12 @@ def test_what_many_tenants_use_is_told_in_parts_and_counts_by_its_bytes() -> Non
 def test_the_first_report_of_a_router_that_was_alone_is_none_of_one_that_begins() -> None:
     """Guards tenants of a router that has served alone for long: the next router to come would charge them for it."""
     told: list[TenantsTold] = []
-    app = _app()
-    app._limits = TenantLimits(lambda name: Tenant(tokens_per_s=1.0), 1.0)
-    app._links.tell_siblings = told.append  # type: ignore[method-assign]
+    app = _telling(told, Tenant(tokens_per_s=1.0))
     app._limits.admit("a", 1, 0.0).spend(100)
     app._tell_siblings(0.0)
     assert [one.number for one in told] == [2]
     for charged in (0.0, 7.0):
-        app = _app()
-        app._links.tell_siblings = told.append  # type: ignore[method-assign]
+        app = _telling(told, Tenant())
         app.hub.core.lines = lambda now, *, is_stopping, charged=charged: (0, {"a": (charged, True, True)})  # type: ignore[misc]
         app._tell_siblings(0.0)
     assert [one.number for one in told] == [2, 1, 2], "nor where its line has served something"

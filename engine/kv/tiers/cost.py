@@ -7,8 +7,9 @@ refusal takes a little off its price: a disk that was busy for a while is tried 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from engine.plan import mean
+from engine.plan import mean, saving_most
 
 FADING = 0.02
 """Share of its price that a refused load loses."""
@@ -35,21 +36,26 @@ class TierCost:
         if disk_blocks:
             self.disk_s = mean(self.disk_s, disk_s / disk_blocks)
 
+    def quicker(self, on_disk: Sequence[bool], compute_s: float) -> int:
+        """Return how many of the first of these blocks save most if they are loaded, where computing one takes
+        `compute_s`."""
+        runs = ((len(list(run)), self.disk_s if is_on_disk else self.host_s) for is_on_disk, run in groupby(on_disk))
+        return saving_most(runs, compute_s)
+
+    def are_quicker(self, on_disk: Sequence[bool], compute_s: float) -> bool:
+        """Return True if loading all of these blocks takes less than `compute_s`."""
+        return sum(self.disk_s if is_on_disk else self.host_s for is_on_disk in on_disk) < compute_s
+
     def worthwhile(self, on_disk: Sequence[bool], compute_s: float) -> int:
-        """Return how many of the first of these blocks to load, where computing one takes `compute_s`: as many as save
-        most."""
-        best, best_saved_s, saved_s = 0, 0.0, 0.0
-        for count, is_on_disk in enumerate(on_disk, 1):
-            saved_s += compute_s - (self.disk_s if is_on_disk else self.host_s)
-            if saved_s > best_saved_s:
-                best, best_saved_s = count, saved_s
+        """Return what `quicker` does; the others are refused."""
+        best = self.quicker(on_disk, compute_s)
         if best < len(on_disk):
             self._refuse(on_disk[best:])
         return best
 
     def is_worthwhile(self, on_disk: Sequence[bool], compute_s: float) -> bool:
-        """Return True if loading all of these blocks takes less than `compute_s`."""
-        if sum(self.disk_s if is_on_disk else self.host_s for is_on_disk in on_disk) < compute_s:
+        """Return what `are_quicker` does; where they are not, they are refused."""
+        if self.are_quicker(on_disk, compute_s):
             return True
         self._refuse(on_disk)
         return False

@@ -9,6 +9,7 @@ may write.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.commands import Loaded, TierEvent
@@ -48,16 +49,12 @@ class Fetches:
         kv, tiers = self._kv, self._tiers
         if kv.groups:
             return self._all_or_nothing(namespace, tokens, limit, tokens_per_s)
-        match = kv.cache.match(namespace, tokens, limit)
-        nodes = match.nodes
-        parent = nodes[-1].identity if nodes else kv.cache.root_identity(namespace)
-        start = len(nodes) * kv.block_size
-        found = tiers.find(parent, tokens, start, limit, kv.block_size)
+        start, found = self._next(namespace, tokens, limit)
         if not found:
             return None
-        for fetch in self._under_way.values():
-            if found[0] in fetch.identities:
-                return fetch
+        fetch = self._bringing(found[:1])
+        if fetch is not None:
+            return fetch
         count = tiers.worthwhile(found, kv.block_size, tokens_per_s)
         if not count or len(self) == MAX_FETCHES:
             return None
@@ -80,9 +77,9 @@ class Fetches:
         found = resuming(kv.cache, tiers, kv.groups, namespace, tokens, limit)
         if found is None:
             return None
-        for fetch in self._under_way.values():
-            if not fetch.identities.isdisjoint(found.identities):
-                return fetch
+        fetch = self._bringing(found.identities)
+        if fetch is not None:
+            return fetch
         if not tiers.is_worthwhile(found.identities, found.saved_blocks, kv.block_size, tokens_per_s):
             return None
         if len(self) == MAX_FETCHES:
@@ -99,6 +96,39 @@ class Fetches:
         fetch = Fetch(lease, tokens, len(tokens), frozenset(found.identities))
         self._under_way[number] = fetch
         return fetch
+
+    def coming(self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float) -> int:
+        """Return how many of the first tokens of a sequence are there once its next blocks have come that are on their
+        way, or would be loaded sooner than computed. 0: no more than are there now."""
+        kv, tiers, size = self._kv, self._tiers, self._kv.block_size
+        if kv.groups:
+            whole = resuming(kv.cache, tiers, kv.groups, namespace, tokens, limit)
+            if whole is None:
+                return 0
+            wanted, saved = whole.identities, whole.saved_blocks
+            comes = self._bringing(wanted) is not None or tiers.are_quicker(wanted, saved, size, tokens_per_s)
+            return whole.blocks * size if comes else 0
+        start, found = self._next(namespace, tokens, limit)
+        fetch = self._bringing(found[:1])
+        if fetch is None:
+            count = tiers.quicker(found, size, tokens_per_s)
+        else:
+            count = sum(1 for _ in takewhile(fetch.identities.__contains__, found))
+        return start + count * size if count else 0
+
+    def _next(self, namespace: bytes, tokens: Sequence[int], limit: int) -> tuple[int, list[bytes]]:
+        """Return how many leading tokens the device has in whole blocks, and the identities of the next blocks, as far
+        as they are in a tier."""
+        cache, size = self._kv.cache, self._kv.block_size
+        nodes = cache.match(namespace, tokens, limit).nodes
+        parent = nodes[-1].identity if nodes else cache.root_identity(namespace)
+        start = len(nodes) * size
+        return start, self._tiers.find(parent, tokens, start, limit, size)
+
+    def _bringing(self, identities: Sequence[bytes]) -> Fetch | None:
+        """Return the fetch under way that brings any of these."""
+        fetches = self._under_way.values()
+        return next((fetch for fetch in fetches if not fetch.identities.isdisjoint(identities)), None)
 
     def handle(self, event: TierEvent) -> None:
         """A load or a spill has ended."""

@@ -171,17 +171,24 @@ class Tiers:
         """Return True for a block that is in a tier, and written."""
         return ident in self and ident not in self._storing
 
+    def quicker(self, identities: Sequence[bytes], block_size: int, tokens_per_s: float) -> int:
+        """Return how many of the first of these blocks are loaded sooner than computed at `tokens_per_s`."""
+        return self.cost.quicker([ident not in self.host for ident in identities], block_size / tokens_per_s)
+
+    def are_quicker(self, identities: Sequence[bytes], blocks: int, block_size: int, tokens_per_s: float) -> bool:
+        """Return True if all of these are loaded sooner than `blocks` blocks are computed."""
+        on_disk = [ident not in self.host for ident in identities]
+        return self.cost.are_quicker(on_disk, blocks * block_size / tokens_per_s)
+
     def is_worthwhile(self, identities: Sequence[bytes], blocks: int, block_size: int, tokens_per_s: float) -> bool:
-        """Return True if all of these are loaded sooner than `blocks` blocks are computed. False counts as a load that
-        was refused."""
+        """Return what `are_quicker` does. False counts as a load that was refused."""
         on_disk = [ident not in self.host for ident in identities]
         is_worthwhile = self.cost.is_worthwhile(on_disk, blocks * block_size / tokens_per_s)
         self.counts.refused += not is_worthwhile
         return is_worthwhile
 
     def worthwhile(self, identities: Sequence[bytes], block_size: int, tokens_per_s: float) -> int:
-        """Return how many of the first of these blocks are loaded sooner than computed at `tokens_per_s`. Fewer than
-        all count as a load that was refused."""
+        """Return what `quicker` does. Fewer than all count as a load that was refused."""
         on_disk = [ident not in self.host for ident in identities]
         count = self.cost.worthwhile(on_disk, block_size / tokens_per_s)
         self.counts.refused += count < len(on_disk)

@@ -345,3 +345,13 @@ def test_a_step_waits_for_who_is_about_to_be_loaded_and_not_for_who_has_ended(en
         assert request.state is RequestState.ENDING and len(bench.scheduler.prefills) == 1
     plan, _ = bench.scheduler.plan(bench.now)
     assert (plan is None) is (not ended) and (batch.hold.due < NEVER) is (not ended)
+
+
+def test_what_loads_are_held_against_is_told() -> None:
+    """Guards the router's belief of what is loaded: neither figure is in any other part of a report."""
+    bench = Tiered()
+    prefills = bench.scheduler.prefills
+    assert prefills.s_per_spared_token == {"here": 1.0, "pool": 1.0}, "slow, so that a tier is tried"
+    prefills.swapping.costs.pool_s, prefills.swapping.costs.here_s = 0.5, 0.25
+    assert prefills.s_per_spared_token == {"here": 0.25, "pool": 0.5}
+    assert Fetching().scheduler.prefills.s_per_spared_token == {}

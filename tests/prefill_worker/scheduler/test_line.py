@@ -269,17 +269,67 @@ def test_what_another_one_computes_is_left_out_to_the_block(second: list[int], o
     assert bench.scheduler.line.backlog_tokens == 32 + own
 
 
-def test_the_backlog_of_one_whose_prefix_has_come_from_a_tier() -> None:
-    """Guards a router's queues: it waits for its turn, and most of it is in the cache by now."""
+def test_the_backlog_leaves_out_what_a_tier_gives_back() -> None:
+    """Guards a router's queues: whoever waits for a load, or for its turn to be loaded for, was reported in full."""
     bench = TieredBench(chunk_tokens=64)
+    line = bench.scheduler.line
     bench.start("other", _prompt(0, 150, 3))
     bench.start("back", [*_prompt(160, 0, 1), *_prompt(0, 100, 4)])
+    bench.start("same", [*_prompt(160, 0, 1), *_prompt(0, 90, 5)])
+    assert line.backlog_tokens == 150 + 100 + 90 and not bench.loads, "nothing has been asked for yet"
     assert bench.step() is not None and len(bench.loads) == 1
-    assert bench.scheduler.line.backlog_tokens == 150 - 64 + 260
+    assert line.backlog_tokens == 150 - 64 + 100 + 90
     bench.loaded()
     plan = bench.step()
     assert plan is not None and [row.request for row in plan.rows] == ["other"]
-    assert bench.scheduler.line.backlog_tokens == 150 - 128 + 100
+    assert line.backlog_tokens == 150 - 128 + 100 + 90
+    line.check()
+
+
+def _behind_a_long_one() -> TieredBench:
+    """A prompt waits for its load, and for its turn behind a long one."""
+    bench = TieredBench(chunk_tokens=64)
+    bench.start("other", _prompt(0, 200, 3))
+    bench.start("back", [*_prompt(160, 0, 1), *_prompt(0, 100, 4)])
+    bench.step()
+    assert bench.scheduler.line.backlog_tokens == 200 - 64 + 100 and len(bench.loads) == 1
+    return bench
+
+
+@pytest.mark.parametrize(("whole", "again"), [(0, 160), (3, 112), (9, 16), (10, 0)])
+def test_what_a_load_did_not_bring_is_computed_after_all(whole: int, again: int) -> None:
+    """Guards a queue that looks short where what was torn is computed."""
+    bench = _behind_a_long_one()
+    load = bench.loads.pop()
+    bench.tell(Loaded(load.number, whole, 0.001, 0.0))
+    bench.step()
+    assert bench.scheduler.line.backlog_tokens == 200 - 128 + 100 + again
+    bench.scheduler.line.check()
+
+
+def test_what_is_not_waited_for_any_longer_is_computed_after_all() -> None:
+    """Guards a disk that hangs: its prompt is computed when its turn comes."""
+    bench = _behind_a_long_one()
+    bench.now += 260 * S_PER_TOKEN
+    bench.step()
+    assert bench.scheduler.line.backlog_tokens == 200 - 128 + 260
+    bench.scheduler.line.check()
+
+
+def test_what_is_computed_sooner_than_loaded_counts() -> None:
+    """Guards both sums against each other: what is not fetched is computed."""
+    bench = TieredBench(chunk_tokens=64)
+    bench.tiers.cost.measured(1, 1.1 * 16 * S_PER_TOKEN, 0, 0.0)
+    host_s = bench.tiers.cost.host_s
+    bench.start("back", _prompt(160, 17, 1))
+    assert bench.scheduler.line.backlog_tokens == 177
+    assert bench.tiers.cost.host_s == host_s and not bench.tiers.counts.refused, "to reckon with it is no refusal"
+
+
+def test_a_prompt_of_which_all_tokens_are_scored_is_computed_whatever_a_tier_has() -> None:
+    bench = TieredBench(chunk_tokens=64)
+    bench.start("scored", _prompt(160, 17, 1), prompt_logprobs=0)
+    assert bench.scheduler.line.backlog_tokens == 177
 
 
 def test_a_worker_is_not_idle_while_a_load_writes_to_its_blocks() -> None:

@@ -5,17 +5,29 @@ sizes in tests/router/test_block_sizes.py, after losses in test_recovery.py, off
 leaving/test_moves.py. What the policy makes of the figures: test_policy.py.
 """
 
+from math import inf
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.identity import SHORT_BYTES
-from engine.messages import ReadTold
-from engine.types import RequestId
+from engine.kv.manager import KVCacheManager
+from engine.kv.tiers.commands import TierLoad
+from engine.kv.tiers.disk_index import segment_bytes
+from engine.kv.tiers.fetches import Fetches
+from engine.kv.tiers.tiers import Tiers
+from engine.messages import Handoff, ReadTold
+from engine.types import BlockId, Incarnation, RequestId
+from prefill_worker.scheduler.line import Line
+from prefill_worker.scheduler.order import Job
 from router.core.call import Call
 from router.core.placement import LOCAL, _fits, demand
 from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, DecodeView, Demand, PrefillView, cost
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import worker_info
+from worker.config import PrefillConfig
 
 
 def waiting(**record: object) -> Call:
@@ -427,6 +439,71 @@ def test_what_lies_in_lower_tiers_is_loaded_where_that_is_sooner_than_computing(
     assert choice.decode.load_s == pytest.approx(2 * disk_s if 0.02 < disk_s < 16 * 0.01 else 0.0)
 
 
+def worker_loads(call: Call, held: tuple[int, int, int], s: tuple[float, float], speed: float) -> tuple[int, Line]:
+    """Return how many blocks a real line loads of a prompt of which it has so many on the device, in host memory and on
+    disk, where a block of these takes `s` and it computes `speed` tokens a second."""
+    (device, host, disk), tokens = held, call.record.tokens
+    tiers = Tiers(8, 1024, 4 * segment_bytes(4, 1024))
+    kv = KVCacheManager(64, 16, "f", tiers)
+    lease = kv.acquire(b"", tokens[: device * 16], match_limit=0, room_tokens=device * 16)
+    assert lease is not None
+    kv.commit(lease, tokens[: device * 16])
+    kv.release(lease)
+    chain = call.chain(("f", 16))
+    for ident in chain[device : device + host]:
+        tiers.demote(ident, BlockId(0))
+    if disk:
+        tiers.adopt([(1, segment_bytes(disk, 1024), chain[device + host :])])
+    tiers.take_commands()
+    tiers.cost.measured(1, s[0], 1, s[1])
+    line = Line(PrefillConfig(), kv, Fetches(kv, tiers), 4096)
+    line.order.ran(int(speed), 1.0)
+    handoff = Handoff(call.record.request, 1, 1, Incarnation(1), Incarnation(2))
+    line.enter(Job(handoff, call.record, arrived=0.0, deadline=inf))
+    line.admit(0.0)
+    return sum(len(one.targets) for one in tiers.take_commands() if isinstance(one, TierLoad)), line
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(0, 4), st.integers(0, 4)),
+    st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    st.sampled_from([64, 128, 512, 2048]),
+    st.sampled_from([0.0, 1 / 64, 1 / 400]),
+)
+def test_the_router_counts_the_blocks_that_the_worker_loads(
+    held: tuple[int, int, int], prices: tuple[int, int], speed: int, s_per_token: float
+) -> None:
+    """Guards two sums that part: a worker whose last steps were small computes less a second than its time of a token
+    says, and a worker like all others is priced as they are."""
+    call, parts = waiting(tokens=sum(held) * 16 + 1), Parts()
+    loaded, line = worker_loads(call, held, (prices[0] / 512, prices[1] / 512), speed)
+    chain = call.chain(parts.join("p0").key)
+    parts.join("d0")
+    parts.index.add("p0", *held)
+    parts.index.insert("p0", chain)
+    tiers = line._kv.tiers
+    assert tiers is not None and chain == [*chain[: held[0]], *(one for one in chain if one in tiers)]
+    s_per_block, spared = {"host": prices[0] / 512, "disk": prices[1] / 512}, line.s_per_spared_token
+    parts.report("p0", s_per_token=s_per_token, s_per_loaded_block=s_per_block, s_per_spared_token=spared)
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and choice.prefill.cached_tokens == (held[0] + loaded) * 16
+
+
+@pytest.mark.parametrize(("spared", "here", "pool"), [((0.01, 0.001), 3, 1), ((0.001, 0.01), 1, 3)])
+def test_a_load_is_held_against_what_it_spares(spared: tuple[float, float], here: int, pool: int) -> None:
+    """Guards a decode worker that loads what a busy prefill pool would give it later, and would compute it itself."""
+    parts, call = Parts(), waiting(tokens=49)
+    chain = call.chain(parts.join("d0").key)
+    parts.index.add("d0", 1, 1, 1)
+    parts.index.insert("d0", chain)
+    each_s = {"host": 0.1, "disk": 0.1}
+    spared_s = dict(zip(("here", "pool"), spared, strict=True))
+    parts.report("d0", s_per_prompt_token=0.004, s_per_loaded_block=each_s, s_per_spared_token=spared_s)
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and choice.prefill.cached_tokens == here * 16
+    assert choice.decode.cached_blocks == pool
+
+
 @pytest.mark.parametrize(("active", "is_roomy"), [(60, True), (61, False)])
 def test_what_a_decode_worker_loads_takes_room(active: int, is_roomy: bool) -> None:
     """Guards requests that are offered where there is no room for them: of five blocks one lies on the device, and two
@@ -733,7 +810,7 @@ def test_a_prompt_goes_to_its_holder_though_that_reads_a_long_one() -> None:
     choice = parts.placer.choose(call, 0.0)
     assert choice is not None and choice.prefill.name == "p0"
     # Half a step, and one beside the long prompt, of which its own 16 tokens are the rest.
-    assert choice.prefill.queue_tokens - choice.prefill.passed_tokens == 32 + 48
+    assert choice.prefill.awaited_tokens == 32 + 48
     assert choice.cost.queue_s == pytest.approx(0.80)
     assert choice.prefill.delaying_tokens == pytest.approx(16), "the long one is later by so much"
     # Who does not say how much a step computes is waited for to the end.

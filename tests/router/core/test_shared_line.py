@@ -13,14 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from access.siblings import MAX_LIVES, MAX_NAMES, MOST_TOKENS
+from access.tenants import MAX_NAME_CHARS
 from engine.messages import Accepted, PeerAddress, Place, Refused, TenantLine, TenantsTold
 from engine.types import Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core import fair_share
 from router.core.core import Router
-from router.core.events import Command, Connected, Event, Lost, Submit, TellWorker, Tick, WorkerSaid
+from router.core.events import Command, Connected, Event, Fail, Lost, Submit, TellWorker, Tick, WorkerSaid
 from router.core.fair_share import OUTPUT_WEIGHT, QUANTUM, TOLD_AGAIN_EVERY, FairShare
-from router.core.other_lines import GONE_S, HEARD_S, MAX_LIVES, MAX_NAME_CHARS, MAX_NAMES, MOST_CHARGED, OtherLines
+from router.core.other_lines import GONE_S, HEARD_S, OtherLines
 from router.core.policy import LeastCost
 from tests.router.bench import ended
 from tests.router.core.test_fair_share import WEIGHTS
@@ -55,13 +57,22 @@ class Cluster:
     """Routers before one decode worker that computes all that its pool holds at once, in virtual time."""
 
     def __init__(
-        self, routers: int, crowd: Crowd, seed: int, *, told: bool = True, bunch_s: float = 0.0, lost: float = 0.0
+        self,
+        routers: int,
+        crowd: Crowd,
+        seed: int,
+        *,
+        told: bool = True,
+        bunch_s: float = 0.0,
+        lost: float = 0.0,
+        margin: float = 0.0,
     ) -> None:
         """`bunch_s`: how long a step of the worker takes that passes words on; `lost`: the part of words that never
-        comes."""
+        comes; `margin` that of deadlines."""
         self.bunch_s, self.lost, self.cut = bunch_s, lost, set[int]()
         self.now, self.lots, self.crowd, self.told = 0.0, Random(seed), crowd, told
-        self.each = [Router(RouterConfig(max_waiting=10_000), LeastCost(Random(at))) for at in range(routers)]
+        config = RouterConfig(max_waiting=10_000, deadline_margin=margin)
+        self.each = [Router(config, LeastCost(Random(at))) for at in range(routers)]
         self.running: dict[str, int] = {}
         """The blocks of each request."""
         self.got: dict[str, list[tuple[float, float]]] = {tenant: [] for tenant in crowd.at}
@@ -150,6 +161,11 @@ class Cluster:
             command = pending.popleft()
             if isinstance(command, TellWorker) and isinstance(command.record, Place):
                 pending.extend(self._offered(at, command.record))
+            elif isinstance(command, Fail):
+                self._failed(command)
+
+    def _failed(self, fail: Fail) -> None:
+        """A router has ended a request that no worker has."""
 
     def _offered(self, at: int, place: Place) -> list[Command]:
         name = place.record.request
@@ -424,7 +440,7 @@ def test_a_word_that_is_lost_is_made_up_for() -> None:
     assert words[-1]["t1"] == (300.0, False, False)
 
 
-@pytest.mark.parametrize("charged", [float("nan"), float("inf"), -float("inf"), -1.0, 2 * MOST_CHARGED])
+@pytest.mark.parametrize("charged", [float("nan"), float("inf"), -float("inf"), -1.0, 2 * MOST_TOKENS])
 def test_what_is_no_sum_is_not_taken_in(charged: float) -> None:
     """Guards every account against a peer that has the secret: one NaN, and no comparison was ever true again."""
     share = FairShare()

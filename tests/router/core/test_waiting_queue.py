@@ -156,8 +156,9 @@ def test_an_adopted_request_waits_aside_until_all_is_known() -> None:
     parts.queue.rejoin(parts.table.calls[RequestId("a")])
     parts.wait("b")
     assert advance(parts) == ["b"]
+    parts.queue.answered(2.0, parts.out)
     assert advance(parts, 4.9) == []
-    assert list(parts.queue._departures) == [0.0], "the line has moved, and is not empty"
+    assert list(parts.queue._departures) == [2.0], "the line has moved, and is not empty"
     assert advance(parts, 5.0) == ["a"]
     assert not parts.queue._departures
     assert advance(parts, 5.0) == []

@@ -93,6 +93,29 @@ def test_what_is_computed_sooner_is_not_loaded() -> None:
     assert rig.tiers.counts.refused == 1 and not rig.tiers.take_commands()
 
 
+def test_what_is_to_come_is_told_and_neither_begun_nor_refused() -> None:
+    """Guards a look at the line that would load for whoever stands in it, or make a slow tier cheaper at every look."""
+    rig = Rig(PROMPT[:8])
+    assert rig.fetches.coming(b"", PROMPT, 9, FAST) == 8 and not rig.fetches
+    assert rig.fetches.coming(b"", PROMPT, 7, FAST) == 4, "whole blocks"
+    assert rig.fetches.coming(b"", [7, *PROMPT], 9, FAST) == 0
+    rig.tiers.cost.measured(1, 1.0, 0, 0.0)
+    assert rig.fetches.coming(b"", PROMPT, 9, tokens_per_s=2 * SIZE) == 0
+    assert rig.fetches.coming(b"", PROMPT, 9, tokens_per_s=0.9 * SIZE) == 8
+    assert rig.tiers.cost.host_s == 1.0 and not rig.tiers.counts.refused and not rig.tiers.take_commands()
+
+
+def test_what_is_on_its_way_comes_whatever_it_costs_by_now() -> None:
+    """Guards a prompt that shares only the beginning of what is loaded, and one whose load turned out to be slow."""
+    rig = Rig(PROMPT[:8])
+    rig.fetches.wanted(b"", PROMPT, 9, FAST)
+    rig.tiers.cost.measured(1, 1.0, 0, 0.0)
+    assert rig.fetches.coming(b"", PROMPT, 9, tokens_per_s=2 * SIZE) == 8
+    assert rig.fetches.coming(b"", [*PROMPT[:4], 9, 9, 9, 9, 9], 8, tokens_per_s=2 * SIZE) == 4
+    rig.fetches.handle(Loaded(rig.load().number, 1, 0.1, 0.0))
+    assert rig.fetches.coming(b"", PROMPT, 9, FAST) == 0, "the second block was torn, and is gone"
+
+
 def test_so_many_at_once() -> None:
     prompts = [[n] * SIZE for n in range(1, MAX_FETCHES + 2)]
     rig = Rig(*prompts)

@@ -74,8 +74,10 @@ def test_a_prefix_comes_back_with_its_tails() -> None:
     rig = Rig()
     rig.serve(PROMPT)
     rig.push_down()
+    assert rig.fetches.coming(b"", PROMPT, 40, FAST) == 40
     fetch = rig.fetches.wanted(b"", PROMPT, 40, FAST)
     assert fetch is not None and len(fetch.tokens) == 40
+    assert rig.fetches.coming(b"", PROMPT, 40, tokens_per_s=1e9) == 40, "it is on its way"
     load = rig.load()
     assert len(load.targets) == len(set(load.targets)) == 13
     assert rig.kv.pool.counts()["reserved"] == 13
@@ -84,6 +86,7 @@ def test_a_prefix_comes_back_with_its_tails() -> None:
     assert rig.kv.matched_tokens(b"", PROMPT, 40) == 40
     assert rig.kv.pool.counts()["cached"] == 13
     assert rig.fetches.wanted(b"", PROMPT, 40, FAST) is None, "there is nothing more"
+    assert rig.fetches.coming(b"", PROMPT, 40, FAST) == 0
 
 
 def test_a_prefix_does_not_wait_for_the_load_of_another() -> None:
@@ -212,6 +215,8 @@ def test_a_prefix_is_worth_what_its_blocks_would_take_to_compute() -> None:
         assert found is not None and found.saved_blocks == 10
         rig.tiers.cost.measured(1, 1.0, 0, 0.0)
         tokens_per_s = 40 / (len(found.identities) - faster)
+        assert rig.fetches.coming(b"", PROMPT, 40, tokens_per_s) == (40 if is_loaded else 0)
+        assert not rig.tiers.counts.refused and not rig.fetches
         assert (rig.fetches.wanted(b"", PROMPT, 40, tokens_per_s) is not None) == is_loaded
 
 
