@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 HOOK = Path(__file__).parent / "pickle_hook"
 RANKS = 3
-"""Of the prefill worker."""
+"""How many processes the prefill worker has."""
 MARKER = "xylographzebra"
 """Stands in every prompt, and is no word of ours."""
 TENANT = "quillwort"
