@@ -37,7 +37,7 @@ class WaitingQueue:
     one that is held back for news of the workers that it was offered to (`router.core.recovery`)."""
 
     # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
-    # skipped. When workers took requests since it was last empty, and whether it stands until an offer is answered.
+    # skipped. When workers took requests since nobody last waited, and whether it stands until an offer is answered.
     # Those that are new are in the table's `share`.
 
     def __init__(
@@ -56,7 +56,7 @@ class WaitingQueue:
 
     def enter(self, call: Call, tenant: str, weight: float, session: Session | None = None) -> None:
         """A new request waits from now on, in its tenant's line."""
-        if self._is_empty() and not self._share.is_waited_for_elsewhere:
+        if self._nobody_waits():
             self._share.begin_anew()
         call.session = session
         self._share.enter(call.record.request, tenant, weight, call.record.priority, call.turn)
@@ -96,12 +96,12 @@ class WaitingQueue:
                 self._share.serve(request, len(call.record.tokens) - choice.prefill.cached_tokens)
             else:
                 heapq.heappop(self._back)
-        if self._is_empty():
+        if self._nobody_waits():
             self._departures.clear()
 
     def answered(self, now: float, out: list[Command]) -> None:
         """A worker has taken a request: the line has moved. Go on, if that was waited for."""
-        if not self._is_empty():
+        if not self._nobody_waits():
             self._departures.append(now)
         if self._awaits_answers:
             self.advance(now, out)
@@ -138,6 +138,10 @@ class WaitingQueue:
 
     def _is_empty(self) -> bool:
         return not (self._back or self._aside or len(self._share))
+
+    def _nobody_waits(self) -> bool:
+        """Return True if nobody waits here, nor at other routers."""
+        return self._is_empty() and not self._share.is_waited_for_elsewhere
 
     def _head(self, now: float) -> Call | None:
         """Return the call that is next; None too while there are too many offers without an answer."""

@@ -6,8 +6,8 @@ test_call_table.py, requests of an earlier router in leaving/test_adoption.py, a
 
 import pytest
 
-from engine.messages import Orphan, Place, Refused
-from engine.types import FinishReason, RequestId, TokenLogprobs
+from engine.messages import Orphan, Place, Refused, TenantsTold
+from engine.types import FinishReason, Incarnation, RequestId, TokenLogprobs
 from router.core.call import State
 from router.core.ejection import CONSECUTIVE
 from router.core.events import Command, Fail, Lost, Submit, TellWorker
@@ -321,6 +321,20 @@ def test_a_line_is_waited_for_at_the_speed_of_its_last_departures() -> None:
         wait_s = 0.0 if number < FEWEST_DEPARTURES else 3 * (20.0 - 0.0) / number
         assert parts.queue.wait_s("", 1.0, 0, 20.0) == pytest.approx(wait_s)
         parts.queue._departures.append(float(number))
+
+
+def test_how_fast_a_line_moves_is_known_while_others_wait_at_other_routers() -> None:
+    """Guards deadlines: a short line of several is empty again and again, and until eight more had left it, no wait was
+    predicted."""
+    parts = Parts()
+    parts.join("d0")
+    for number, waits in ((1, True), (2, False)):
+        told = TenantsTold(number, {}, "router-1", Incarnation(7), {"b": (0.0, waits, waits)})
+        assert parts.table.share.heard(told, 0.0)
+        parts.wait(f"a{number}")
+        assert advance(parts) == [f"a{number}"]
+        parts.queue.answered(float(number), parts.out)
+        assert list(parts.queue._departures) == [1.0] * waits
 
 
 def test_who_bears_the_name_of_one_that_came_back_has_its_own_turn() -> None:
