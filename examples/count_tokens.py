@@ -1,14 +1,16 @@
 """Counts tokens before it asks, and cuts a prompt that would not fit."""
 
 import argparse
+import os
 
+from router.client.channel import ClientSecrets
 from router.client.client import ADDRESS, SyncClient
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--address", default=ADDRESS)
 given = parser.parse_args()
 
-with SyncClient(given.address) as client:
+with SyncClient(given.address, secrets=ClientSecrets.of_variables(os.environ)) as client:
     (model,) = client.models()
     ids = client.tokenize("Hello, world!")
     print(f"{model.name} reads {len(ids)} tokens: {ids}, which say {client.detokenize(ids)!r}")

@@ -1,8 +1,10 @@
 """Keeps a deadline: what is refused for now is asked again while there is time, and no longer."""
 
 import argparse
+import os
 import time
 
+from router.client.channel import ClientSecrets
 from router.client.client import ADDRESS, SyncClient
 from router.client.errors import ApiError
 
@@ -10,7 +12,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--address", default=ADDRESS)
 given = parser.parse_args()
 
-with SyncClient(given.address, timeout_s=20.0) as client:
+with SyncClient(given.address, secrets=ClientSecrets.of_variables(os.environ), timeout_s=20.0) as client:
     began_s = time.monotonic()
     answer = client.generate("The capital of France is", max_tokens=4, temperature=0)
     print(f"in time, after {time.monotonic() - began_s:.2f} s:{answer.text}")

@@ -1,7 +1,9 @@
 """Goes on in three ways at once from one beginning, which is read once: the branches find it in the cache."""
 
 import argparse
+import os
 
+from router.client.channel import ClientSecrets
 from router.client.client import ADDRESS, SyncClient
 from router.client.program import SyncProgram, join
 
@@ -17,7 +19,7 @@ def describe(branch: SyncProgram) -> str:
     return branch.gen("description")
 
 
-with SyncClient(given.address) as client:
+with SyncClient(given.address, secrets=ClientSecrets.of_variables(os.environ)) as client:
     program = SyncProgram(client, max_tokens=16, temperature=0)
     branches = program.text(STORY).fork(len(TOPICS))
     for branch, topic in zip(branches, TOPICS, strict=True):

@@ -1,14 +1,16 @@
 """Loses its connection in the middle of an answer, and reads the rest over another: nothing is lost, nothing twice."""
 
 import argparse
+import os
 
+from router.client.channel import ClientSecrets
 from router.client.client import ADDRESS, SyncClient
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--address", default=ADDRESS)
 given = parser.parse_args()
 
-first = SyncClient(given.address)
+first = SyncClient(given.address, secrets=ClientSecrets.of_variables(os.environ))
 token, seen = "", []
 events = first.stream("Once upon a time", max_tokens=24, temperature=0)
 for event in events:
@@ -21,7 +23,7 @@ for event in events:
 first.close()
 print(f"lost the connection after {len(seen)} tokens")
 
-with SyncClient(given.address) as second:
+with SyncClient(given.address, secrets=ClientSecrets.of_variables(os.environ)) as second:
     ids, text = [], ""
     for event in second.resume(token):
         ids += event.delta.token_ids

@@ -1,7 +1,9 @@
 """A program with roles: who speaks is said, and each answer has a name."""
 
 import argparse
+import os
 
+from router.client.channel import ClientSecrets
 from router.client.client import ADDRESS, SyncClient
 from router.client.program import SyncProgram
 
@@ -9,7 +11,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--address", default=ADDRESS)
 given = parser.parse_args()
 
-with SyncClient(given.address) as client:
+with SyncClient(given.address, secrets=ClientSecrets.of_variables(os.environ)) as client:
     talk = SyncProgram(client, max_tokens=24, temperature=0)
     talk.system("You answer in one short sentence.")
     talk.user("Name a river in Europe.")

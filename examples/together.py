@@ -2,7 +2,9 @@
 
 import argparse
 import asyncio
+import os
 
+from router.client.channel import ClientSecrets
 from router.client.client import ADDRESS, AsyncClient
 from router.client.program import AsyncProgram
 
@@ -20,7 +22,7 @@ async def ask(client: AsyncClient, city: str) -> str:
 
 
 async def main() -> None:
-    async with AsyncClient(given.address) as client:
+    async with AsyncClient(given.address, secrets=ClientSecrets.of_variables(os.environ)) as client:
         for done in asyncio.as_completed([ask(client, city) for city in CITIES]):
             print(await done)
 

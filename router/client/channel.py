@@ -1,8 +1,9 @@
 """A client's connections: how they are opened, watched and secured, and how their errors are told."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -46,10 +47,29 @@ class ClientSecrets:
     def __repr__(self) -> str:
         return f"ClientSecrets({'an API key' if self.api_key else 'no API key'}, has_tls={self.has_tls})"
 
+    @classmethod
+    def of_variables(cls, environ: Mapping[str, str]) -> "ClientSecrets":
+        """Return what the variables of `headrace`'s own clients say: `HEADRACE_API_KEY`; with `HEADRACE_CA`, a file or
+        `system`, TLS, and then `HEADRACE_CERT`, `HEADRACE_KEY` and `HEADRACE_SERVER_NAME`. Raises OSError for a file
+        that cannot be read."""
+        authority, chain, key = (environ.get(f"HEADRACE_{name}", "") for name in ("CA", "CERT", "KEY"))
+        return cls(
+            api_key=environ.get("HEADRACE_API_KEY", ""),
+            has_tls=bool(authority),
+            roots=_contents("" if authority == "system" else authority),
+            key=_contents(key),
+            chain=_contents(chain),
+            server_name=environ.get("HEADRACE_SERVER_NAME", ""),
+        )
+
     @property
     def metadata(self) -> Metadata:
         """What every call carries."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+
+def _contents(file: str) -> bytes | None:
+    return Path(file).expanduser().read_bytes() if file else None
 
 
 def open_channel(library: Any, address: str, secrets: ClientSecrets, options: Options = ()) -> Any:

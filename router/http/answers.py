@@ -42,14 +42,11 @@ T = TypeVar("T")
 class ChunkWriter(Protocol):
     """Writes to a client past the layers of the application."""
 
-    def takes_chunks(self) -> bool:
-        """Return whether the client of the present request knows chunks: one older than HTTP/1.1 does not."""
-
     def is_gone(self) -> bool:
         """Return whether the connection is lost, or is being closed."""
 
     def is_writable(self) -> bool:
-        """Return whether the client is there, and not behind."""
+        """Return whether the client is there, not behind, and knows chunks: one older than HTTP/1.1 does not."""
 
     def write_chunk(self, data: bytes) -> None:
         """Write a part of the answer now, which has begun and not ended."""
@@ -168,13 +165,10 @@ class StreamedAnswer:
 class _EventStream:
     """The response side of one stream. Two tasks write, answer and keep-alive, so every send is under a lock."""
 
-    __slots__ = (
-        "_closed", "_connection", "_lock", "_quiet", "_send", "_started", "_takes_chunks", "label", "resume_token",
-    )
+    __slots__ = ("_closed", "_connection", "_lock", "_quiet", "_send", "_started", "label", "resume_token")
 
     def __init__(self, send: Send, label: str, connection: ChunkWriter | None = None) -> None:
         self._connection = connection
-        self._takes_chunks = connection is not None and connection.takes_chunks()
         self.label = label
         self.resume_token = ""
         self._send = send
@@ -196,7 +190,7 @@ class _EventStream:
         """Write what `written` makes of new output at once, if nobody else writes and the client is not behind; return
         whether it was taken."""
         connection = self._connection
-        if connection is None or not self._takes_chunks or not self._started or self._closed or self._lock.locked():
+        if connection is None or not self._started or self._closed or self._lock.locked():
             return False
         if not connection.is_writable():
             return False

@@ -110,14 +110,11 @@ class FrontProtocol(CertificateProtocol, CountedProtocol):
 
     # See `router.http.answers.ChunkWriter`.
 
-    def takes_chunks(self) -> bool:
-        return bool(self.conn.their_http_version == b"1.1")
-
     def is_gone(self) -> bool:
         return bool(self.transport.is_closing())
 
     def is_writable(self) -> bool:
-        return not self.flow.write_paused and not self.is_gone()
+        return self.conn.their_http_version == b"1.1" and not self.flow.write_paused and not self.is_gone()
 
     def write_chunk(self, data: bytes) -> None:
         self.cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

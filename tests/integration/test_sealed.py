@@ -26,6 +26,8 @@ from tests.integration.test_verbs import Shell, _free_port
 pytestmark = pytest.mark.slow
 
 HOOK = Path(__file__).parent / "pickle_hook"
+RANKS = 3
+"""How many processes the prefill worker has."""
 MARKER = "xylographzebra"
 """Stands in every prompt, and is no word of ours."""
 TENANT = "quillwort"
@@ -39,6 +41,8 @@ class Run:
     pickles: dict[int, list[str]]
     """What each process's hook has written, by pid."""
     processes: dict[str, int]
+    ranks: list[int]
+    """The processes of the prefill worker's other ranks."""
     ids: list[int]
     """The marker as the model reads it."""
     refused: int
@@ -92,6 +96,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, demo_cache: Path, demo_model: 
     http = _free_port()
     shell.environ |= {
         "HEADRACE_ROUTER__HTTP_PORT": str(http),
+        "HEADRACE_PREFILL__ENGINE__TENSOR_PARALLEL": str(RANKS),
         "PICKLE_NOTES": str(pickles),
         "PYTHONPATH": os.pathsep.join((str(HOOK), os.environ.get("PYTHONPATH", ""))),
     }
@@ -105,6 +110,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, demo_cache: Path, demo_model: 
         assert eventually(lambda: "headrace is ready" in log.read_text() or supervisor.poll() is not None, 90.0)
         assert supervisor.poll() is None, log.read_text()
         processes = {name: one["pid"] for name, one in shell.status().items()}
+        ranks = [pid for pid in descendants(processes["prefill-0"]) if b"worker.rank" in _command(pid)]
         own = [folder / "run" / "tested.secret", folder / "run" / "tested.key"]
         (secret,), key = SecretFile(own[0]).valid(), bytes.fromhex(own[1].read_text())
         refused, (token, lost) = _talk(shell.server, f"http://127.0.0.1:{http}", processes)
@@ -120,7 +126,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, demo_cache: Path, demo_model: 
     seen = {int(path.stem): path.read_text().splitlines() for path in pickles.iterdir()}
     ids = TextModel.load(demo_model).encode(MARKER, add_special=False)
     told += secrets.of_files(folder, own)
-    yield Run(log.read_text(), seen, processes, ids, refused, told, secrets.looked_at)
+    yield Run(log.read_text(), seen, processes, ranks, ids, refused, told, secrets.looked_at)
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _talk(server: str, base: str, processes: dict[str, int]) -> tuple[int, list[str]]:
@@ -186,9 +196,11 @@ def _talk(server: str, base: str, processes: dict[str, int]) -> tuple[int, list[
 
 def test_no_process_of_a_cluster_uses_pickle(run: Run) -> None:
     """Guards against bytes that run code where they are read. Ray's own messages between its actors are outside of
-    this: Ray pickles what it starts actors with, on its own authenticated channels (docs/security.md)."""
-    for name in ("router", "prefill-0", "decode-0"):
-        assert run.pickles[run.processes[name]][0].startswith("watched"), name
+    this (docs/security.md)."""
+    watched = [run.processes[name] for name in ("router", "prefill-0", "decode-0")] + run.ranks
+    assert len(run.ranks) == RANKS - 1 and len(set(watched)) == 2 + RANKS
+    for pid in watched:
+        assert run.pickles[pid][0].startswith("watched"), pid
     used = {line for lines in run.pickles.values() for line in lines if line.startswith("used") and _is_ours(line)}
     assert used == set()
 

@@ -1,5 +1,7 @@
-"""No secret where others of a host, or readers of its logs, could find it: a real cluster over a Ray of its own."""
+"""Over Ray: no secret where others of a host, or readers of its logs, could find it, and nothing but plain data in what
+Ray carries for us."""
 
+import inspect
 import os
 import shutil
 import subprocess
@@ -7,19 +9,27 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import httpx
+import msgspec
 import pytest
 
+from cluster.processes.actors import ACTORS
+from cluster.processes.keeper import Keeper
 from cluster.processes.leftovers import descendants
 from cluster.processes.ray_launcher import processes_of
+from cluster.processes.spec import ChildReady, ChildSpec, Sealed
 from cluster.secret import SecretFile
+from engine.messages import PeerAddress
+from router.core.escalation import Verdict
 from tests.cluster.processes.test_launchers import eventually
 from tests.integration.test_sealed import Secrets
 from tests.integration.test_verbs import Shell, _free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
 READY_S = 180.0
+PLAIN = {bool, int, float, str, bytes, NoneType}
 
 
 @pytest.fixture
@@ -30,6 +40,8 @@ def ray_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_no_secret_is_where_others_could_read_it(tmp_path: Path, ray_folder: Path, demo_cache: Path) -> None:
     """Guards the cluster's secret, the key of namespaces and an API key that is in use: Ray carries the first from the
     supervisor to each actor, and keeps logs and command lines of its own."""
@@ -88,3 +100,39 @@ def _asked(http: str, api_key: str) -> int:
     body = {"prompt": "One, two,", "max_tokens": 2}
     headers = {"authorization": f"Bearer {api_key}"}
     return httpx.post(f"{http}/v1/completions", json=body, headers=headers, timeout=60.0).status_code
+
+
+def test_what_ray_carries_for_us_is_plain_data() -> None:
+    """Guards against an object of ours, which Ray would pickle, with code of its own in it; strict types hold the calls
+    to what is written here."""
+    records: set[type] = set()
+    for actor in (*ACTORS.values(), Keeper):
+        for name, method in inspect.getmembers(actor, inspect.isfunction):
+            if name == "__init__" or not name.startswith("_"):
+                for hint in get_type_hints(method).values():
+                    assert _is_plain(hint, records), (actor, name, hint)
+    assert records >= {ChildSpec, ChildReady, Sealed, PeerAddress, Verdict}
+    for wrong in (Secrets, list[Secrets], dict[str, Any], object, type, Path):
+        assert not _is_plain(wrong, set()), wrong
+
+
+def _is_plain(hint: Any, records: set[type]) -> bool:
+    """Say whether values of this type are plain data, or records (noted in `records`) and collections of such."""
+    of = get_args(hint)
+    if get_origin(hint) in (Union, UnionType, list, tuple):
+        return all(one is Ellipsis or _is_plain(one, records) for one in of)
+    if get_origin(hint) is Literal:
+        return True
+    if hint == dict[str, object]:
+        # A process's settings: the other launcher sends the very same as JSON.
+        return True
+    if get_origin(hint) is dict:
+        return all(_is_plain(one, records) for one in of)
+    if (base := getattr(hint, "__supertype__", None)) is not None:
+        return _is_plain(base, records)
+    if isinstance(hint, type) and (issubclass(hint, msgspec.Struct) or hasattr(hint, "_fields")):
+        if hint in records:
+            return True
+        records.add(hint)
+        return all(_is_plain(one, records) for one in get_type_hints(hint).values())
+    return hint in PLAIN
