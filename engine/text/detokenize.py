@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from engine.text.sentence_pieces import BYTE_TOKEN, SPACE, PieceDetokenizer, Pieces, PieceTable
+from engine.text.sentence_pieces import SPACE, PieceDetokenizer, Pieces, PieceTable, byte_of
 
 
 class Detokenizer(Protocol):
@@ -66,9 +66,7 @@ class DetokenizerFactory:
             return name.encode(), False
         if self._is_byte_level:
             return _bytes_of(name), True
-        if BYTE_TOKEN.fullmatch(name):
-            return bytes([int(name[1:-1], 16)]), True
-        return name.replace(SPACE, " ").encode(), True
+        return byte_of(name) or name.replace(SPACE, " ").encode(), True
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -153,7 +151,7 @@ class _WindowDetokenizer:
 
     def _open_run(self) -> bool:
         last = self._tokenizer.id_to_token(self._window[-1]) or ""
-        return BYTE_TOKEN.fullmatch(last) is not None
+        return byte_of(last) is not None
 
     def _show(self) -> str:
         before = self._decode(self._window[: self._shown])

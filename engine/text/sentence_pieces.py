@@ -11,10 +11,15 @@ from tokenizers import Tokenizer
 
 SPACE = "\u2581"
 """Stands for a space in the names of tokens."""
-BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _PIECE_STEPS = ("Replace", "ByteFallback", "Fuse", "Strip")
 _NO_REPLACE = {"pattern": {"String": SPACE}, "content": SPACE}
 _NO_STRIP = {"content": " ", "start": 0, "stop": 0}
+
+
+def byte_of(name: str) -> bytes | None:
+    """Return what a byte-fallback token of this name stands for; None for any other."""
+    return bytes.fromhex(name[3:5]) if _BYTE_TOKEN.fullmatch(name) else None
 
 
 class Pieces(msgspec.Struct, frozen=True):
@@ -60,7 +65,7 @@ class PieceTable(dict[int, str | bytes | None]):
         if name is None:
             return None
         text = name.replace(self._pieces.mark, self._pieces.text)
-        return bytes.fromhex(text[3:5]) if self._pieces.has_bytes and BYTE_TOKEN.fullmatch(text) else text
+        return (byte_of(text) if self._pieces.has_bytes else None) or text
 
 
 class PieceDetokenizer:
