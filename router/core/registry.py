@@ -32,8 +32,6 @@ class InFlight:
     accepted: bool = False
     counted: bool = False
     is_prefilled: bool = False
-    is_doubted: bool = False
-    """The worker was believed to hold its prompt, which is still on the way there, and is not any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -278,20 +276,6 @@ class Registry:
         worker = self._workers.get(name)
         if worker is not None and request in worker.own:
             worker.own[request].accepted = True
-
-    def doubted(self, name: str) -> None:
-        """Note that the worker has said no, and holds less than was believed: its own prompts are still on the way."""
-        for dispatch in self._workers[name].own.values():
-            dispatch.is_doubted = True
-
-    def arrived(self, name: str, request: RequestId) -> bool:
-        """Note that the worker has the prompt of a request; True if that was doubted."""
-        worker = self._workers.get(name)
-        dispatch = None if worker is None else worker.own.get(request)
-        if dispatch is None or not dispatch.is_doubted:
-            return False
-        dispatch.is_doubted = False
-        return True
 
     def prefilled(self, name: str, request: RequestId) -> None:
         """Note that the worker has read the prompt of a request that another one goes on with."""

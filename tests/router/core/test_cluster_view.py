@@ -108,9 +108,6 @@ def test_who_says_no_is_believed_to_hold_what_it_says_until_more_arrives(
     assert held(parts, "d0") == [believed]
     parts.view.arrived(first)
     assert held(parts, "d0") == [2]
-    parts.index.correct("d0", first.chain(first.key), 0)
-    parts.view.arrived(first)
-    assert held(parts, "d0") == [0], "said once: what has gone since then has not come back"
 
 
 def test_what_one_router_offers_the_others_believe_and_count_until_the_next_report() -> None:
