@@ -319,8 +319,8 @@ def unheard(at_s: float, held: int) -> Death:
     ],
     ids=[
         "none", "one", "together", "any order", "with one other", "one fell silent", "three seconds apart",
-        "more than three seconds apart", "further", "one token further", "alone, further", "apart", "alone", "once alone",
-        "three",
+        "more than three seconds apart", "further", "one token further", "alone, further", "apart", "alone",
+        "once alone", "three",
         "unheard, alone", "unheard, together", "unheard, apart", "offered behind", "long behind", "accepted behind",
     ],
 )
