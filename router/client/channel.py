@@ -51,8 +51,13 @@ class ClientSecrets:
     def of_variables(cls, environ: Mapping[str, str]) -> "ClientSecrets":
         """Return what the variables of `headrace`'s own clients say: `HEADRACE_API_KEY`; with `HEADRACE_CA`, a file or
         `system`, TLS, and then `HEADRACE_CERT`, `HEADRACE_KEY` and `HEADRACE_SERVER_NAME`. Raises OSError for a file
-        that cannot be read."""
+        that cannot be read, and ValueError for what does not go together, as a certificate where all would be sent in
+        plain text."""
         authority, chain, key = (environ.get(f"HEADRACE_{name}", "") for name in ("CA", "CERT", "KEY"))
+        if bool(chain) != bool(key):
+            raise ValueError("a client's certificate and its key go together: set HEADRACE_CERT and HEADRACE_KEY")
+        if chain and not authority:
+            raise ValueError("a client's certificate needs TLS: set HEADRACE_CA")
         return cls(
             api_key=environ.get("HEADRACE_API_KEY", ""),
             has_tls=bool(authority),
