@@ -37,7 +37,7 @@ class WaitingQueue:
     one that is held back for news of the workers that it was offered to (`router.core.recovery`)."""
 
     # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
-    # skipped. For how long somebody has waited here until now, and since when somebody does; when, by that, workers took
+    # skipped. For how long somebody has waited here, and since when somebody does; when, on that clock, workers took
     # requests since nobody last waited anywhere; and whether it stands until an offer is answered. Those that are new
     # are in the table's `share`.
 
