@@ -15,9 +15,9 @@ that says nothing either. So a part of a prompt, held by others and computed on 
   tokens · spare / (tokens + spare), where `spare` is for how many tokens' time the next best worker was worse, a mean
   of late. For some that is nothing, and a conversation has nowhere else to go: where spare times exceed t for a share
   (spare / (spare + t))² of the requests, this is the mean of what is the less.
-- `displaced`: what others find no more, since room is made for the copy: its tokens times the share of evicted blocks
-  that were asked for again before their worker had evicted as many as it holds. Nothing where caches are so large that
-  hardly anything comes back; where they are small, as much as computing the copy.
+- `displaced`: what others find no more, since room is made for the copy, on a worker that has evicted before: its
+  tokens times the share of evicted blocks that were asked for again before about as many were evicted as workers hold.
+  Nothing where caches are so large that hardly anything comes back.
 - `missed`: for how many tokens' time requests with the same beginning have waited of late for those that hold this
   part, while others would have been sooner had they held it too. A request that goes to a holder adds what it waits
   longer, if a copy that was begun when somebody first waited would be there by now: what comes together with the first
@@ -28,8 +28,8 @@ than twice what one does who knows the future. A conversation that one client go
 hardly anybody waits for it; a prefix that everybody asks for is soon wherever there is work for it; and a burst behind
 a cold prompt, which is over before a copy of it could be, waits for its first request.
 
-All are of the latest requests: half of them is of the last HALF_LIFE a worker, or SHORTEST in all; `displaced` of the
-latest evictions, half of it of as many as half of all workers' blocks.
+All are of the latest requests: half of them is of the last HALF_LIFE a worker, or SHORTEST in all; of the latest
+evictions half is of as many as half of what workers hold.
 """
 
 from collections.abc import Mapping, Sequence
