@@ -106,15 +106,19 @@ class HexText:
 def serve_router(
     pipe: Connection,
     workers: dict[str, list[PeerAddress]],
+    front: str,
     has_http: bool,
     wakes_per_s: float,
     number: int,
     ports: tuple[int, int],
     own_port: int,
 ) -> None:
-    """Serve until the pipe closes; its first word is the two addresses. Without the HTTP front, gRPC's has all
-    descriptors of the process. `ports`, gRPC's and HTTP's, 0: any; `own_port`, -1: it has them alone."""
-    limits = FrontLimits(connections=16_384, connections_per_address=16_384, calls_per_address=16_384)
+    """Serve until the pipe closes; its first word is the two addresses. `front`, the one that is measured, has nearly
+    all descriptors of the process. `ports`, gRPC's and HTTP's, 0: any; `own_port`, -1: it has them alone."""
+    of_http, of_grpc = (16_384, 64) if front == "sse" else (64, 16_384)
+    limits = FrontLimits(
+        connections=of_http, grpc_connections=of_grpc, connections_per_address=of_http, calls_per_address=of_grpc
+    )
     config = RouterConfig(
         name=f"router-{number}",
         grpc_port=ports[0],
@@ -332,7 +336,7 @@ def _opened(
     for number in range(routers):
         # The first takes ports that are free, and the others share them.
         own_port = -1 if routers == 1 else 0
-        router, to_router = _start(serve_router, attached, has_http, wakes_per_s, number, ports, own_port)
+        router, to_router = _start(serve_router, attached, front, has_http, wakes_per_s, number, ports, own_port)
         grpc_address, http = to_router.recv()
         ports = _port(grpc_address), _port(http)
         router.pipe = to_router  # the router ends with it
