@@ -47,6 +47,9 @@ WINDOWS = 5
 CHARACTERS = 5
 """The length of a token's text."""
 TEXT = re.compile(rb'"text":"([^"]*)"')
+UNOPENED = 1024
+"""Streams that a client process asks for at once where they do not all arrive together: a host that has 4,096
+connections waiting to be accepted resets some of those beyond."""
 TIMED, TOKENS, MESSAGES, OPEN = range(4)
 """The words that a client shares with its parent: in which of two lists it shall note ages, if in any, and counts."""
 SPAWN = multiprocessing.get_context("spawn")
@@ -256,13 +259,15 @@ READERS: dict[str, Callable[[str, ClientCounts, int], Any]] = {
 def serve_client(
     pipe: Connection, shared: Any, front: str, address: str, streams: int, pause_s: float, calls: int
 ) -> None:
-    """Open `streams` streams, `calls` on each connection, `pause_s` apart; answer the closing pipe's one word with ages
-    and first tokens."""
+    """Open `streams` streams, `calls` on each connection, `pause_s` apart (0: all at once); answer the closing pipe's
+    one word with ages and first tokens."""
 
     async def main() -> None:
         tally = ClientCounts(shared)
         tasks = []
         for at in range(0, streams, calls):
+            while pause_s and at - shared[OPEN] >= UNOPENED and not any(task.done() for task in tasks):
+                await asyncio.sleep(0.02)
             tasks.append(asyncio.create_task(READERS[front](address, tally, min(calls, streams - at))))
             await asyncio.sleep(pause_s)
         while not pipe.poll():
