@@ -33,6 +33,9 @@ TOLD := | sed -u -n -E \
 	-e 's@^ *Building (editable|wheel) for ([^ ]+) .*started$$@  building \2@p' \
 	-e 's@^Installing collected packages.*@  unpacking all of them@p'
 
+# Some images set it. Every process, of which tests start some thousand, would compile all of our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve test slow check contract parity sim mutants chaos rayup soak fuzz observe clients models dashboards openapi picture extras bundle proto setup clean
 
 demo: $(READY)

@@ -32,7 +32,7 @@ class UsageElsewhere:
 
     def heard(self, router: str, life: int, number: int, uses: Mapping[str, Use], now: float) -> None:
         """Take in a report of a life of a router, by the number that it has there."""
-        known = self._lives.heard((router, life), number, 0, len(uses), now)
+        known = self._lives.heard((router, life), number, 0, uses, now)
         if known is None:
             return
         for name, (tokens, running, left) in uses.items():

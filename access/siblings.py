@@ -5,6 +5,7 @@ late, changes nothing. Of a life that had told before it was first heard here, t
 counts from. Whoever has the cluster's secret can say anything: lives, tenants and sums are bounded.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -54,8 +55,10 @@ class SiblingLife(Generic[T]):
 class SiblingLives(dict[tuple[str, int], SiblingLife[T]]):
     """The lives of other routers, by router and incarnation, the last heard at the end."""
 
-    def heard(self, key: tuple[str, int], number: int, epoch: int, names: int, now: float) -> SiblingLife[T] | None:
-        """Return whose word it is, to take in what it says of so many tenants; None for what was heard before, or comes
+    def heard(
+        self, key: tuple[str, int], number: int, epoch: int, names: Collection[str], now: float
+    ) -> SiblingLife[T] | None:
+        """Return whose word it is, to take in what it says of these tenants; None for what was heard before, or comes
         late. With a router's new life nothing goes on any more in those before it."""
         life = self.pop(key, None)
         if life is None:
@@ -71,7 +74,7 @@ class SiblingLives(dict[tuple[str, int], SiblingLife[T]]):
         life.number, life.heard_s = number, now
         if life.epoch != epoch:
             life.epoch, life.sums, life.is_known_from_its_beginning = epoch, {}, True
-        if len(life.sums) + names > MAX_NAMES:
+        if len(life.sums) + sum(name not in life.sums for name in names) > MAX_NAMES:
             life.sums = {name: total for name, total in life.sums.items() if name in life.going_on}
             life.is_known_from_its_beginning = False
         return life

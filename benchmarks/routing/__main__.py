@@ -13,6 +13,7 @@ of a router of as many workers besides, by CPU (`benchmarks.decision`).
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -20,7 +21,18 @@ from benchmarks import decision, output
 from benchmarks.routing import bounds
 from benchmarks.routing.cluster import RoutingFaults
 from benchmarks.routing.lower_tiers import TierShape
-from benchmarks.routing.runs import MADE, NAMES, RoutingCase, around_restart, bound, gap_ms, percentile, run, workload
+from benchmarks.routing.runs import (
+    MADE,
+    NAMES,
+    RoutingCase,
+    around_restart,
+    at_load,
+    cached_at_best,
+    gap_ms,
+    percentile,
+    run,
+    workload,
+)
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome
 from benchmarks.routing.workloads import BLOCK, GENERATED, PUBLISHED, in_order
 from router.core.policies import POLICIES
@@ -33,16 +45,13 @@ def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> l
     """Return one line a case. `of best` compares it with the policies of the same place, seed and load."""
     done = list(zip(cases, outcomes, strict=True))
     best: dict[tuple[str, int, float], float] = {}
-    bound_of: dict[tuple[str, int], float] = {}
     for case, outcome in done:
         place = (case.source, case.seed, case.load)
         if not outcome.diverged:
             best[place] = min(best.get(place, float("inf")), fmean(outcome.ttft_s))
-        if (case.source, case.seed) not in bound_of:
-            bound_of[case.source, case.seed] = bound(workload(case.source, case.requests, case.seed), case.shape)
     told: list[output.Line] = []
     for case, outcome in done:
-        hits, most = outcome.hit_tokens / outcome.prompt_tokens, bound_of[case.source, case.seed]
+        hits, most = outcome.hit_tokens / outcome.prompt_tokens, cached_at_best(outcome, case.shape)
         mean_s = fmean(outcome.ttft_s)
         before, after = around_restart(outcome)
         told.append(
@@ -72,23 +81,26 @@ def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> l
     return told
 
 
-def limits(sources: Sequence[str], seeds: Sequence[int], requests: int, shape: ClusterShape) -> list[output.Line]:
-    """Return what caches without any routing would find, a line for each workload and seed."""
+def limits(
+    sources: Sequence[str], seeds: Sequence[int], loads: Sequence[float], requests: int, shape: ClusterShape
+) -> list[output.Line]:
+    """Return what caches without any routing would find if answers took no time, a line for each workload, seed and
+    load."""
     told: list[output.Line] = []
-    for source in sources:
-        for seed in seeds:
-            turns = list(in_order(workload(source, requests, seed)))
-            told.append(
-                {
-                    "workload": Path(source).name.partition(".")[0],
-                    "seed": seed,
-                    "requests": len(turns),
-                    "tokens a prompt": fmean(turn.prompt_tokens for turn in turns),
-                    "infinite": bounds.infinite(turns),
-                    "Belady": bounds.belady(turns, shape.cached_blocks),
-                    "LRU": bounds.lru(turns, shape.cached_blocks),
-                }
-            )
+    for source, seed, load in product(sources, seeds, loads):
+        turns = list(in_order(at_load(workload(source, requests, seed), load, shape)))
+        told.append(
+            {
+                "workload": Path(source).name.partition(".")[0],
+                "seed": seed,
+                "load": load,
+                "requests": len(turns),
+                "tokens a prompt": fmean(turn.prompt_tokens for turn in turns),
+                "infinite": bounds.infinite(turns),
+                "Belady": bounds.belady(turns, shape.cached_blocks),
+                "LRU": bounds.lru(turns, shape.cached_blocks),
+            }
+        )
     return told
 
 
@@ -141,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(options.jobs) as pool:
         outcomes = list(pool.map(run, cases))
     results = {
-        "What caches could find": limits(sources, options.seeds, options.requests, shape),
+        "What caches could find": limits(sources, options.seeds, options.load, options.requests, shape),
         "What policies found": lines(cases, outcomes),
     }
     if options.decision:

@@ -231,6 +231,7 @@ class SimulatedCluster:
 
     def _come(self, turns: tuple[PromptTurn, ...], at: int) -> None:
         turn = turns[at]
+        self.outcome.came.append(turn)
         request = RequestId(f"r{next(self._names)}")
         answer = max(1, -(-turn.output_tokens // TOKEN_SCALE))
         tokens = turn.tokens()

@@ -4,8 +4,9 @@ Every run is a line of `--out`, and none is made twice: what was stopped goes on
 part of it after a run. Runs go seed by seed, so that what there is can be compared at any time. The table has a line
 for each workload and load, over the seeds for which every policy has been run:
 
-    hits    hits over those of one least-recently-used cache as large as all prefill workers' together: at least 0.97,
-            at 0.9 and more of load 0.94; asked only where that cache finds 5 to 95 % of what an infinite one finds
+    hits    hits over those of one least-recently-used cache as large as all prefill workers' together, asked in the
+            order in which the run's prompts came: at least 0.97, at 0.9 and more of load 0.94; asked only where that
+            cache finds 5 to 95 % of what an infinite one finds
     mean    mean time to first token over that of the best other policy's: at most 1.02
     p99     the same of its 99th percentile: at most 1.05
     ITL     p99 of the milliseconds between tokens: no more than that of the other policy with the best mean
@@ -30,9 +31,9 @@ import msgspec
 from benchmarks import output
 from benchmarks.routing import bounds
 from benchmarks.routing.__main__ import _names, _numbers
-from benchmarks.routing.runs import NAMES, RoutingCase, bound, gap_ms, percentile, run, workload
+from benchmarks.routing.runs import NAMES, RoutingCase, cached_at_best, gap_ms, percentile, run
 from benchmarks.routing.workers import ClusterShape
-from benchmarks.routing.workloads import GENERATED, in_order
+from benchmarks.routing.workloads import GENERATED
 
 OURS = "least-cost"
 SLOW, TIMES_SLOWER = "slow", 3.0
@@ -92,8 +93,7 @@ def cases(
                     yield name, RoutingCase(real, requests, seed, load, policy, shape)
 
 
-def measured(name: str, case: RoutingCase, most: float, infinite: float) -> MatrixRun:
-    """Run a case. `most` and `infinite` are the bounds of its workload."""
+def measured(name: str, case: RoutingCase) -> MatrixRun:
     began_s = time.process_time()
     outcome = run(case)
     return MatrixRun(
@@ -103,8 +103,8 @@ def measured(name: str, case: RoutingCase, most: float, infinite: float) -> Matr
         load=case.load,
         policy=case.policy,
         hits=outcome.hit_tokens / max(1, outcome.prompt_tokens),
-        lru=most,
-        infinite=infinite,
+        lru=cached_at_best(outcome, case.shape),
+        infinite=bounds.infinite(outcome.came),
         mean_s=fmean(outcome.ttft_s or [0.0]),
         p50_s=percentile(outcome.ttft_s or [0.0], 0.5),
         p99_s=percentile(outcome.ttft_s or [0.0], 0.99),
@@ -121,15 +121,11 @@ def fill(out: Path, todo: Iterable[tuple[str, RoutingCase]], until_s: float) -> 
     """Make the runs that `out` lacks, until the monotonic time `until_s`; return all that are asked for and there."""
     known = {made.key: made for made in read(out)}
     found: list[MatrixRun] = []
-    limits: dict[tuple[str, int], tuple[float, float]] = {}
     with out.open("ab") as file:
         for name, case in todo:
             made = known.get((name, case.requests, case.seed, case.load, case.policy, case.shape.prefill_blocks))
             if made is None and time.monotonic() < until_s:
-                if (name, case.seed) not in limits:
-                    sessions = workload(case.source, case.requests, case.seed)
-                    limits[name, case.seed] = bound(sessions, case.shape), bounds.infinite(in_order(sessions))
-                made = measured(name, case, *limits[name, case.seed])
+                made = measured(name, case)
                 file.write(msgspec.json.encode(made) + b"\n")
                 file.flush()
             if made is not None:

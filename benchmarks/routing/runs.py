@@ -20,6 +20,10 @@ NAMES = (*POLICIES, *FORMULAS)
 """The policies that may be named: the router's, and peers' by formula."""
 
 
+SPAN_ERROR = 0.01
+"""Share of the time over which sessions begin."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingCase:
     """One run. `source` is a workload's name or a trace's path."""
@@ -42,17 +46,29 @@ def workload(source: str, requests: int, seed: int) -> Workload:
     return of_trace(read(Path(source))[:requests])
 
 
-def bound(sessions: Workload, shape: ClusterShape) -> float:
-    """Return the share of prompt tokens that one cache as large as all prefill workers' together, all tiers of
-    them, finds."""
-    return bounds.lru(in_order(sessions), shape.cached_blocks)
-
-
 def at_load(sessions: Workload, load: float, shape: ClusterShape) -> Workload:
-    """Return the sessions so far apart that prefill would be busy for `load` of the time with the hits of `bound`."""
+    """Return the sessions so far apart that prefill would be busy for `load` of the time with the hits of one
+    least-recently-used cache as large as all prefill workers' together, all tiers of them. Sessions that are closer to
+    each other ask between each other's turns: where that cache is small it finds less."""
+    workers = shape.prefill - 1 + 1 / shape.slow
     tokens = sum(turn.prompt_tokens for session in sessions for turn in session.turns)
-    work_s = tokens * (1 - bound(sessions, shape)) * shape.speeds.prefill_token_s
-    return stretched(sessions, work_s / load / (shape.prefill - 1 + 1 / shape.slow))
+
+    def busy_s(spread: Workload) -> float:
+        missed = 1 - bounds.lru(in_order(spread), shape.cached_blocks)
+        return tokens * missed * shape.speeds.prefill_token_s / workers
+
+    span_s = busy_s(sessions) / load
+    spread = stretched(sessions, span_s)
+    # A longer span finds more, so that less is to be done: the span sought lies between these two, mostly one.
+    shorter_s, longer_s = sorted((span_s, busy_s(spread) / load))
+    while longer_s - shorter_s > SPAN_ERROR * longer_s:
+        span_s = (shorter_s + longer_s) / 2
+        spread = stretched(sessions, span_s)
+        if busy_s(spread) / load > span_s:
+            shorter_s = span_s
+        else:
+            longer_s = span_s
+    return spread
 
 
 def run(case: RoutingCase) -> RoutingOutcome:
@@ -64,6 +80,12 @@ def run_with(case: RoutingCase, make_policy: Callable[[], RoutingPolicy]) -> Rou
     """Serve a case's sessions with a policy of another kind than those that have a name."""
     sessions = at_load(workload(case.source, case.requests, case.seed), case.load, case.shape)
     return SimulatedCluster(case.shape, make_policy, case.faults, case.seed).run(sessions)
+
+
+def cached_at_best(outcome: RoutingOutcome, shape: ClusterShape) -> float:
+    """Return the share of prompt tokens that one least-recently-used cache as large as all prefill workers' together,
+    all tiers of them, finds, asked in the order in which the prompts of a run came."""
+    return bounds.lru(outcome.came, shape.cached_blocks)
 
 
 def named(policy: str, seed: int) -> RoutingPolicy:

@@ -87,6 +87,8 @@ class RoutingOutcome:
     failed: int = 0
     found: list[tuple[float, int, int]] = field(default_factory=list)
     """When each prompt had been computed, how many of its tokens were cached, and how many it has."""
+    came: list[PromptTurn] = field(default_factory=list)
+    """The prompts in the order in which they came: a client of a chat that waits for an answer asks again later."""
     diverged: bool = False
     """The run was ended, since a prompt had waited for longer than anybody would (`PATIENCE_S`)."""
     reports_lost: int = 0

@@ -32,7 +32,8 @@ _UNANSWERED = re.compile(r"failed to connect to all addresses.* ipv[46]:(\S+): (
 
 @dataclass(frozen=True, kw_only=True)
 class ClientSecrets:
-    """What a client shows of itself and whom it trusts. Certificates and keys are the contents of PEM files."""
+    """What a client shows of itself and whom it trusts. Certificates and keys are the contents of PEM files. Raises
+    ValueError for what does not go together."""
 
     api_key: str = ""
     has_tls: bool = False
@@ -44,6 +45,12 @@ class ClientSecrets:
     server_name: str = ""
     """The name in the server's certificate, where that is not the one it is reached by."""
 
+    def __post_init__(self) -> None:
+        if (self.key is None) != (self.chain is None):
+            raise ValueError("a client's certificate and its key go together")
+        if self.chain is not None and not self.has_tls:
+            raise ValueError("a client's certificate needs TLS: name the authority of the server's")
+
     def __repr__(self) -> str:
         return f"ClientSecrets({'an API key' if self.api_key else 'no API key'}, has_tls={self.has_tls})"
 
@@ -51,7 +58,7 @@ class ClientSecrets:
     def of_variables(cls, environ: Mapping[str, str]) -> "ClientSecrets":
         """Return what the variables of `headrace`'s own clients say: `HEADRACE_API_KEY`; with `HEADRACE_CA`, a file or
         `system`, TLS, and then `HEADRACE_CERT`, `HEADRACE_KEY` and `HEADRACE_SERVER_NAME`. Raises OSError for a file
-        that cannot be read."""
+        that cannot be read, ValueError for what does not go together."""
         authority, chain, key = (environ.get(f"HEADRACE_{name}", "") for name in ("CA", "CERT", "KEY"))
         return cls(
             api_key=environ.get("HEADRACE_API_KEY", ""),

@@ -39,7 +39,7 @@ class OtherLines:
     def heard(self, told: TenantsTold, now: float) -> dict[str, float] | None:
         """Take in who waits at a router, and return what each tenant that it names was charged there since it was last
         heard, in tokens / weight; None for what was heard before, or comes late."""
-        life = self._lives.heard((told.router, told.incarnation), told.number, told.epoch, len(told.lines), now)
+        life = self._lives.heard((told.router, told.incarnation), told.number, told.epoch, told.lines, now)
         if life is None:
             return None
         charges: dict[str, float] = {}

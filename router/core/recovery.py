@@ -14,9 +14,9 @@ known, for `NEWS_S` at most: what kills every worker that it is offered to is no
 After one lost worker nobody is suspected; after three, everybody who was on all of them. After two it is a request's
 own record that decides. It is spared, for one more placement, in either of two cases:
 
-1. They were lost within a second of each other, and both held other requests too: a host, a network or an operator
-   took them. Or the second had not accepted it: it may have been gone with the first when it was offered the request. A
-   request that kills takes its next worker with it as well, and is refused then.
+1. They were lost within `TOGETHER_S` of each other, and both held other requests too: a host, a network or an
+   operator took them. Or the second had not accepted it: it may have been gone with the first when it was offered the
+   request. A request that kills takes its next worker with it as well, and is refused then.
 2. It got further: its client was given tokens between the two losses. What kills a worker is met again at the same
    token, since a request goes on exactly where it was.
 
@@ -39,8 +39,9 @@ SUSPECTS_VICTIMS = 2
 """Lost workers after which a request's record is looked at."""
 POISON_VICTIMS = 3
 """Lost workers after which a request is refused, whatever its record."""
-TOGETHER_S = 1.0
-"""Losses this close to each other have a cause in common, if others were on both workers."""
+TOGETHER_S = 3.0
+"""Losses this close to each other may have a cause in common, if others were on both workers: one that ends is missed
+at once, one that falls silent in the same moment only when it has not answered for two seconds (`router.dispatch`)."""
 MAX_UNHEARD = 16
 """Offers of one request that may be lost with their workers before these said anything."""
 NEWS_S = 5.0

@@ -37,8 +37,9 @@ class WaitingQueue:
     one that is held back for news of the workers that it was offered to (`router.core.recovery`)."""
 
     # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
-    # skipped. When workers took requests since nobody last waited, and whether it stands until an offer is answered.
-    # Those that are new are in the table's `share`.
+    # skipped. For how long somebody has waited here, and since when somebody does; when, on that clock, workers took
+    # requests since nobody last waited anywhere; and whether it stands until an offer is answered. Those that are new
+    # are in the table's `share`.
 
     def __init__(
         self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions, sessions: Sessions
@@ -51,6 +52,8 @@ class WaitingQueue:
         self._share = table.share
         self._back: list[tuple[int, RequestId]] = []
         self._aside: list[tuple[int, RequestId]] = []
+        self._waited_s = 0.0
+        self._since_s: float | None = None
         self._departures: deque[float] = deque(maxlen=DEPARTURES)
         self._awaits_answers = False
 
@@ -72,6 +75,8 @@ class WaitingQueue:
 
     def advance(self, now: float, out: list[Command]) -> None:
         """Offer requests from the head of the queue while some worker may have room."""
+        if self._since_s is None and not self._is_empty():
+            self._since_s = now
         if self._aside:
             waiting = [entry for entry in self._aside if self._is_aside(entry[1], now)]
             for entry in set(self._aside).difference(waiting):
@@ -96,13 +101,15 @@ class WaitingQueue:
                 self._share.serve(request, len(call.record.tokens) - choice.prefill.cached_tokens)
             else:
                 heapq.heappop(self._back)
+        if self._since_s is not None and self._is_empty():
+            self._waited_s, self._since_s = self._line_s(now), None
         if self._nobody_waits():
             self._departures.clear()
 
     def answered(self, now: float, out: list[Command]) -> None:
         """A worker has taken a request: the line has moved. Go on, if that was waited for."""
         if not self._nobody_waits():
-            self._departures.append(now)
+            self._departures.append(self._line_s(now))
         if self._awaits_answers:
             self.advance(now, out)
 
@@ -116,7 +123,7 @@ class WaitingQueue:
         if len(self._departures) < FEWEST_DEPARTURES:
             return 0.0
         before = len(self._back) + self._share.ahead(tenant, weight, priority)
-        return before * (now - self._departures[0]) / len(self._departures)
+        return before * (self._line_s(now) - self._departures[0]) / len(self._departures)
 
     def check(self) -> None:
         """Raise AssertionError if a request waits outside of the queue."""
@@ -135,6 +142,10 @@ class WaitingQueue:
         call = self._table.calls.get(request)
         until_s = None if call is None else call.held_back_until_s
         return (until_s is not None and now < until_s) or self._adoptions.is_unsure(request, now)
+
+    def _line_s(self, now: float) -> float:
+        """Return for how long somebody has waited here, all in all: a line that nobody stands in does not move."""
+        return self._waited_s + (now - self._since_s if self._since_s is not None else 0.0)
 
     def _is_empty(self) -> bool:
         return not (self._back or self._aside or len(self._share))

@@ -71,6 +71,22 @@ def test_what_is_used_elsewhere_does_not_pile_up(running: int) -> None:
     assert charged[1:] == ([] if running else [("other", 0.0, 5.0)]), "what it had used may have been forgotten"
 
 
+def test_as_many_tenants_as_are_remembered_are_counted() -> None:
+    """Guards the rates of many tenants, told in words of 1,024: from 3,073 on what was known of them was forgotten with
+    each word, so that much of what they had used was never counted."""
+    charged: list[float] = []
+    usage = UsageElsewhere(lambda name, tokens, most, now: charged.append(tokens))
+    others = OtherLines()
+    for number in range(1, 13):
+        tokens, at = 5 * ((number - 1) // 4 + 1), (number - 1) % 4 * 1024
+        uses = {f"{tenant}": (tokens, 0, 50.0) for tenant in range(at, at + 1024)}
+        usage.heard("router-1", 7, number, uses, 0.0)
+        lines = {name: (float(tokens), False, False) for name in uses}
+        told = others.heard(TenantsTold(number, {}, "router-1", Incarnation(7), lines, 0), 0.0)
+        assert told == dict.fromkeys(uses, 5.0)
+    assert charged == [5] * 3 * MAX_NAMES
+
+
 def test_a_new_life_runs_what_it_says_alone() -> None:
     usage = UsageElsewhere(lambda name, tokens, most, now: None)
     usage.heard("router-1", 7, 4, {"a": (1, 2, 0.0)}, 0.0)

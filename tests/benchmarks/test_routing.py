@@ -101,6 +101,20 @@ def test_a_load_is_that_of_a_perfect_cache() -> None:
     assert spread[-1].begins_s == pytest.approx(work_s / 0.5 / SMALL.prefill)
 
 
+@pytest.mark.parametrize("load", [0.5, 0.95])
+def test_what_a_small_cache_finds_is_that_of_the_order_in_which_prompts_come(load: float) -> None:
+    """Guards loads and bounds against sessions that are brought closer to each other: between two turns of one, more is
+    asked by others, and a small cache has lost more of it."""
+    shape = ClusterShape(prefill=4, prefill_blocks=100)
+    sessions = GENERATED["chat"](400, 1)
+    spread = at_load(sessions, load, shape)
+    far, near = (bounds.lru(in_order(each), shape.cached_blocks) for each in (sessions, spread))
+    assert near < far - 0.05
+    work_s = sum(turn.prompt_tokens for turn in in_order(spread)) * shape.speeds.prefill_token_s * (1 - near)
+    span_s = max(session.begins_s for session in spread)
+    assert work_s / shape.prefill / span_s == pytest.approx(load, rel=0.05)
+
+
 def test_the_slow_worker_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards prices per worker: one that is three times slower is not sent a third of the work."""
     shape = ClusterShape(prefill=3, decode=2, slow=3.0)
@@ -121,7 +135,10 @@ def test_caches_are_worth_more_than_turns() -> None:
 def test_lines_compare_with_the_best() -> None:
     cases = [RoutingCase("cold", 10, 1, 0.5, policy, SMALL) for policy in ("least-cost", "random")]
     made = [RoutingOutcome([1.0, 3.0], {5: 99, 50: 1}, 0, 10, 1.0, 2.0), RoutingOutcome([4.0], {}, 5, 10, 1.0, 2.0)]
+    for outcome in made:
+        outcome.came += [turn(1, 2), turn(1, 2)]
     first, second = lines(cases, made)
+    assert second["of LRU"] == pytest.approx(0.5 / bounds.lru(made[0].came, 2 * SMALL.prefill_blocks))
     assert (first["TTFT mean s"], first["of best"], second["of best"]) == (2.0, 1.0, 2.0)
     assert (first["ITL p99 ms"], second["hits"], first["busy"]) == (5, 0.5, 0.25)
 

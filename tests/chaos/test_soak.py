@@ -25,6 +25,7 @@ class Asked:
     ("code", "message", "counted", "is_problem"),
     [
         ("UNAVAILABLE", "no live decode worker", "UNAVAILABLE", False),
+        ("UNAVAILABLE", "nobody answers at 127.0.0.1:4: Connection refused", soak.NO_ROUTER, False),
         ("UNAVAILABLE", f"{POISONOUS}: decode-0 (killed by SIGKILL) and decode-1", POISONOUS, True),
         ("INTERNAL", "what nobody expects", "INTERNAL", True),
     ],

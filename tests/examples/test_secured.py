@@ -99,6 +99,11 @@ def test_both_clients_read_the_same_variables(tmp_path: Path) -> None:
     system = ClientSecrets.of_variables({"HEADRACE_CA": "system"})
     assert system.has_tls and system.roots is None
     assert ClientSecrets.of_variables({}) == ClientSecrets()
+    for missing in ("HEADRACE_CA", "HEADRACE_CERT", "HEADRACE_KEY"):
+        less = environ | {missing: ""}
+        for read in (ClientSecrets.of_variables, credentials_from):
+            with pytest.raises(ValueError, match=r"go together|needs TLS"):
+                read(less)
 
 
 def _run(program: str, site: Site, variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":

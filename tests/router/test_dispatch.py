@@ -33,6 +33,7 @@ from engine.messages import (
 from engine.types import FinishReason, Incarnation, RequestId
 from router.app import TENANTS_AT_ONCE, RouterApp
 from router.config import RouterConfig
+from router.core.recovery import TOGETHER_S
 from router.dispatch import RECORD_BYTES, Outbox, _end, _most_bytes
 from router.status.observer import NullObserver
 from tests.access.certificates import make_authority, make_certificate
@@ -375,3 +376,10 @@ def test_the_first_report_of_a_router_that_was_alone_is_none_of_one_that_begins(
         app.hub.core.lines = lambda now, *, is_stopping, charged=charged: (0, {"a": (charged, True, True)})  # type: ignore[misc]
         app._tell_siblings(0.0)
     assert [one.number for one in told] == [2, 1, 2], "nor where its line has served something"
+
+
+def test_two_that_went_in_one_moment_are_seen_to_go_together() -> None:
+    """Guards bystanders of a host that goes: one of its workers is missed at once, another falls silent first."""
+    options = dict(router.dispatch.CHANNEL_OPTIONS)
+    silent_s = (options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"]) / 1e3
+    assert silent_s < TOGETHER_S

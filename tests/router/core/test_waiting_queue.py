@@ -317,6 +317,7 @@ def test_a_line_is_waited_for_at_the_speed_of_its_last_departures() -> None:
     parts = Parts()
     for name in "abc":
         parts.wait(name)
+    parts.queue.advance(0.0, parts.out)
     for number in range(12):
         wait_s = 0.0 if number < FEWEST_DEPARTURES else 3 * (20.0 - 0.0) / number
         assert parts.queue.wait_s("", 1.0, 0, 20.0) == pytest.approx(wait_s)
@@ -334,7 +335,28 @@ def test_how_fast_a_line_moves_is_known_while_others_wait_at_other_routers() -> 
         parts.wait(f"a{number}")
         assert advance(parts) == [f"a{number}"]
         parts.queue.answered(float(number), parts.out)
-        assert list(parts.queue._departures) == [1.0] * waits
+        assert len(parts.queue._departures) == waits
+
+
+def test_a_line_that_nobody_stands_in_is_not_a_slow_one() -> None:
+    """Guards a tenant that comes now and then to a router of its own, while others wait at theirs: its requests were
+    taken at once, four seconds apart, so that of three together the last was to wait for eight seconds."""
+    parts = Parts()
+    others = TenantsTold(1, {}, "router-1", Incarnation(7), {"b": (0.0, True, True)})
+    assert parts.table.share.heard(others, 0.0)
+    worker = parts.join("d0")
+    for number in range(FEWEST_DEPARTURES):
+        now, worker.refused = 4.0 * number, True
+        parts.wait(f"a{number}")
+        assert advance(parts, now) == []
+        parts.report("d0", now + 0.5)
+        assert advance(parts, now + 0.5) == [f"a{number}"]
+        parts.queue.answered(now + 0.5, parts.out)
+    for name in "xyz":
+        parts.wait(name)
+    worker.refused = True
+    assert advance(parts, 90.0) == []
+    assert parts.queue.wait_s("", 1.0, 0, 90.5) == pytest.approx(3 * 0.5)
 
 
 def test_who_bears_the_name_of_one_that_came_back_has_its_own_turn() -> None:
