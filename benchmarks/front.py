@@ -264,7 +264,7 @@ def serve_client(
 
     async def main() -> None:
         tally = ClientCounts(shared)
-        tasks = []
+        tasks: list[asyncio.Task[None]] = []
         for at in range(0, streams, calls):
             while pause_s and at - shared[OPEN] >= UNOPENED and not any(task.done() for task in tasks):
                 await asyncio.sleep(0.02)
