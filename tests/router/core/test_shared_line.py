@@ -191,7 +191,7 @@ def test_weights_hold_over_all_routers(at: dict[str, list[int]], weight: float) 
         cluster.run(12.0)
     assert clusters[0].error() <= ERROR_TOKENS
     if routers > 1:
-        assert clusters[1].error() > 3 * ERROR_TOKENS, "they would not share by chance"
+        assert clusters[1].error() > 2.5 * ERROR_TOKENS, "they would not share by chance"
         assert clusters[0].idle_s <= 1.5 * clusters[1].idle_s, "nobody waits for a tenant that does not come"
 
 
