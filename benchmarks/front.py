@@ -47,6 +47,9 @@ WINDOWS = 5
 CHARACTERS = 5
 """The length of a token's text."""
 TEXT = re.compile(rb'"text":"([^"]*)"')
+UNOPENED = 1024
+"""Streams that a client process asks for at once where they do not all arrive together: a host that has 4,096
+connections waiting to be accepted resets some of those beyond."""
 TIMED, TOKENS, MESSAGES, OPEN = range(4)
 """The words that a client shares with its parent: in which of two lists it shall note ages, if in any, and counts."""
 SPAWN = multiprocessing.get_context("spawn")
@@ -106,15 +109,19 @@ class HexText:
 def serve_router(
     pipe: Connection,
     workers: dict[str, list[PeerAddress]],
+    front: str,
     has_http: bool,
     wakes_per_s: float,
     number: int,
     ports: tuple[int, int],
     own_port: int,
 ) -> None:
-    """Serve until the pipe closes; its first word is the two addresses. Without the HTTP front, gRPC's has all
-    descriptors of the process. `ports`, gRPC's and HTTP's, 0: any; `own_port`, -1: it has them alone."""
-    limits = FrontLimits(connections=16_384, connections_per_address=16_384, calls_per_address=16_384)
+    """Serve until the pipe closes; its first word is the two addresses. `front`, the one that is measured, has nearly
+    all descriptors of the process. `ports`, gRPC's and HTTP's, 0: any; `own_port`, -1: it has them alone."""
+    of_http, of_grpc = (16_384, 64) if front == "sse" else (64, 16_384)
+    limits = FrontLimits(
+        connections=of_http, grpc_connections=of_grpc, connections_per_address=of_http, calls_per_address=of_grpc
+    )
     config = RouterConfig(
         name=f"router-{number}",
         grpc_port=ports[0],
@@ -252,13 +259,15 @@ READERS: dict[str, Callable[[str, ClientCounts, int], Any]] = {
 def serve_client(
     pipe: Connection, shared: Any, front: str, address: str, streams: int, pause_s: float, calls: int
 ) -> None:
-    """Open `streams` streams, `calls` on each connection, `pause_s` apart; answer the closing pipe's one word with ages
-    and first tokens."""
+    """Open `streams` streams, `calls` on each connection, `pause_s` apart (0: all at once); answer the closing pipe's
+    one word with ages and first tokens."""
 
     async def main() -> None:
         tally = ClientCounts(shared)
-        tasks = []
+        tasks: list[asyncio.Task[None]] = []
         for at in range(0, streams, calls):
+            while pause_s and at - shared[OPEN] >= UNOPENED and not any(task.done() for task in tasks):
+                await asyncio.sleep(0.02)
             tasks.append(asyncio.create_task(READERS[front](address, tally, min(calls, streams - at))))
             await asyncio.sleep(pause_s)
         while not pipe.poll():
@@ -332,7 +341,7 @@ def _opened(
     for number in range(routers):
         # The first takes ports that are free, and the others share them.
         own_port = -1 if routers == 1 else 0
-        router, to_router = _start(serve_router, attached, has_http, wakes_per_s, number, ports, own_port)
+        router, to_router = _start(serve_router, attached, front, has_http, wakes_per_s, number, ports, own_port)
         grpc_address, http = to_router.recv()
         ports = _port(grpc_address), _port(http)
         router.pipe = to_router  # the router ends with it

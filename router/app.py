@@ -116,26 +116,29 @@ class RouterApp:
         is_shared = config.own_port >= 0
         if ports and is_shared:
             ports.append(config.own_port)
-        connections = connections_now(config.limits.connections, fronts=1 + len(ports))
+        limits = config.limits
+        grpc, *of_http = connections_now(
+            [limits.grpc_connections or limits.connections, *(limits.connections for _ in ports)]
+        )
         if ports:
             from router.http.browsers import BrowserGuard
             from router.http.gate import HttpGate, with_cors
             from router.http.routes import build_app
 
-            inner = build_app(self._frontend, self, config.limits.bodies_bytes, chat_page=config.chat_page)
+            inner = build_app(self._frontend, self, limits.bodies_bytes, chat_page=config.chat_page)
             guarded = BrowserGuard(HttpGate(inner, self._authenticator), config.host)
             app = with_cors(guarded, config.cors_origins)
             self._https = [
                 _Http(config, port, app, connections, self._certificates, is_shared=is_shared and not at)
-                for at, port in enumerate(ports)
+                for at, (port, connections) in enumerate(zip(ports, of_http, strict=True))
             ]
-        options = grpc_options(config.limits, connections)
+        options = grpc_options(limits, grpc)
         port = await self._service.start(
             config.host,
             config.grpc_port,
             config.max_message_bytes,
             options,
-            calls_per_address=config.limits.calls_per_address,
+            calls_per_address=limits.calls_per_address,
             is_shared=is_shared,
         )
         self._ticking = asyncio.create_task(self._tick(), name="router tick")

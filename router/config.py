@@ -12,12 +12,14 @@ ReasoningParser = Literal["auto", "none", "think", "harmony"]
 
 
 class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits on the clients of both fronts. Fewer connections are taken where the process may hold few descriptors
-    (`router/descriptors.py`)."""
+    """The limits on the clients of both fronts. Fewer connections are taken where the process may hold few descriptors:
+    each front has an equal share of them, and what another does not want (`router/descriptors.py`)."""
 
     connections: int = 1024
     """Open at once on each front. Where there is no room, the HTTP front gives up the connection that has waited
     longest for its client; gRPC's refuses the new one."""
+    grpc_connections: int = 0
+    """So many on gRPC's instead; 0: as many as on the other."""
     connections_per_address: int = 512
     """As many of them may be from one address. Over HTTP only: gRPC's library knows a limit for all of them."""
     calls_per_address: int = 512

@@ -2,11 +2,12 @@
 
 A process that runs out of descriptors cannot answer anybody, reach a worker or open a file. So what is left when the
 fronts open is shared out beforehand: a part stays free for workers, files and connections on their way in or out, and
-the fronts divide the rest.
+the fronts divide the rest: what one does not want is the others'.
 """
 
 import os
 import resource
+from collections.abc import Sequence
 
 from router.config import FrontLimits
 
@@ -18,18 +19,23 @@ LEAST = 8
 """Every front takes as many, however little there is."""
 
 
-def front_connections(wanted: int, fronts: int, *, may_open: int, are_open: int) -> int:
-    """Return the connections that each of `fronts` may hold where the process may open so many descriptors."""
-    left = max(0, may_open - are_open - RESERVE)
-    return max(LEAST, min(wanted, left // fronts))
+def front_connections(wanted: Sequence[int], *, may_open: int, are_open: int) -> list[int]:
+    """Return the connections that each front may hold, who wants so many, where the process may open so many
+    descriptors."""
+    left, shares = max(0, may_open - are_open - RESERVE), [0] * len(wanted)
+    modest_first = sorted(range(len(wanted)), key=wanted.__getitem__)
+    for at, front in enumerate(modest_first):
+        shares[front] = min(wanted[front], left // (len(wanted) - at))
+        left -= shares[front]
+    return [max(LEAST, share) for share in shares]
 
 
-def connections_now(wanted: int, fronts: int) -> int:
+def connections_now(wanted: Sequence[int]) -> list[int]:
     """Return the same for this process."""
     may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if may_open == resource.RLIM_INFINITY:
-        return wanted
-    return front_connections(wanted, fronts, may_open=may_open, are_open=len(os.listdir("/proc/self/fd")))
+        return [*wanted]
+    return front_connections(wanted, may_open=may_open, are_open=len(os.listdir("/proc/self/fd")))
 
 
 def grpc_options(limits: FrontLimits, connections: int) -> list[tuple[str, int]]:

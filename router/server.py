@@ -34,6 +34,8 @@ ARENAS, M_ARENA_MAX = 2, -8
 """Heaps of the C library. By itself it makes one for each of gRPC's threads, up to eight a core, which all grow to the
 most that ever lay in them: a third of what a router's memory grew by."""
 
+_libc = ctypes.CDLL(None)
+
 log = logging.getLogger(__name__)
 
 
@@ -69,7 +71,7 @@ class RouterServer:
     def start(self) -> RouterAddresses:
         """Serve; returns once both fronts listen. Workers come with `set_workers`."""
         with suppress(AttributeError):  # another C library than glibc
-            ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
+            _libc.mallopt(M_ARENA_MAX, ARENAS)
         self._thread.start()
         return self._started.result()
 
@@ -170,7 +172,10 @@ class RouterServer:
         )
         app = self._app = RouterApp(config, text, observer, self._secrets, self._journal, model)
         try:
-            self._started.set_result(await app.start())
+            addresses = await app.start()
+            with suppress(AttributeError):
+                _libc.malloc_trim(0)  # a tokenizer is read by way of several times its size
+            self._started.set_result(addresses)
             await app.run(stopping)
         finally:
             await app.stop(self._grace_s)

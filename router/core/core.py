@@ -251,6 +251,7 @@ class Router:
         if isinstance(record, Load):
             self.registry.report(worker, record, now)
             self.index.evict(worker, record.evicted)
+            self._placer.evicted(worker, record.evicted)
             self.index.moved(worker, record.moved)
             self._losses.give_up(self._detector.accused(worker, record.silent, now), now, out)
             self._queue.advance(now, out)

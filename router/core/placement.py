@@ -108,7 +108,16 @@ class Placer:
         # What it keeps the worker busy for: its delay is waiting, and no work.
         work_s = max(tokens - view.cached_tokens, 1) * token_s(view) / view.delay
         self._reuse.arrivals.came(now, work_s, len(views), spare_tokens(tokens, views, view))
-        self._reuse.missed.placed(call.chain(key), tokens, key[1], views, held.depths(key), view, now)
+        chain, depths = call.chain(key), held.depths(key)
+        self._reuse.missed.placed(chain, tokens, key[1], views, depths, view, now)
+        self._reuse.evictions.asked(chain[max([depths.get(each.name, 0) for each in views], default=0) :])
+
+    def evicted(self, worker: str, blocks: Sequence[bytes]) -> None:
+        """Take in what a worker holds no more; of one that reads no prompts it says nothing."""
+        entry = self._registry.get(worker) if blocks else None
+        if entry is not None and (entry.info.role == "prefill" or self._local_prefill):
+            held_blocks = self._index.held_blocks(worker) * len(self._registry.role(entry.info.role))
+            self._reuse.evictions.evicted(blocks, held_blocks)
 
     def told(self, record: ReadTold, now: float) -> None:
         """Count work that another router brings to a worker: whoever is delayed there is delayed by all of it."""
@@ -117,6 +126,7 @@ class Placer:
             beside = [w for w in self._registry.takers(reader.info.role, now) if w.key == reader.key]
             s_per_token = self._fitted.reading(reader.name)[0] or ASSUMED_S_PER_TOKEN
             self._reuse.arrivals.came(now, max(record.uncached_tokens, 1) * s_per_token, len(beside))
+            self._reuse.evictions.came()
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
         adapter = call.record.adapter
@@ -333,7 +343,13 @@ class Placer:
         found = {w.name: depths.get(w.name, 0) for w in alike}
         queues = {w.name: w.queue_tokens for w in alike}
         s_per_token = self._fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
-        return self._reuse.delaying_tokens(call.chain(alike[0].key), found, alike[0].key[1], queues, s_per_token)
+        chain, size = call.chain(alike[0].key), alike[0].key[1]
+        others = self._reuse.delaying_tokens(chain, found, size, queues, s_per_token)
+        share, most = self._reuse.evictions.share, max(found.values())
+        for worker in alike if share else ():
+            if worker.has_evicted:
+                others[worker.name] += share * (most - found[worker.name]) * size
+        return others
 
     def _loading(self, worker: WorkerEntry, held: "_Held", way: str) -> tuple[int, float]:
         """Return how many of the blocks that a worker holds in lower tiers it will not load, and the price of those

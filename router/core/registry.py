@@ -46,6 +46,7 @@ class WorkerEntry:
     least_s_per_block: float = 0.0  # the time for a block over the quickest way to it, of those that it reports
     refused: bool = False  # said no since its last report: not asked again before the next one
     leaving: bool = False  # it drains
+    has_evicted: bool = False  # its cache is full: what it caches more takes the place of something else
     own: dict[RequestId, InFlight] = field(default_factory=dict)
     reading: ReadingLine = field(init=False)
     name: str = field(init=False)
@@ -83,6 +84,7 @@ class WorkerEntry:
     def reported(self, load: Load) -> None:
         """Take a report, which counts all that had been accepted when it was made."""
         self.load, self.refused, self.leaving = load, False, load.leaving
+        self.has_evicted = self.has_evicted or bool(load.evicted)
         self.least_s_per_block = min(load.s_per_block.values(), default=0.0)
         for dispatch in self.own.values():
             dispatch.counted = dispatch.accepted

@@ -4,7 +4,7 @@ A request goes where its first token is predicted soonest; but computing what li
 behind it, of which its own prediction says nothing; and afterwards the next ones find it in one more place, of which
 that says nothing either. So a part of a prompt, held by others and computed on one worker, counts besides its own time
 
-    delayed · lost - missed, and at the least -tokens of it
+    delayed · lost - missed, at the least -tokens of it; + displaced
 
 - `delayed`: how many it delays: those that will come to this worker before it is idle again,
   λ · (its queue + half of the part) / (1 - busy) where λ of them come to a worker in a second. Since others are sent
@@ -15,6 +15,9 @@ that says nothing either. So a part of a prompt, held by others and computed on 
   tokens · spare / (tokens + spare), where `spare` is for how many tokens' time the next best worker was worse, a mean
   of late. For some that is nothing, and a conversation has nowhere else to go: where spare times exceed t for a share
   (spare / (spare + t))² of the requests, this is the mean of what is the less.
+- `displaced`: what others find no more, since room is made for the copy, on a worker that has evicted before: its
+  tokens times the share of evicted blocks that were asked for again before about as many were evicted as workers hold.
+  Nothing where caches are so large that hardly anything comes back.
 - `missed`: for how many tokens' time requests with the same beginning have waited of late for those that hold this
   part, while others would have been sooner had they held it too. A request that goes to a holder adds what it waits
   longer, if a copy that was begun when somebody first waited would be there by now: what comes together with the first
@@ -25,7 +28,8 @@ than twice what one does who knows the future. A conversation that one client go
 hardly anybody waits for it; a prefix that everybody asks for is soon wherever there is work for it; and a burst behind
 a cold prompt, which is over before a copy of it could be, waits for its first request.
 
-Both are of the latest requests: half of them is of the last HALF_LIFE a worker, or SHORTEST in all.
+All are of the latest requests: half of them is of the last HALF_LIFE a worker, or SHORTEST in all; of the latest
+evictions half is of as many as half of what workers hold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +44,8 @@ FEWEST_BEGINNINGS, MOST_BEGINNINGS = 1 << 12, 1 << 16
 LEAST_TOKENS = 1.0
 """Less than this changes no price."""
 _LARGEST = 1e100
+FEWEST_EVICTED, MOST_EVICTED = 1 << 8, 1 << 15
+"""How many evicted blocks are remembered before older ones are forgotten, whatever workers hold."""
 
 
 class Arrivals:
@@ -157,13 +163,61 @@ class MissedWaits:
         self._room = max(FEWEST_BEGINNINGS, 2 * len(known))
 
 
+class Evictions:
+    """Which share of the blocks that are evicted is asked for again soon. It sees all evictions, and of several
+    routers' requests its own: those of the others are taken to ask for as much."""
+
+    # Mutable state: the blocks evicted of late, in two generations; evictions, those that were asked for again, and
+    # requests, its own and all, in sums that fade.
+
+    def __init__(self) -> None:
+        self._young, self._old = set[bytes](), set[bytes]()
+        self._evicted = self._again = 0.0
+        self._own = self._all = 0.0
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    @property
+    def share(self) -> float:
+        if not self._own:
+            return 0.0  # nothing is known
+        return min(self._again * self._all / self._own / max(self._evicted, float(FEWEST_EVICTED)), 1.0)
+
+    def came(self) -> None:
+        """Count a request of another router."""
+        self._all += 1.0
+
+    def evicted(self, blocks: Sequence[bytes], held_blocks: int) -> None:
+        """Take in that a worker holds these no more, where all workers hold so many."""
+        generation = min(max(held_blocks // 2, FEWEST_EVICTED), MOST_EVICTED)
+        fade = 0.5 ** (len(blocks) / generation)
+        self._evicted, self._again = self._evicted * fade + len(blocks), self._again * fade
+        self._own, self._all = self._own * fade, self._all * fade
+        self._young.update(blocks)
+        if len(self._young) >= generation:
+            self._young, self._old = set(), self._young
+
+    def asked(self, missing: Sequence[bytes]) -> None:
+        """Count a request of this router's, and of what no worker holds of it the leading part that was evicted."""
+        self._own, self._all = self._own + 1.0, self._all + 1.0
+        for block in missing:
+            if block in self._young:
+                self._young.discard(block)
+            elif block in self._old:
+                self._old.discard(block)
+            else:
+                break
+            self._again += 1.0
+
+
 class Reuse:
     """What a copy of what another worker holds is worth. Owner: the router core."""
 
-    # Mutable state: its two parts.
+    # Mutable state: its three parts.
 
     def __init__(self) -> None:
-        self.missed, self.arrivals = MissedWaits(), Arrivals()
+        self.missed, self.arrivals, self.evictions = MissedWaits(), Arrivals(), Evictions()
 
     def delaying_tokens(
         self,

@@ -274,6 +274,7 @@ class Frontend:
                 # 3. It can, and was not given up meanwhile: the answer waits for it.
                 elif self._resumables.find(token) is samples:
                     self._give_up(self._resumables.detached(token, self._clock()))
+            samples.leave(reader)
 
     def _abandon(self, samples: Samples, why: ApiError | None = None) -> None:
         """End an answer that nobody will read any more."""

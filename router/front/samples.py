@@ -78,6 +78,12 @@ class Samples:
         self.changed.call()
         return self.reader
 
+    def leave(self, reader: "SamplesReader") -> None:
+        """Let go of a reader that has ended, and of its client's connection with it; an answer may be kept for longer.
+        """
+        if self.reader is reader:
+            self.reader = self.changed.deliver = None
+
     def end_all(self, now: float, why: ApiError | None = None) -> list[RequestId]:
         """End the streams for good; `why` is what a reader that comes back is told. Return the requests to be let go,
         the last sample first: each of them may wait for one before it."""

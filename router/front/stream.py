@@ -42,11 +42,11 @@ class Signal(Protocol):
 class SampleStream:
     # Slots, here and along a token's way: where many streams take turns, none is in the processor's caches, and a token
     # costs as much as it touches of them. Mutable state: the deltas that no reader has taken yet, what was taken, how
-    # the request ended, and the present reader.
+    # the request ended, and whether it has had a reader.
 
     __slots__ = (
         "_admission", "_counted", "_deadline_s", "_deltas", "_finished", "_history", "_is_adopted", "_is_charged",
-        "_journal", "_observer", "_timeline", "begun", "changed", "end", "output", "reader", "started",
+        "_is_read", "_journal", "_observer", "_timeline", "begun", "changed", "end", "output", "started",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +71,7 @@ class SampleStream:
         self._history = history
         self.end: Complete | ApiError | None = None
         self.begun = is_adopted
-        self.reader: Reader | None = None
+        self._is_read = False
         self.changed = changed
         self._finished: Finished | None = None
         self._timeline = timeline
@@ -161,7 +161,7 @@ class SampleStream:
         `why`."""
         # 1. It is complete. An adopted one without a reader was read from the earlier router, which has counted it.
         if isinstance(self.end, Complete):
-            if self._is_adopted and self.reader is None:
+            if self._is_adopted and not self._is_read:
                 return
             self.account(self.end, now)
         # 2. It was still running. 3. It has failed, and was counted then.
@@ -181,7 +181,7 @@ class SampleStream:
         reader = Reader(self, at)
         if at is not None:
             reader.is_ready()
-        self.reader = reader
+        self._is_read = True
         return reader
 
     def is_behind(self, at: Position) -> bool:

@@ -136,13 +136,12 @@ class StreamedAnswer:
                 await Response(status_code=204)(scope, receive, send)
             else:
                 await out.end()
-        except ApiError as failure:
+        except ApiError as error:
             api = "" if self._form is None else self._form.api
-            error = in_words_of(api, failure)
             if await out.withdraw():
-                await error_response(error, out.label, api)(scope, receive, send)
+                await error_response(in_words_of(api, error), out.label, api)(scope, receive, send)
             else:
-                await out.write(failure_of(error, writer))
+                await out.write(failure_of(in_words_of(api, error), writer))
                 await out.end()
         finally:
             pulse.cancel()

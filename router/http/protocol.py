@@ -123,6 +123,8 @@ class FrontProtocol(CertificateProtocol, CountedProtocol):
         self.gone()
         self._owe("", 0.0)
         super().connection_lost(exc)
+        # They lead back to this connection, which would stay until the collector looks at everything.
+        self.app_state, self.scope, self.cycle = {}, None, None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:

@@ -23,7 +23,7 @@ from engine.types import BlockId, Incarnation, RequestId
 from prefill_worker.scheduler.line import Line
 from prefill_worker.scheduler.order import Job
 from router.core.call import Call
-from router.core.placement import LOCAL, _fits, demand
+from router.core.placement import LOCAL, _fits, _Held, demand
 from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, DecodeView, Demand, PrefillView, cost
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import worker_info
@@ -863,3 +863,42 @@ def test_predictions_are_learnt_from_as_if_nobody_went_before_others() -> None:
     parts.table.calls[call.record.request] = call
     parts.view.offered(call, choice)
     assert call.predicted_s is not None and call.predicted_s[0] == pytest.approx((800 + 16) * 0.01)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_copy_costs_what_makes_room_for_it(is_full: bool) -> None:
+    """Guards small caches, where a second copy costs another beginning its place, and a worker that has just joined,
+    where it costs nothing."""
+    parts = Parts()
+    parts.join("d0")
+    holder, other = parts.join("p0"), parts.join("p1")
+    parts.report("p1", evicted=[b"some"] if is_full else [])
+    parts.report("p1")
+    call = waiting(tokens=20 * 16)
+    parts.index.insert("p0", call.chain(holder.key)[:16])
+    parts.index.insert("p1", call.chain(holder.key)[:6])
+    before = parts.placer._delaying(call, _Held(parts.index, call), [holder, other])
+    evictions = parts.placer._reuse.evictions
+    evictions.evicted([b"%d" % n for n in range(1024)], 4096)
+    evictions.asked([b"%d" % n for n in range(256)])
+    after = parts.placer._delaying(call, _Held(parts.index, call), [holder, other])
+    assert after["p0"] == before["p0"]
+    assert after["p1"] - before["p1"] == pytest.approx(0.25 * 10 * 16 if is_full else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("worker", "local_prefill", "counts"),
+    [("p0", "off", True), ("d0", "off", False), ("d0", "auto", True), ("nobody", "off", False)],
+)
+def test_what_comes_back_after_its_eviction_is_counted(worker: str, local_prefill: str, counts: bool) -> None:
+    parts = Parts(local_prefill=local_prefill)
+    parts.join("d0")
+    reader = parts.join("p0")
+    call = waiting(tokens=20 * 16)
+    chain = call.chain(reader.key)
+    parts.index.insert("p0", chain[:4])
+    parts.placer.evicted(worker, chain[4:12])
+    assert parts.placer.choose(call, 0.0) is not None
+    assert parts.placer._reuse.evictions._again == (8 if counts else 0)
+    assert parts.placer.choose(call, 0.0) is not None
+    assert parts.placer._reuse.evictions._own == 1, "a request that is offered twice asks once"

@@ -9,10 +9,13 @@ from router.core.policy import PrefillView
 from router.core.reuse import (
     ALL_BUSY,
     FEWEST_BEGINNINGS,
+    FEWEST_EVICTED,
     MOST_BEGINNINGS,
     MOST_BUSY,
+    MOST_EVICTED,
     SHORTEST,
     Arrivals,
+    Evictions,
     MissedWaits,
     Reuse,
     half_life,
@@ -363,3 +366,53 @@ def test_nothing_is_forgotten_while_there_is_room() -> None:
     missed._tokens[b"more"] = (0.0, 0.0)
     missed._fade(1)
     assert not len(missed), "of none of them anything was missed"
+
+
+def test_evictions_cost_what_is_asked_for_again() -> None:
+    """Guards copies where caches are small: of what makes room for one, so much has to be computed anew."""
+    evictions = Evictions()
+    assert evictions.share == 0.0
+    for n in range(400):
+        evictions.evicted(chain(f"{n}-", 8), 10_000)
+        evictions.asked(chain(f"{n}-", 8)[2:4])
+        evictions.asked([*chain(f"{n}-", 8)[:2], b"never held", *chain(f"{n}-", 8)[4:]])
+    assert evictions.share == pytest.approx(0.5, abs=0.01), "what follows a block that nobody had is not looked at"
+    for n in range(10_000):
+        evictions.evicted(chain(f"other{n}-", 8), 10_000)
+    assert evictions.share == pytest.approx(0.0, abs=0.001)
+
+
+def test_a_block_that_is_asked_for_again_counts_once() -> None:
+    evictions = Evictions()
+    evictions.evicted(chain("a", FEWEST_EVICTED), 0)
+    for _ in range(3):
+        evictions.asked(chain("a", FEWEST_EVICTED // 4))
+    assert evictions.share == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("between", "is_late"), [(0, False), (400, False), (1_000, True)])
+def test_who_asks_after_a_turnover_would_not_have_found_it_anyway(between: int, is_late: bool) -> None:
+    evictions = Evictions()
+    evictions.evicted(chain("a", 100), 1_000)
+    for n in range(between // 100):
+        evictions.evicted(chain(f"other{n}-", 100), 1_000)
+    evictions.asked(chain("a", 100))
+    assert (evictions.share == 0.0) is is_late
+
+
+def test_evictions_are_all_seen_and_of_the_requests_of_several_routers_a_part() -> None:
+    evictions = Evictions()
+    for n in range(400):
+        evictions.evicted(chain(f"{n}-", 8), 10_000)
+        evictions.asked(chain(f"{n}-", 1))
+        for _ in range(3):
+            evictions.came()
+    assert evictions.share == pytest.approx(0.5, abs=0.01)
+
+
+def test_what_was_evicted_is_remembered_within_bounds() -> None:
+    evictions = Evictions()
+    for n in range(100):
+        evictions.evicted(chain(f"{n}-", 2_000), 10**9)
+        assert len(evictions) <= 2 * (MOST_EVICTED + 2_000)
+    assert len(evictions) >= MOST_EVICTED

@@ -53,12 +53,24 @@ def test_no_step_passes_a_limit_and_no_answer_is_given_up(steps: list[tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("may_open", "are_open", "expected"),
-    [(1_000_000, 40, 1024), (256, 40, (256 - 40 - RESERVE) // 2), (1024, 60, 450), (64, 60, LEAST)],
+    ("wanted", "may_open", "are_open", "expected"),
+    [
+        ([1024, 1024], 1_000_000, 40, [1024, 1024]),
+        ([1024, 1024], 256, 40, [(256 - 40 - RESERVE) // 2] * 2),
+        ([1024, 1024], 1024, 60, [450, 450]),
+        ([1024, 1024], 64, 60, [LEAST, LEAST]),
+        ([16_384, 16_384], 20_000, 40, [9_948, 9_948]),
+        ([1024, 16_384], 20_000, 40, [1024, 16_384]),
+        ([16_384, 1024], 10_000, 36, [8_876, 1024]),
+        ([5_000, 100, 5_000], 5_000, 36, [2_400, 100, 2_400]),
+    ],
 )
-def test_the_fronts_share_the_descriptors_that_are_left(may_open: int, are_open: int, expected: int) -> None:
-    """Guards a process that accepts until it cannot open anything any more."""
-    assert front_connections(1024, 2, may_open=may_open, are_open=are_open) == expected
+def test_the_fronts_share_the_descriptors_that_are_left(
+    wanted: list[int], may_open: int, are_open: int, expected: list[int]
+) -> None:
+    """Guards a process that accepts until it cannot open anything any more, and one that keeps half of what it may open
+    for a front that nobody asks."""
+    assert front_connections(wanted, may_open=may_open, are_open=are_open) == expected
 
 
 def test_grpc_is_told_the_same_limits() -> None:
