@@ -107,6 +107,7 @@ _MAY_BE_ZERO = frozenset(
         "router.seed",
         "router.grpc_port",
         "router.http_port",
+        "router.limits.grpc_connections",
         "router.max_waiting",
         "router.retry_after_s",
         "router.settle_s",

@@ -89,6 +89,7 @@ class Load(Record, kw_only=True):
     active_blocks: int
     reserved_blocks: int
     quarantined_blocks: int
+    promised_blocks: int = 0  # free or cached, and kept for what has been accepted: no request is given them
     group_blocks: dict[str, int] = {}  # of those three, by layer group; empty where there is one
     waiting_requests: int = 0
     waiting_tokens: int = 0  # uncached prompt tokens not computed yet (decode: of prompts that it computes itself)
@@ -281,6 +282,8 @@ class Refused(PlacementMessage):
     """No room now. The router keeps the request in its line and offers it again when a report shows room."""
 
     blocks_needed: int
+    cached_tokens: int | None = None
+    """Those of the prompt that are here, as in `Accepted`; None: not said."""
 
 
 class NeedPrefill(PlacementMessage):

@@ -380,6 +380,7 @@ class Worker(Generic[E]):
             active_blocks=counts["active"],
             reserved_blocks=counts["reserved"],
             quarantined_blocks=counts["quarantined"],
+            promised_blocks=kv.promised,
             group_blocks=held if len(held) > 1 else {},
             waiting_requests=scheduler.waiting_requests,
             running_requests=scheduler.running_requests,

@@ -303,7 +303,8 @@ class SimulatedDecode:
                 migrating=True,
             )
         if lease is None:
-            self._say(Refused(record.request, place.placement, 1))
+            cached_tokens = self.kv.matched_tokens(b"", record.tokens, prompt - 1)
+            self._say(Refused(record.request, place.placement, 1, cached_tokens))
             return
         self._held += 1
         self._say(Accepted(record.request, place.placement, lease.cached_tokens))
@@ -332,6 +333,7 @@ class SimulatedDecode:
     def _landed(self, row: DecodingRow, source: SimulatedPrefill, job: Job) -> None:
         source.release(job)
         self.kv.landed(row.lease)
+        self.kv.commit(row.lease, row.place.record.tokens)
         now = row.last_s = self._time.now
         request, placement = row.place.record.request, row.place.placement
         self._cluster.has_begun(request, now - row.arrived_s)
@@ -404,6 +406,7 @@ class SimulatedDecode:
             active_blocks=counts["active"],
             reserved_blocks=counts["reserved"],
             quarantined_blocks=counts["quarantined"],
+            promised_blocks=self.kv.promised,
             running_requests=len(self._rows),
             s_per_token=self._step_s * TOKEN_SCALE,  # of here: each is as many steps
             s_per_block=self._cluster.s_per_block,

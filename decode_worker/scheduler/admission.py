@@ -135,7 +135,8 @@ class Admission:
         parent = self._parent(message)
         lease = None if barred else self._lease(record, parent, here=not message.prefill.name)
         if lease is None:
-            return [Tell(link, Refused(name, message.placement, self.blocks(record)))]
+            cached_tokens = self.kv.matched_tokens(record.space, record.tokens, len(record.tokens) - 1)
+            return [Tell(link, Refused(name, message.placement, self.blocks(record), cached_tokens))]
         request = self._take(link, message, router, lease, now)
         cached_tokens = lease.cached_tokens if parent is None else shared_tokens(record)
         request.origin.decode_cached_tokens = min(cached_tokens, record.prompt_tokens)

@@ -78,10 +78,14 @@ class KVCacheManager:
     # what there is
 
     @property
+    def promised(self) -> int:
+        """Blocks that are free or evictable, and kept for leases that are there."""
+        return self._promised if self.windows is None else self._promised + self.windows.charged
+
+    @property
     def available(self) -> int:
         """Blocks that a new lease could have: free or evictable, and promised to nobody."""
-        charged = self._promised if self.windows is None else self._promised + self.windows.charged
-        return self.pool.free + self.cache.idle - charged
+        return self.pool.free + self.cache.idle - self.promised
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

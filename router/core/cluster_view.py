@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from engine import identity
 from engine.identity import SHORT_BYTES
-from engine.messages import Accepted, PeerAddress, ReadTold, RequestStats
+from engine.messages import Accepted, PeerAddress, ReadTold, Refused, RequestStats
 from engine.types import RequestId
 from router.core.call import Call, State
 from router.core.placement import LOCAL, demand
@@ -49,8 +49,11 @@ class ClusterView:
         if call.prefill:
             self.index.insert(call.prefill, call.chain(call.prefill_key))
 
-    def refused(self, call: Call) -> None:
-        """Note that nobody will compute `call`: its prefill worker holds what it was believed to hold before."""
+    def refused(self, call: Call, record: Refused) -> None:
+        """Note that nobody will compute `call`: its prefill worker holds what it was believed to hold before, and its
+        decode worker no more than it says."""
+        if record.cached_tokens is not None:
+            self._holds_no_more(call, record.cached_tokens)
         if call.prefill:
             believed_blocks = call.believed_prefill_tokens // call.prefill_key[1]
             self.index.correct(call.prefill, call.chain(call.prefill_key), believed_blocks)
@@ -100,12 +103,19 @@ class ClusterView:
 
     def accepted(self, call: Call, record: Accepted) -> None:
         """Note that both workers are about to hold the blocks of `call`; the decode worker says how many it has."""
-        chain = call.chain(call.key)
-        actual_blocks = record.cached_tokens // call.key[1]
-        if actual_blocks < call.believed_decode_blocks:
-            self.index.correct(call.decode, chain, actual_blocks)
-        self.index.insert(call.decode, chain)
+        self._holds_no_more(call, record.cached_tokens)
+        self.index.insert(call.decode, call.chain(call.key))
         self._reads(call)
+
+    def _holds_no_more(self, call: Call, cached_tokens: int) -> None:
+        """Correct what the decode worker of `call` is believed to hold of its prompt, if that was too much."""
+        actual_blocks = cached_tokens // call.key[1]
+        if actual_blocks < call.believed_decode_blocks:
+            self.index.correct(call.decode, call.chain(call.key), actual_blocks)
+
+    def arrived(self, call: Call) -> None:
+        """Note that the decode worker of `call` has its prompt, whatever it said of it while that was on the way."""
+        self.index.insert(call.decode, call.chain(call.key))
 
     def adopted(self, call: Call, home: WorkerEntry, prefill: str) -> None:
         """Note that `home` holds `call` since before this router knew either; its prompt was prefilled by `prefill`."""

@@ -297,7 +297,7 @@ class Router:
             case Accepted():
                 self._accepted(call, record, now, out)
             case Refused():
-                self._refused(call, now, out)
+                self._refused(call, record, now, out)
             case NeedPrefill():
                 self._need_prefill(call, record, now, out)
             case Tokens():
@@ -345,14 +345,14 @@ class Router:
             name, incarnation = pin.prefill or ("", Incarnation(0))
             out.append(TellWorker(home.name, SessionTold(session, turn, name, incarnation, age_s)))
 
-    def _refused(self, call: Call, now: float, out: list[Command]) -> None:
+    def _refused(self, call: Call, record: Refused, now: float, out: list[Command]) -> None:
         worker = self.registry.get(call.decode)
         assert worker is not None, "whoever is lost holds no call"
         worker.refused = True
         if call.state is State.CLOSING:
             self._table.forget(call, out)
         elif call.state is State.OFFERED:
-            self._view.refused(call)
+            self._view.refused(call, record)
             self._queue.rejoin(call)
         else:
             out.append(Ignored("duplicate", 0))
@@ -414,6 +414,8 @@ class Router:
             out.append(Ignored("duplicate", min(known, len(record.ids))))
         fresh = record.ids[known:]
         if fresh:
+            if not call.is_prefilled:
+                self._view.arrived(call)
             self._prefilled(call, now, out)
             logprobs = record.logprobs[known:]
             call.emit(fresh, logprobs)

@@ -58,8 +58,10 @@ class WorkerEntry:
     """Those of its own whose prompts it has read, where others write the answers."""
     others_tokens: int = 0
     """Those of its queue that other routers have told of since its last report."""
+    freed_blocks: int = 0
+    """Those of its own requests that have ended since its last report, which had counted them."""
     used_blocks: int = 0
-    """Blocks that no eviction can free."""
+    """Blocks that no eviction can free, or that are promised to what runs."""
     decode_view: DecodeView | None = None
     """How a placement saw it last, as long as nothing but what it holds of a prompt has changed since."""
 
@@ -88,14 +90,16 @@ class WorkerEntry:
         self.least_s_per_block = min(load.s_per_block.values(), default=0.0)
         for dispatch in self.own.values():
             dispatch.counted = dispatch.accepted
-        self.others_tokens = 0
+        self.others_tokens = self.freed_blocks = 0
         self.queue_tokens, self.used_blocks = self._beyond(load)
         self.decode_view = None
 
     def _beyond(self, load: Load | None) -> tuple[int, int]:
         """A report, and what it did not count: queued tokens, used blocks."""
         tokens = self.others_tokens + (load.waiting_tokens if load else 0)
-        blocks = load.active_blocks + load.reserved_blocks + load.quarantined_blocks if load else 0
+        blocks = -self.freed_blocks
+        if load:
+            blocks += load.active_blocks + load.reserved_blocks + load.quarantined_blocks + load.promised_blocks
         uncounted = [d for d in self.own.values() if not d.counted]
         return tokens + sum(d.tokens for d in uncounted), blocks + sum(d.blocks for d in uncounted)
 
@@ -290,5 +294,6 @@ class Registry:
         if worker is not None and dispatch is not None:
             worker.prefilled_requests -= dispatch.is_prefilled
             worker.reading.leave(request)
-            more = (0, 0) if dispatch.counted else (-dispatch.tokens, -dispatch.blocks)
-            worker.adds(*more)
+            if dispatch.counted:
+                worker.freed_blocks += dispatch.blocks
+            worker.adds(0 if dispatch.counted else -dispatch.tokens, -dispatch.blocks)

@@ -68,6 +68,8 @@ class Promises:
                 what = f"{worker} says tokens {record.ids} from {record.index}"
                 raise Violation(f"{record.request}: {what}, the uninterrupted run is {want}")
         elif isinstance(record, Load):
+            if record.promised_blocks > record.free_blocks + record.cached_blocks:
+                raise Violation(f"{worker} promises {record.promised_blocks} blocks, of which some cannot be freed")
             if record.leaving:
                 self._leaving[worker] = self._lives[worker]
         elif isinstance(record, Orphan):

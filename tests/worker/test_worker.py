@@ -363,6 +363,22 @@ def run_one_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.worker, "HEARTBEAT_S", 1e9)
 
 
+def test_a_report_tells_what_is_promised() -> None:
+    """Guards routers against offers to a pool that is free, and kept for those who run."""
+    made = OPEN["decode"]()
+    try:
+        kv = made.parts.kv
+        lease = kv.acquire(b"", [1], match_limit=0, room_tokens=1, grow_tokens=4 * kv.block_size)
+        assert lease is not None
+        report = made._load([], 0.0)
+        assert (report.active_blocks, report.promised_blocks) == (1, 3)
+        assert report.free_blocks + report.cached_blocks - report.promised_blocks == kv.available
+        kv.release(lease)
+        assert made._load([], 0.0).promised_blocks == 0
+    finally:
+        made.stop()
+
+
 def test_a_worker_that_has_become_idle_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards routers' queues: the last step of a prompt ended within 50 ms of a report, and for the quarter of a second
     until the next one its tokens were taken to be still to compute."""

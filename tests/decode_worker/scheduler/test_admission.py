@@ -31,6 +31,21 @@ def test_without_room_the_answer_is_no_with_what_is_wanted() -> None:
     assert isinstance(refused, Refused) and refused.blocks_needed == 4
 
 
+def test_who_says_no_says_what_it_has() -> None:
+    """Guards the router's belief: a prompt that was taken to be here until its worker said otherwise was offered again
+    with every report."""
+    bench = Fetching(6, growth_tokens=4)
+    assert bench.place("a", PROMPT, POOL, max_tokens=10)
+    for cached_tokens in (0, 8):
+        assert not bench.place("b", [*PROMPT[:9], *range(50, 54)], POOL)
+        refused = bench.last(Refused)
+        assert isinstance(refused, Refused) and refused.cached_tokens == cached_tokens
+        if not cached_tokens:
+            handoff = bench.asked().handoff
+            bench.land(handoff)
+            bench.name_token(handoff)
+
+
 @pytest.mark.parametrize("what", ["pool", "width"])
 def test_what_can_never_be_served_is_rejected(what: str) -> None:
     """Guards the router's line: a refused request would be offered again for ever."""

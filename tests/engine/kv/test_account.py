@@ -120,8 +120,12 @@ class Account:
         return BLOCKS - len(self.living)
 
     @property
+    def promised(self) -> int:
+        return sum(held.promised for held in self.held)
+
+    @property
     def available(self) -> int:
-        return self.free + len(self.line) - sum(held.promised for held in self.held)
+        return self.free + len(self.line) - self.promised
 
     # who has what
 
@@ -485,6 +489,7 @@ class Run:
         kv, account = self.kv, self.account
         self._know_numbers()
         assert kv.available == account.available and kv.pool.free == account.free
+        assert kv.promised == account.promised
         states = Counter(block.state for block in account.living)
         assert kv.pool.counts() == {"free": account.free, **{s: states[s] for s in kv.pool.counts() if s != "free"}}
         numbers = [self.numbers[block] for block in account.living]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine.identity import SHORT_BYTES
-from engine.messages import Accepted, RequestStats
+from engine.messages import Accepted, Refused, RequestStats
 from router.core.call import Call, State
 from router.core.placement import LOCAL
 from router.core.policy import Choice, PrefillView
@@ -29,6 +29,10 @@ def cluster() -> Parts:
 
 def accept(parts: Parts, call: Call, cached_tokens: int = 0) -> None:
     parts.view.accepted(call, Accepted(call.record.request, call.placement, cached_tokens))
+
+
+def refuse(parts: Parts, call: Call, cached_tokens: int | None = None) -> None:
+    parts.view.refused(call, Refused(call.record.request, call.placement, 4, cached_tokens))
 
 
 def held(parts: Parts, *names: str) -> list[int]:
@@ -76,7 +80,7 @@ def test_what_is_accepted_will_be_held() -> None:
     parts = cluster()
     call = parts.offer("a")
     assert held(parts, "d0", "p0") == [0, 2]
-    parts.view.refused(call)
+    refuse(parts, call)
     assert held(parts, "d0", "p0") == [0, 0], "nobody will compute it"
     choice = parts.placer.choose(call, 0.0)
     assert choice is not None
@@ -89,6 +93,21 @@ def test_what_is_accepted_will_be_held() -> None:
     accept(parts, longer, cached_tokens=16)
     assert parts.index.match("d0", [*call.chain(call.key), b"lower"]) == 2, "it has only one, hence nothing below it"
     assert parts.index.match("d0", longer.chain(longer.key)) == 3
+
+
+@pytest.mark.parametrize(("cached_tokens", "believed"), [(None, 2), (40, 2), (32, 2), (31, 1), (0, 0)])
+def test_who_says_no_is_believed_to_hold_what_it_says_until_more_arrives(
+    cached_tokens: int | None, believed: int
+) -> None:
+    """Guards a full pool against offers, with every report, of what it is taken to hold and is still being sent; and
+    what shares that prompt, against waiting for an answer's end. One of an earlier release does not say what it has."""
+    parts = cluster()
+    first = parts.offer("a")
+    accept(parts, first)
+    refuse(parts, parts.offer("b"), cached_tokens)
+    assert held(parts, "d0") == [believed]
+    parts.view.arrived(first)
+    assert held(parts, "d0") == [2]
 
 
 def test_what_one_router_offers_the_others_believe_and_count_until_the_next_report() -> None:

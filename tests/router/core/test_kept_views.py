@@ -145,8 +145,8 @@ def counted(worker: WorkerEntry) -> tuple[int, int]:
     """Queued tokens and used blocks, the plain way."""
     report, beyond = worker.load, [one for one in worker.own.values() if not one.counted]
     tokens = report.waiting_tokens if report else 0
-    blocks = report.active_blocks + report.reserved_blocks + report.quarantined_blocks if report else 0
-    return tokens + sum(one.tokens for one in beyond), blocks + sum(one.blocks for one in beyond)
+    blocks = report.active_blocks + report.reserved_blocks + report.promised_blocks if report else 0
+    return tokens + sum(one.tokens for one in beyond), blocks - worker.freed_blocks + sum(one.blocks for one in beyond)
 
 
 def takers(registry: Registry, role: str) -> list[WorkerEntry]:
@@ -205,6 +205,7 @@ def some_event(parts: Parts, random: Random, running: list[Call], number: int) -
             ways = {"p0": 0.002, "p1": 0.001} if random.random() < 0.5 else {}
             figures = {"waiting_tokens": random.randrange(90), "waiting_requests": random.randrange(9)}
             figures |= {"running_requests": random.randrange(4), "reserved": random.randrange(3)}
+            figures["promised_blocks"] = random.randrange(3)
             reserved = figures.pop("reserved")
             report = load(number, random.randrange(40), s_per_block=ways, leaving=random.random() < 0.1, **figures)
             report = msgspec.structs.replace(report, reserved_blocks=reserved, s_per_token=random.choice([0.0, 0.01]))

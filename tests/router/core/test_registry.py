@@ -36,12 +36,34 @@ def test_a_dispatch_counts_until_a_report_that_saw_it() -> None:
     assert worker.used_blocks == 14 and list(worker.own) == [A]
 
 
-def test_what_no_eviction_frees_is_used() -> None:
+def test_what_ends_is_room_before_the_next_report() -> None:
+    """Guards who waits for a full pool: its room was seen a report later, and what was counted is taken off once."""
+    parts = Parts()
+    worker = parts.join("d0")
+    for request in (A, B):
+        parts.registry.dispatched("d0", request, 0, 4)
+        parts.registry.accepted("d0", request)
+    parts.registry.released("d0", A)
+    assert worker.used_blocks == 4, "no report has counted it"
+    parts.report("d0", active=2, promised_blocks=2)
+    assert worker.used_blocks == 4
+    parts.registry.released("d0", B)
+    worker.check()
+    assert worker.used_blocks == 0
+    parts.report("d0", active=1)
+    worker.check()
+    assert worker.used_blocks == 1
+
+
+def test_what_no_eviction_frees_or_is_promised_is_used() -> None:
+    """Guards a full pool against offers: what is kept for those who run is given to nobody else."""
     parts = Parts()
     worker = parts.join("d0")
     report = msgspec.structs.replace(load(active=1), reserved_blocks=2, quarantined_blocks=4, cached_blocks=8)
     parts.registry.report("d0", report, 0.0)
-    assert worker.used_blocks == 7
+    assert worker.used_blocks == 7, "one of an earlier release says nothing of promises"
+    parts.report("d0", active=7, promised_blocks=16)
+    assert worker.used_blocks == 23
 
 
 def test_who_takes_requests() -> None:
