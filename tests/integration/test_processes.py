@@ -268,7 +268,7 @@ def test_a_client_that_leaves_frees_both_workers(running: Running, how: str, aft
     for event in events:
         if isinstance(event, Delta) == decoding:
             break
-    running.decode.wait_busy(5.0)
+    running.decode.wait_busy(20.0)
     if how == "cancel":
         events.close()  # type: ignore[attr-defined]
     client.close()
@@ -328,7 +328,7 @@ def test_a_killed_prefill_worker_changes_no_token(model_dir: Path) -> None:
     try:
         with ThreadPoolExecutor(1) as pool:
             job = pool.submit(running.ask, prompt, ignore_eos=True)
-            running.prefill.wait_busy(5.0)
+            running.prefill.wait_busy(20.0)
             time.sleep(0.5)
             pid = running.pids["prefill-0"]
             os.kill(pid, signal.SIGKILL)
