@@ -345,10 +345,11 @@ class Placer:
         s_per_token = self._fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
         chain, size = call.chain(alike[0].key), alike[0].key[1]
         others = self._reuse.delaying_tokens(chain, found, size, queues, s_per_token)
-        share, most = self._reuse.evictions.share, max(found.values())
-        for worker in alike if share else ():
-            if worker.has_evicted:
-                others[worker.name] += share * (most - found[worker.name]) * size
+        if share := self._reuse.evictions.share:
+            most = max(found.values())
+            for worker in alike:
+                if worker.has_evicted:
+                    others[worker.name] += share * (most - found[worker.name]) * size
         return others
 
     def _loading(self, worker: WorkerEntry, held: "_Held", way: str) -> tuple[int, float]:
