@@ -119,7 +119,10 @@ class Frontend:
             self._observer.request(FinishReason.REJECTED.value, None, [], spent_s, {})
             raise
         samples = self._submit(call, arrival, received_s, admission)
-        async with aclosing(self._serve(samples, samples.read(outlet=outlet))) as events:
+        reader = samples.read(outlet=outlet)
+        if outlet is not None:
+            outlet.begin = partial(self._begin, samples, reader)
+        async with aclosing(self._serve(samples, reader)) as events:
             async for event in events:
                 yield event
 
@@ -249,8 +252,7 @@ class Frontend:
         try:
             while (event := await reader.next()) is not None:
                 if isinstance(event, Started):
-                    if token:
-                        self._resumables.keep(token, samples)
+                    self._begin(samples, reader)
                     yield event if had is None else msgspec.structs.replace(event, **had())
                     continue
                 at, item = event
@@ -275,6 +277,13 @@ class Frontend:
                 elif self._resumables.find(token) is samples:
                     self._give_up(self._resumables.detached(token, self._clock()))
             samples.leave(reader)
+
+    def _begin(self, samples: Samples, reader: SamplesReader) -> Started:
+        """Keep a resumable answer, since its client is told now how to come back."""
+        if token := samples.started.resume_token:
+            self._resumables.keep(token, samples)
+            reader.is_known = True
+        return samples.started
 
     def _abandon(self, samples: Samples, why: ApiError | None = None) -> None:
         """End an answer that nobody will read any more."""
@@ -312,6 +321,8 @@ class Frontend:
             raise unknown_token()
         reader = samples.read(positions, outlet)
         self._resumables.attached(token)
+        if outlet is not None:
+            outlet.begin = partial(self._begin, samples, reader)
         form = samples.started.form
         had = None
         if form is not None and (form.parsing is not None or (form.logprobs is not None and not form.chat)):

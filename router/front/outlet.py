@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from router.front.api import Delta
+from router.front.api import Delta, Started
 
 AT_ONCE = 16
 """Readers told in one turn of the loop."""
@@ -21,11 +21,14 @@ log = logging.getLogger(__name__)
 
 class Outlet:
     """A front's short way to its client. `take` writes new output at once and says whether it did; the front sets it
-    when its answer has begun. It is asked only while nothing else of the answer is under way."""
+    when its answer has begun. It is asked only while nothing else of the answer is under way. `begin` returns what
+    `Started` will say, for a head that leaves before a worker has the request: from then on its client can come back;
+    the frontend sets it when there is a request."""
 
-    __slots__ = ("take",)
+    __slots__ = ("begin", "take")
 
     def __init__(self) -> None:
+        self.begin: Callable[[], Started] | None = None
         self.take: Callable[[Delta], bool] | None = None
 
 

@@ -136,7 +136,7 @@ class SamplesReader:
             if not self._has_started:
                 ready = [reader.is_ready() for reader in self._readers]
                 if all(ready) if self._samples.started.resume_token else any(ready):
-                    self._has_started = self.is_known = True
+                    self._has_started = True
                     return self._samples.started
             elif len(self._ended) == len(self._readers):
                 return None

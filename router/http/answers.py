@@ -1,8 +1,8 @@
 """An answer over HTTP: all at once, or as a stream of server-sent events, from its beginning or resumed.
 
 The status line is held back until there is output, so that a refusal keeps its own status; that of a resumable stream
-leaves as soon as a worker has the request, since it carries the token. Silence longer than `KEEP_ALIVE_S` sends the 200
-and a comment. An error after that travels as an event in the stream, which then ends without `[DONE]`, so that no
+leaves as soon as a worker has the request, since it carries the token. Silence longer than `KEEP_ALIVE_S` sends the 200,
+with the token, and a comment. An error after that travels as an event in the stream, which then ends without `[DONE]`, so that no
 client takes a part for the whole.
 """
 
@@ -120,7 +120,7 @@ class StreamedAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope.get("state", {}).get(CONNECTION)
-        out = _EventStream(send, self._form.label if self._form is not None else "", connection)
+        out = _EventStream(send, self._form.label if self._form is not None else "", connection, self._outlet)
         pulse = asyncio.ensure_future(out.keep_alive())
         writer: EventWriter | None = None
         try:
@@ -151,8 +151,7 @@ class StreamedAnswer:
         form = started.form or self._form
         if form is None:
             raise unknown_token("was not begun over HTTP")
-        out.label = form.label or started.request_id
-        out.resume_token = started.resume_token
+        out.named(started)
         if started.resume_token and not self._had_the_end:
             await out.begin()
         writer = writer_of(started, form, self._token_bytes, self._at)
@@ -162,19 +161,30 @@ class StreamedAnswer:
 
 
 class _EventStream:
-    """The response side of one stream. Two tasks write, answer and keep-alive, so every send is under a lock."""
+    """The response side of one stream. Two tasks write, answer and keep-alive, so every send is under a lock.
 
-    __slots__ = ("_closed", "_connection", "_lock", "_quiet", "_send", "_started", "label", "resume_token")
+    `label` is the caller's name for the request, if it has one: otherwise it goes by its id."""
 
-    def __init__(self, send: Send, label: str, connection: ChunkWriter | None = None) -> None:
+    __slots__ = ("_closed", "_connection", "_lock", "_outlet", "_quiet", "_resume_token", "_send", "_started", "label")
+
+    def __init__(
+        self, send: Send, label: str, connection: ChunkWriter | None = None, outlet: Outlet | None = None
+    ) -> None:
         self._connection = connection
+        self._outlet = outlet
         self.label = label
-        self.resume_token = ""
+        self._resume_token = ""
         self._send = send
         self._lock = asyncio.Lock()
         self._started = False
         self._closed = False
         self._quiet = True
+
+    def named(self, started: Started) -> None:
+        """Take what its head says of the request."""
+        form = started.form
+        self.label = self.label or (form.label if form is not None else "") or started.request_id
+        self._resume_token = started.resume_token
 
     async def begin(self) -> None:
         async with self._lock:
@@ -218,7 +228,9 @@ class _EventStream:
                 if self._closed:
                     return
                 if self._quiet:
-                    await self._put(KEEP_ALIVE_BETWEEN_IDS if self.resume_token else KEEP_ALIVE)
+                    if not self._started and self._outlet is not None and self._outlet.begin is not None:
+                        self.named(self._outlet.begin())
+                    await self._put(KEEP_ALIVE_BETWEEN_IDS if self._resume_token else KEEP_ALIVE)
 
     async def _start(self) -> None:
         if self._started:
@@ -232,8 +244,8 @@ class _EventStream:
         ]
         if self.label:
             headers.append((b"x-request-id", self.label.encode("latin-1")))
-        if self.resume_token:
-            headers.append((RESUME_TOKEN_HEADER.encode(), self.resume_token.encode("latin-1")))
+        if self._resume_token:
+            headers.append((RESUME_TOKEN_HEADER.encode(), self._resume_token.encode("latin-1")))
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _put(self, data: bytes) -> None:

@@ -14,7 +14,7 @@ from engine.messages import Cancel, Place
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.front.api import GenerateCall
-from router.http.answers import RESUME_TOKEN_HEADER, _EventStream
+from router.http.answers import RESUME_TOKEN_HEADER
 from router.http.openai_stream import EventPosition, event_id, positions
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
@@ -181,6 +181,43 @@ def test_the_token_is_known_before_there_is_output() -> None:
     with_server(body)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_who_waits_long_for_a_worker_can_come_back_too(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the head that leaves before any worker has the request: there is no other place for the token. From then
+    on a broken connection gives up no place in the line; DELETE does, and so does whoever cannot come back."""
+    monkeypatch.setattr("router.http.answers.KEEP_ALIVE_S", 0.05)
+
+    async def body(app: RouterApp, client: httpx.AsyncClient, workers: FakeWorkers) -> None:
+        workers.refusals, workers.mute_s = 10**6, 0.01
+        wanted = {"prompt": "x", "stream": True, "max_tokens": 2, "n": n}
+
+        async def cut_while_waiting(**more: object) -> httpx.Headers:
+            async with client.stream("POST", TEXT[0], json=wanted | more) as reply:
+                assert (await read(reply, 12)).startswith(b": keep-alive")
+                assert app.hub.core.open == n and not workers._running
+                return reply.headers
+
+        assert RESUME_TOKEN_HEADER not in await cut_while_waiting()
+        await until(lambda: not app.hub.core.open, 1.0)
+        gone = await cut_while_waiting(resumable=True)
+        assert (await client.delete(f"/v1/streams/{gone[RESUME_TOKEN_HEADER]}")).status_code == 204
+        await until(lambda: not app.hub.core.open, 1.0)
+
+        headers = await cut_while_waiting(resumable=True)
+        token = headers[RESUME_TOKEN_HEADER]
+        await asyncio.sleep(0.2)
+        assert app.hub.core.open == n
+        async with client.stream("GET", f"/v1/streams/{token}") as reply:
+            assert (await read(reply, 12)).startswith(b": keep-alive")
+            assert reply.headers[RESUME_TOKEN_HEADER] == token
+            assert reply.headers["x-request-id"] == headers["x-request-id"]
+        workers.refusals = 0
+        async with client.stream("GET", f"/v1/streams/{token}") as reply:
+            assert (await read(reply)).endswith(b"[DONE]\n\n")
+
+    with_server(body, retry_after_s=0.05)
+
+
 def test_only_resumable_streams_run_on_and_only_for_the_window() -> None:
     """Guards both sides of the choice: nobody else's request runs on, and nobody's for ever."""
 
@@ -256,16 +293,8 @@ def test_what_cannot_be_resumed_here() -> None:
 
 def test_silence_between_ids_is_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards OpenAI's Python client, which makes an event without data of an empty line that follows an id and a
-    comment, and fails on it. The pulse begins with the stream: on a busy machine a worker may take longer to get the
-    request than this silence, and a comment before any id is another one."""
+    comment, and fails on it."""
     monkeypatch.setattr("router.http.answers.KEEP_ALIVE_S", 0.02)
-    keep_alive = _EventStream.keep_alive
-
-    async def from_the_beginning(out: _EventStream) -> None:
-        await until(lambda: out._started)
-        await keep_alive(out)
-
-    monkeypatch.setattr(_EventStream, "keep_alive", from_the_beginning)
 
     async def body(app: RouterApp, client: httpx.AsyncClient, workers: FakeWorkers) -> None:
         workers.slow_s, workers.mute_s = 0.1, 0.05
