@@ -1,9 +1,9 @@
 """An answer over HTTP: all at once, or as a stream of server-sent events, from its beginning or resumed.
 
 The status line is held back until there is output, so that a refusal keeps its own status; that of a resumable stream
-leaves as soon as a worker has the request, since it carries the token. Silence longer than `KEEP_ALIVE_S` sends the 200,
-with the token, and a comment. An error after that travels as an event in the stream, which then ends without `[DONE]`, so that no
-client takes a part for the whole.
+leaves as soon as a worker has the request, since it carries the token. Silence longer than `KEEP_ALIVE_S` sends the
+200, with the token, and a comment. An error after that travels as an event in the stream, which then ends without
+`[DONE]`, so that no client takes a part for the whole.
 """
 
 import asyncio
