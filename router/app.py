@@ -293,6 +293,8 @@ class _Http:
             log_config=None,
             access_log=False,
             lifespan="off",
+            # A page that a browser takes for ours could write them, and say that it came over TLS.
+            proxy_headers=False,
             timeout_graceful_shutdown=1,
         )
         self._shared = SharedFront(config.limits, connections)

@@ -8,12 +8,16 @@ import pytest
 
 from access.authenticator import Authenticator
 from access.config import AccessConfig
+from router.config import RouterConfig
 from router.http.browsers import BrowserGuard
 from router.http.gate import HttpGate
 from router.http.routes import build_app
+from router.server import RouterServer
+from tests.router.fake_cluster import ByteText
 from tests.router.http.browser import MISSING, browsing, chromium
 from tests.router.http.fakes import CHAT, FakeFrontend, FakeState, serving
 from tests.router.http.test_cors import elsewhere
+from tests.secrets_of_tests import SECRETS
 
 BODY = b'{"messages": [{"role": "user", "content": "hi"}]}'
 PAGE = "https://page.example"
@@ -63,6 +67,17 @@ def test_a_name_of_somebody_else_that_leads_here_is_refused(host: str, method: s
     reply = ask(frontend, {"content-type": JSON}, f"http://{host}", method)
     assert reply.status_code == 421 and reply.json()["error"]["code"] == "misdirected_request"
     assert "access-control-allow-origin" not in reply.headers and frontend.calls == []
+
+
+def test_a_page_cannot_say_that_it_came_over_tls() -> None:
+    """Guards against a page that is taken for ours and so may send any header: a proxy's would switch the guard off."""
+    server = RouterServer(RouterConfig(grpc_port=0, http_port=0), "", SECRETS, text=ByteText())
+    http = server.start().http
+    try:
+        headers = {"host": f"evil.example:{http.rpartition(':')[2]}", "x-forwarded-proto": "https"}
+        assert httpx.get(f"http://{http}/v1/models", headers=headers, trust_env=False).status_code == 421
+    finally:
+        server.stop(0.0)
 
 
 @pytest.mark.parametrize(
