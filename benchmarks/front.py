@@ -7,11 +7,13 @@ their requests, and with their load as often as a worker does. Token i reads as 
 a worker sends as i the time of the step in 0.1 ms, so a client reads from the text itself how old a token is; clients
 check that no text is missing. CPU is what the kernel has counted for the router's process between two moments, so that
 it does not matter who else uses the cores. `tokens a message` says how many tokens the router joined for a client.
+`collector, ms`: the CPU of the longest run of the router's garbage collector, for which all its streams wait.
 `--routers N` puts N of them behind one port; CPU and memory are then of all, and `a core` of one of their cores.
 `bare-grpc` and `bare-sse` are servers that only write (`benchmarks/front_bare.py`): the bound of both fronts.
 """
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import re
@@ -27,6 +29,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import figures, output
+from benchmarks.decision import Pauses
 from benchmarks.front_bare import serve_bare
 from benchmarks.front_disturbed import serve_disturber
 from benchmarks.front_peers import SmgFront, serve_text_workers
@@ -116,7 +119,8 @@ def serve_router(
     ports: tuple[int, int],
     own_port: int,
 ) -> None:
-    """Serve until the pipe closes; its first word is the two addresses. `front`, the one that is measured, has nearly
+    """Serve until the pipe closes; its first word is the two addresses, and whatever is said to it is answered with the
+    longest run of the garbage collector, in seconds of CPU. `front`, the one that is measured, has nearly
     all descriptors of the process. `ports`, gRPC's and HTTP's, 0: any; `own_port`, -1: it has them alone."""
     of_http, of_grpc = (16_384, 64) if front == "sse" else (64, 16_384)
     limits = FrontLimits(
@@ -140,8 +144,13 @@ def serve_router(
     while not server.ready():
         time.sleep(0.02)
     spare_collector()
+    pauses = Pauses()
+    gc.callbacks.append(pauses)
     pipe.send((addresses.grpc, addresses.http))
-    _wait_closed(pipe)
+    with suppress(EOFError):
+        while True:
+            pipe.recv()
+            pipe.send(pauses.longest_s)
     os._exit(0)
 
 
@@ -306,11 +315,6 @@ def rss_bytes(pids: Sequence[int]) -> int:
     return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * resource.getpagesize()
 
 
-def _wait_closed(pipe: Connection) -> None:
-    with suppress(EOFError):
-        pipe.recv()
-
-
 def _start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)
@@ -422,6 +426,7 @@ def measure(
         ages += told[0][0]
         disturbed += told[0][1]
         first_s += told[1]
+    longest_s = [_longest_s(process.pipe) for process in served if hasattr(process, "pipe")]
     ages.sort()
     disturbed.sort()
     first_s.sort()
@@ -443,8 +448,14 @@ def measure(
         **({"disturbed p50": _ms(disturbed, 0.5), "disturbed p99, ms": _ms(disturbed, 0.99)} if disturb else {}),
         "TTFT p99, ms": first_s[int(0.99 * (len(first_s) - 1))] * 1e3,
         "open, CPU ms": open_cpu_s / streams * 1e3,
+        **({"collector, ms": max(longest_s) * 1e3} if longest_s else {}),
         "KiB a stream": stream_bytes / 1024,
     }
+
+
+def _longest_s(pipe: Connection) -> float:
+    pipe.send("tell")
+    return float(pipe.recv())
 
 
 def _ms(ages: list[int], share: float) -> float:

@@ -38,6 +38,8 @@ BLOCKS = 1 << 22
 CONTEXT_TOKENS = 1 << 22
 REPORT_S = 0.05
 """As in `worker/worker.py`, whose imports a router's process has no use for."""
+SILENT_S = 1.0
+"""Between two steps, a worker that is asked nothing reports as often."""
 
 
 def ticks() -> int:
@@ -66,8 +68,22 @@ class ScriptedLink:
     def closed(self, why: str) -> None:
         self._send = None
 
+    def answer(self) -> None:
+        """Answer what was said, as a worker does that has no step under way; say something now and then."""
+        records = self._answers()
+        if records or time.monotonic() >= self._report_s + SILENT_S:
+            self._tell(records)
+
     def step(self, token: int) -> None:
         """Answer what was said, and send the next token of every request, in one frame."""
+        records = self._answers()
+        for request, (placement, index) in self._next.items():
+            records.append(Tokens(request, placement, index, [token]))
+            self._next[request] = (placement, index + 1)
+        self._steps += 1
+        self._tell(records)
+
+    def _answers(self) -> list[Record]:
         records: list[Record] = []
         while not self._said.empty():
             record = self._said.get_nowait()
@@ -79,10 +95,10 @@ class ScriptedLink:
                 why = record.reason if isinstance(record, Cancel) else FinishReason.STOP
                 end = Ended(request=record.request, placement=record.placement, reason=why, stats=RequestStats())
                 records.append(end)
-        for request, (placement, index) in self._next.items():
-            records.append(Tokens(request, placement, index, [token]))
-            self._next[request] = (placement, index + 1)
-        self._steps += 1
+        return records
+
+    def _tell(self, records: list[Record]) -> None:
+        """Send records, and the load where a report is due."""
         if time.monotonic() >= self._report_s:
             self._report_s = time.monotonic() + REPORT_S
             records.append(
@@ -129,23 +145,34 @@ class ScriptedWorker:
         for link in tuple(self._links):
             link.step(token)
 
+    def answer(self) -> None:
+        for link in tuple(self._links):
+            link.answer()
+
 
 def serve_workers(pipe: Connection, count: int) -> None:
-    """Step `count` decode workers at the rate that the pipe last named, and a prefill worker four times a second."""
+    """Step `count` decode workers at the rate that the pipe last named, and a prefill worker four times a second. All
+    answer within REPORT_S, however rare steps are: else a request waits for one before it has a worker."""
     decode = [ScriptedWorker(f"decode-{i}", "decode", 100 + i) for i in range(count)]
     prefill = ScriptedWorker("prefill-0", "prefill", 99)
     pipe.send({"prefill": [prefill.address], "decode": [worker.address for worker in decode]})
     rate = 20.0
     begin_s = time.monotonic()
     due = [(begin_s + i / count / rate, worker) for i, worker in enumerate(decode)]
-    beat_s = begin_s
+    beat_s = answer_s = begin_s
     while True:
         due.sort(key=lambda one: one[0])
         at_s, worker = due[0]
-        if pipe.poll(max(0.0, at_s - time.monotonic())):
+        if pipe.poll(max(0.0, min(at_s, answer_s) - time.monotonic())):
             rate = pipe.recv()
             now = time.monotonic()
             due = [(now + i / count / rate, worker) for i, (_, worker) in enumerate(due)]
+            continue
+        if (now := time.monotonic()) >= answer_s:
+            answer_s = now + REPORT_S
+            for one in decode:
+                one.answer()
+        if now < at_s:
             continue
         worker.step()
         # A step is never made up for: a worker that is late is later from then on.
