@@ -6,9 +6,8 @@ and thousands of open streams as much as a second. What requests leave behind is
 what has outlived one is left out of the next: each container is walked a few times in its life, and a collection is as
 long as what is new, however much is there.
 
-A cycle among containers that were left out is found when all are walked again: when the process has half as many
-objects again as when that was done last. So what such cycles hold never exceeds half of what was in use then, or what
-the process began with.
+A cycle among containers that were left out is found when all are walked again: when the process has twice as many
+objects as when that was done last. So there are never more objects in such cycles than were in use then.
 """
 
 import gc
@@ -20,7 +19,7 @@ of 64 rows; with many more, one look takes longer."""
 OLDER_EVERY = 4
 """The youngest are looked at so often before those that have outlived it are, and these before all that is new: at most
 62,000 containers, less than a tenth of a second."""
-ALL_AGAIN = 1.5
+ALL_AGAIN = 2
 """All are looked at again when there are so many times as many objects as when they were last."""
 _ALL = 2
 
