@@ -139,8 +139,8 @@ def test_more_weight_on_hits_finds_more_and_waits_longer() -> None:
         run(RoutingCase("chat", 500, 1, 0.5, policy, small)) for policy in ("least-cost", "hits-1", "hits-16")
     )
     assert (same.ttft_s, same.hit_tokens) == (ours.ttft_s, ours.hit_tokens)
-    assert heavy.hit_tokens > 1.01 * ours.hit_tokens
-    assert sum(heavy.ttft_s) > 1.05 * sum(ours.ttft_s)
+    assert heavy.hit_tokens > 1.005 * ours.hit_tokens
+    assert sum(heavy.ttft_s) > 1.2 * sum(ours.ttft_s)
 
 
 def test_lines_compare_with_the_best() -> None:
