@@ -29,6 +29,8 @@ class SiblingLife(Generic[T]):
     epoch: int
     is_known_from_its_beginning: bool
     heard_s: float
+    is_over: bool = False
+    """A later life of its router has been heard: what it said last may still come, and counts, but nothing goes on."""
     sums: dict[str, float] = field(default_factory=dict)
     going_on: dict[str, T] = field(default_factory=dict)
 
@@ -47,7 +49,7 @@ class SiblingLife(Generic[T]):
         before = self.sums.get(name, 0.0) if self.counts(name) else total
         self.sums[name] = total
         self.going_on.pop(name, None)
-        if goes_on is not None:
+        if goes_on is not None and not self.is_over:
             self.going_on[name] = goes_on
         return total - before
 
@@ -64,6 +66,7 @@ class SiblingLives(dict[tuple[str, int], SiblingLife[T]]):
         if life is None:
             for earlier in self:
                 if earlier[0] == key[0]:
+                    self[earlier].is_over = True
                     self[earlier].going_on.clear()
             life = SiblingLife(number - 1, epoch, number == 1, now)
         self[key] = life

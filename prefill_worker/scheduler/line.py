@@ -34,7 +34,8 @@ LOOK_AHEAD = 4
 
 class Line:
     """Mutable state: `waiting`, in the order of arrival, `running`, the jobs' states, fetches and expectations, the
-    beginnings of all of them, and what `order` has measured. Owner: the scheduler."""
+    beginnings of all of them, how often it was asked again what is coming, and what `order` has measured. Owner: the
+    scheduler."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Line:
         self._fetches = fetches
         self._compiled = compiled
         self._begun: Counter[int] = Counter()
+        self._asked = 0
 
     def __iter__(self) -> Iterator[Job]:
         """Go over all that is not computed yet."""
@@ -107,6 +109,7 @@ class Line:
 
         line = sorted(matched, key=priority, reverse=True)
         self._fetch([(job, matched[job]) for job in line[:LOOK_AHEAD]], now)
+        self._ask_again(line[LOOK_AHEAD:])
         admitted: list[Job] = []
         held: list[Job] = []
         while matched:
@@ -138,6 +141,15 @@ class Line:
                 job.coming = self._coming(job)
             if job.fetch is not None and job.held_until is None:
                 job.held_until = now + (limit - cached) / self.order.speed
+
+    def _ask_again(self, behind: Sequence[Job]) -> None:
+        """Ask what lower tiers still give one of those who are not fetched for yet, another one at each step: to ask
+        for all of them would take long."""
+        reckoned = [job for job in behind if job.coming]
+        if reckoned:
+            self._asked += 1
+            job = reckoned[self._asked % len(reckoned)]
+            job.coming = self._coming(job)
 
     def _is_held(self, job: Job, matched: int, now: float) -> bool:
         """Return True if the job must wait although the step has room. `matched` of its tokens are in the cache."""

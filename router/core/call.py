@@ -102,8 +102,9 @@ class Call:
     """Workers that were lost before they had accepted this request, and may live: it was the stream that broke."""
     held_back_until_s: float | None = None
     """While the fate of those decides whether it is offered once more: the time until which it waits for the news."""
-    failed_prefills: set[Life] = field(default_factory=set)
-    """Prefill workers that this request's decode workers could not go on with; not chosen again for it."""
+    failed_prefills: dict[Life, bool] = field(default_factory=dict)
+    """Prefill workers that this request's decode workers could not go on with; not chosen again for it. True: it may be
+    what ailed them; False: their line was full, and they never had it."""
     cached_tokens_bound: int | None = None
     """After a loss: prompt tokens that may still be called cached, as all others were computed for this request."""
     yielding: bool = False

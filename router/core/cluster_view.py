@@ -108,10 +108,11 @@ class ClusterView:
         self._reads(call)
 
     def _holds_no_more(self, call: Call, cached_tokens: int) -> None:
-        """Correct what the decode worker of `call` is believed to hold of its prompt, if that was too much."""
+        """Correct what the device of the decode worker of `call` is believed to hold of its prompt, if that was too
+        much."""
         actual_blocks = cached_tokens // call.key[1]
         if actual_blocks < call.believed_decode_blocks:
-            self.index.correct(call.decode, call.chain(call.key), actual_blocks)
+            self.index.left_device(call.decode, call.chain(call.key), actual_blocks)
 
     def arrived(self, call: Call) -> None:
         """Note that the decode worker of `call` has its prompt, whatever it said of it while that was on the way."""

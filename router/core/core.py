@@ -365,11 +365,12 @@ class Router:
             return
         failed = call.prefill_life
         if failed is not None:
-            call.failed_prefills.add(failed)
-            if not self.registry.is_connected(failed) and not self.registry.was_leaving(failed):
-                self._losses.blame(call, failed, now)
-            elif not record.was_full and failed != call.source and not self.registry.was_leaving(failed):
-                self._failed(failed, f"{call.decode} did not get a prompt from it", now, out)
+            call.failed_prefills[failed] = not record.was_full
+            if not record.was_full and not self.registry.was_leaving(failed):
+                if not self.registry.is_connected(failed):
+                    self._losses.blame(call, failed, now)
+                elif failed != call.source:
+                    self._failed(failed, f"{call.decode} did not get a prompt from it", now, out)
             if failed == call.source:
                 self._table.release(call, out)
         fault = poisoned(call)
@@ -567,6 +568,7 @@ class Router:
         for call in self._table.waiting_in_turn():
             request = call.record.request
             self._table.forget(call, out, Fail(request, fault, FinishReason.ERROR, self._config.retry_after_s))
+        self._queue.advance(now, out)  # nobody stands in the line any more
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""

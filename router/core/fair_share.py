@@ -24,6 +24,7 @@ request's, so that one with k older ones is served within OLDEST_EVERY · (k + 1
 """
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -49,7 +50,8 @@ TOLD_AGAIN_EVERY = 20
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """`line` holds what waits, in the order of its keys; `requests` counts all that may still be charged."""
+    """`line` holds what waits, in the order of its keys, and `arrived` the same by turn, the oldest first; `requests`
+    counts all that may still be charged."""
 
     weight: float
     spent: float = 0.0
@@ -58,6 +60,7 @@ class _Account:
     told: float = 0.0
     """What the other routers have been told of that."""
     line: "list[_Entry]" = field(default_factory=list)
+    arrived: "OrderedDict[int, _Entry]" = field(default_factory=OrderedDict)
     requests: int = 0
     turns: int = 0
     """Requests served since its oldest one was."""
@@ -66,9 +69,11 @@ class _Account:
 
     @property
     def next(self) -> "_Entry":
-        if self.turns >= OLDEST_EVERY - 1:
-            return min(self.line, key=_turn)
-        return self.line[0]
+        return self.oldest if self.turns >= OLDEST_EVERY - 1 else self.line[0]
+
+    @property
+    def oldest(self) -> "_Entry":
+        return next(iter(self.arrived.values()))
 
     def charge(self, amount: float) -> None:
         """Charge tokens / weight."""
@@ -121,7 +126,7 @@ class FairShare:
         return entry is not None and entry.charged is None
 
     def enter(self, request: RequestId, tenant: str, weight: float, priority: int, turn: int) -> None:
-        """A request waits from now on."""
+        """A request waits from now on. Its turn is behind all earlier ones'."""
         self._forget_tenants()
         account = self._accounts.get(tenant)
         if account is None:
@@ -135,6 +140,7 @@ class FairShare:
         self._tenants[request] = tenant
         account.requests += 1
         insort(account.line, entry, key=_key)
+        account.arrived[turn] = entry
 
     def go_on(self, request: RequestId, tenant: str, weight: float) -> None:
         """A request that another router had goes on here. It pays for what it writes from now on; for its prompt it
@@ -169,8 +175,7 @@ class FairShare:
         assert first is not None
         if first is not account:
             first.passed += 1
-        oldest = min(account.line, key=_turn)
-        account.turns = 0 if oldest is entry else account.turns + 1
+        account.turns = 0 if account.oldest is entry else account.turns + 1
         account.passed = 0
         self._level = account.spent
         self._take_out(entry)
@@ -287,6 +292,7 @@ class FairShare:
         assert sorted(lined) == sorted(waiting), "the lines hold others than those that wait"
         for tenant, account in self._waiting.items():
             assert account.line == sorted(account.line, key=_key) and self._accounts[tenant] is account
+            assert list(account.arrived.values()) == sorted(account.line, key=_turn)
         assert sum(account.requests for account in self._accounts.values()) == len(self._entries)
 
     def _first(self) -> _Account | None:
@@ -309,6 +315,7 @@ class FairShare:
     def _take_out(self, entry: _Entry) -> None:
         line = entry.account.line
         del line[bisect_left(line, entry.key, key=_key)]
+        del entry.account.arrived[_turn(entry)]
         if not line:
             del self._waiting[self._tenants[entry.request]]
 

@@ -73,7 +73,8 @@ class Losses:
             if life != back and not announced:
                 if is_its and call.state is State.OFFERED:
                     call.missing[life] = self._death(call, life, now, was_accepted=False)
-                elif is_its or life in call.failed_prefills:
+                # A prompt that another one has read since does not kill who reads it.
+                elif is_its or (call.failed_prefills.get(life) and not call.is_prefilled):
                     self.blame(call, life, now)
             if is_its:
                 self._recover(call, announced, now, out)

@@ -198,6 +198,15 @@ class PrefixIndex:
         if actual_blocks < len(chain):
             self.evict(worker, [chain[actual_blocks]])
 
+    def left_device(self, worker: str, chain: Chain, actual_blocks: int) -> None:
+        """The worker has only `actual_blocks` of `chain` on its device: the next one and all below it lie in the tier
+        below, until it says otherwise. Where there is none they are dropped."""
+        cache = self._caches.get(worker)
+        if cache is None or len(cache.tiers) == 1:
+            self.correct(worker, chain, actual_blocks)
+        elif actual_blocks < len(chain):
+            self.moved(worker, {cache.tiers[1].name: chain[actual_blocks][:SHORT_BYTES]})
+
     def evict(self, worker: str, identities: Sequence[bytes]) -> None:
         """Drop blocks with everything below them; unknown ones are ignored."""
         cache = self._caches.get(worker)

@@ -96,6 +96,21 @@ def test_a_new_life_runs_what_it_says_alone() -> None:
     assert (usage.running("a"), usage.running("b")) == (4, 1)
 
 
+def test_the_last_word_of_a_life_that_is_over_counts_and_runs_nothing() -> None:
+    """Guards a tenant's `concurrency` and its turn against a word that another worker passes on late: what ran at a
+    router's earlier life counted beside its new one's for three seconds more."""
+    charged: list[float] = []
+    usage = UsageElsewhere(lambda name, tokens, most, now: charged.append(tokens))
+    others = OtherLines()
+    for life, number, tokens in ((7, 1, 5), (8, 1, 1), (7, 2, 8)):
+        usage.heard("router-1", life, number, {"a": (tokens, 2, 0.0)}, 0.0)
+        name = "b" if life == 8 else "a"
+        lines = {name: (float(tokens), True, True)}
+        assert others.heard(TenantsTold(number, {}, "router-1", Incarnation(life), lines, 0), 0.0)
+    assert usage.running("a") == 2 and others.waiting == others.due == {"b"}
+    assert charged == [5, 1, 3]
+
+
 def test_who_waits_over_an_epoch_is_no_stumbling_block() -> None:
     """Guards against a KeyError amid the router's core: of one that waited, no sum of the new epoch was known."""
     others = OtherLines()

@@ -68,8 +68,9 @@ def open_nothing(*_: object) -> Started:
 
 @pytest.fixture
 def own_collector() -> Iterator[None]:
-    thresholds = gc.get_threshold()
+    thresholds, callbacks = gc.get_threshold(), list(gc.callbacks)
     yield
+    gc.callbacks[:] = callbacks
     gc.unfreeze()
     gc.set_threshold(*thresholds)
 

@@ -11,6 +11,7 @@ from engine.kv.tiers.cost import TierCost
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import Stop
 from engine.types import Constraint, ConstraintKind, Incarnation
+from prefill_worker.scheduler.line import LOOK_AHEAD
 from tests.prefill_worker.scheduler.test_scheduler import PEER, S_PER_TOKEN, Bench
 from transfer.handoff.commands import FromReader, ReaderUp
 
@@ -324,6 +325,25 @@ def test_what_is_computed_sooner_than_loaded_counts() -> None:
     bench.start("back", _prompt(160, 17, 1))
     assert bench.scheduler.line.backlog_tokens == 177
     assert bench.tiers.cost.host_s == host_s and not bench.tiers.counts.refused, "to reckon with it is no refusal"
+
+
+def test_what_is_not_to_be_loaded_any_more_counts_however_far_back_its_prompt_stands() -> None:
+    """Guards a queue that looks short until its prompts are among the first: of those behind them nobody asked again
+    what a lower tier gives back."""
+    bench = TieredBench(chunk_tokens=16)
+    bench.start("other", _prompt(0, 200, 3))
+    bench.step()
+    for number in range(LOOK_AHEAD):
+        bench.start(f"r{number}", _prompt(0, 200, 4 + number))
+    for number in (1, 2):
+        bench.start(f"back{number}", [*_prompt(160, 0, 1), *_prompt(0, 100, 8 + number)])
+    assert bench.scheduler.line.backlog_tokens == 200 - 16 + LOOK_AHEAD * 200 + 100 + 100
+    bench.tiers.cost.measured(1, 1.1 * 16 * S_PER_TOKEN, 0, 0.0)
+    for _ in range(3):
+        bench.step()
+    assert not bench.loads, "they stand behind all others"
+    assert bench.scheduler.line.backlog_tokens == 200 - 64 + LOOK_AHEAD * 200 + 260 + 100
+    bench.scheduler.line.check()
 
 
 def test_a_prompt_of_which_all_tokens_are_scored_is_computed_whatever_a_tier_has() -> None:

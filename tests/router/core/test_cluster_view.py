@@ -110,6 +110,22 @@ def test_who_says_no_is_believed_to_hold_what_it_says_until_more_arrives(
     assert held(parts, "d0") == [2]
 
 
+@pytest.mark.parametrize("answer", ["refused", "accepted"])
+def test_what_has_left_a_device_for_a_lower_tier_is_still_believed_there(answer: str) -> None:
+    """Guards conversations in host memory: of a prompt that its decode worker no longer has on the device, and with it
+    of all that goes on behind it, nothing was believed to be there any more."""
+    parts = cluster()
+    parts.index.add("d0", 64, host_blocks=64)
+    longer = parts.wait("b", tokens=70)
+    parts.index.insert("d0", longer.chain(("f", 16)))
+    call = parts.offer("a")
+    assert call.believed_decode_blocks == 2
+    (refuse if answer == "refused" else accept)(parts, call, cached_tokens=16)
+    here = {"refused": 1, "accepted": 2}[answer]
+    assert parts.index.tiers(longer.chain(("f", 16)))["d0"] == {"device": here, "host": 4}
+    parts.index.check()
+
+
 def test_what_one_router_offers_the_others_believe_and_count_until_the_next_report() -> None:
     """Guards a burst of one cold prompt over several routers, each of which had it computed elsewhere; and queues that
     others' work makes longer, of which reports tell later."""

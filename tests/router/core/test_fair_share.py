@@ -1,5 +1,6 @@
 """Whose turn it is, of several tenants that wait, and what each has had by then."""
 
+import time
 from dataclasses import dataclass, field
 from math import ceil
 from random import Random
@@ -54,6 +55,22 @@ def test_one_tenant_is_served_in_order() -> None:
     share = FairShare()
     enter(share, "a1", "a2", "a3")
     assert served(share) == ["a1", "a2", "a3"] and share.next(cold) is None
+
+
+def test_a_turn_costs_the_same_however_many_wait() -> None:
+    """Guards the router's loop while thousands of a tenant's requests wait: each turn looked at all of them for the
+    oldest one."""
+
+    def turns_s(waiting: int) -> float:
+        share = FairShare()
+        for turn in range(waiting):
+            share.enter(RequestId(str(turn)), "a", 1.0, 0, turn + 1)
+        began_s = time.thread_time()
+        served(share, most=50)
+        return time.thread_time() - began_s
+
+    few_s, many_s = (min(turns_s(waiting) for _ in range(3)) for waiting in (60, 12_000))
+    assert many_s < 10 * few_s
 
 
 def test_who_comes_late_does_not_wait_behind_a_flood() -> None:

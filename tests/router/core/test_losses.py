@@ -138,10 +138,23 @@ def test_a_lost_prefill_worker_is_blamed_on_those_it_failed() -> None:
     struck, spared = parts.run("a"), parts.run("b")
     life = parts.registry.get("p0")
     assert life is not None
-    struck.failed_prefills.add(life.life)
+    struck.failed_prefills[life.life] = True
     assert lose(parts, "p0") == []
     assert list(struck.victims) == [life.life] and not spared.victims
     assert struck.state is State.RUNNING, "its decode worker asks for another one"
+
+
+@pytest.mark.parametrize("case", ["its line was full", "another one has read the prompt"])
+def test_who_did_not_ail_a_prefill_worker_is_not_blamed_when_that_is_lost(case: str) -> None:
+    """Guards a request that decodes for long against the end, an hour later, of a worker that never had its prompt, or
+    had it in vain: with its decode worker's it was refused as poisonous."""
+    parts = cluster()
+    call = parts.run("a", 7)
+    life = parts.registry.get("p0")
+    assert life is not None
+    call.failed_prefills[life.life] = case != "its line was full"
+    call.is_prefilled = case == "another one has read the prompt"
+    assert lose(parts, "p0") == [] and not call.victims
 
 
 def test_the_kv_that_it_kept_is_gone() -> None:
@@ -186,7 +199,7 @@ def test_a_lost_worker_held_what_ran_on_it_or_was_prefilled_by_it() -> None:
     for state in (State.RUNNING, State.FINISHING, State.CLOSING, State.WAITING):
         other = parts.table.open(request_record(f"f{state}"), None, state)
         other.decode, other.decode_life, other.prefill, other.prefill_life = "d0", lives["d0"], "p0", lives["p0"]
-    here.failed_prefills.add(lives["p0"])
+    here.failed_prefills[lives["p0"]] = True
     parts.losses.lost("p0", 0.0, parts.out)
     assert here.victims[lives["p0"]].held_requests == 2, "all others have a token, or another worker, or do not run"
     parts.losses.lost("d1", 0.0, parts.out)
@@ -200,7 +213,7 @@ def test_a_death_counts_the_request_that_it_is_told_of() -> None:
     call = parts.run("a", 7)
     life = parts.registry.get("p0")
     assert life is not None
-    call.failed_prefills.add(life.life)
+    call.failed_prefills[life.life] = True
     parts.losses.lost("p0", 1.0, parts.out)
     assert call.victims[life.life] == Death(1.0, "its stream broke", 1, 1)
     unknown = ("p9", Incarnation(9))

@@ -269,7 +269,7 @@ def test_another_prefill_worker_for_a_request_that_runs() -> None:
     call = parts.run("a")
     chosen = parts.placer.choose_prefill(call, 0.0)
     assert chosen is not None and chosen.name == "p0"
-    call.failed_prefills.add(failed.life)
+    call.failed_prefills[failed.life] = False
     assert parts.placer.choose_prefill(call, 0.0) is None
     parts.join("p0", life=2)
     chosen = parts.placer.choose_prefill(call, 0.0)

@@ -10,10 +10,10 @@ from engine.messages import Orphan, Place, Refused, TenantsTold
 from engine.types import FinishReason, Incarnation, RequestId, TokenLogprobs
 from router.core.call import State
 from router.core.ejection import CONSECUTIVE
-from router.core.events import Command, Fail, Lost, Submit, TellWorker
+from router.core.events import Command, Fail, Lost, Submit, TellWorker, Tick
 from router.core.fair_share import MOST_PASSED
 from router.core.waiting_queue import FEWEST_DEPARTURES, MOST_OPEN_OFFERS
-from tests.router.bench import Bench, is_told
+from tests.router.bench import Bench, ended, is_told
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import load
 
@@ -357,6 +357,27 @@ def test_a_line_that_nobody_stands_in_is_not_a_slow_one() -> None:
     worker.refused = True
     assert advance(parts, 90.0) == []
     assert parts.queue.wait_s("", 1.0, 0, 90.5) == pytest.approx(3 * 0.5)
+
+
+def test_a_line_that_all_were_sent_away_from_is_not_a_slow_one() -> None:
+    """Guards deadlines after all decode workers were lost: the time in which nobody waited, as all had been told that
+    nobody is there, counted as a line's that did not move."""
+    bench = Bench(blocks=4, prefills=0, unplaceable_s=1.0)
+    for number in range(FEWEST_DEPARTURES + 6):
+        bench.submit(RequestId(f"r{number}"))
+    for number in range(FEWEST_DEPARTURES):
+        bench.now += 0.1
+        bench.accept(RequestId(f"r{number}"))
+        bench.hear(load())
+        bench.hear(ended(RequestId(f"r{number}")))
+    assert bench.router._queue.wait_s("", 1.0, 0, bench.now) > 0.0
+    bench.do(Lost("d0"))
+    for bench.now in (2.0, 4.0, 100.0):
+        bench.do(Tick())
+    assert not bench.router.waiting
+    for name in "xyz":
+        bench.submit(RequestId(name))
+    assert bench.router._queue.wait_s("", 1.0, 0, bench.now) == 0.0
 
 
 def test_who_bears_the_name_of_one_that_came_back_has_its_own_turn() -> None:
