@@ -21,8 +21,9 @@ own record that decides. It is spared, for one more placement, in either of two 
    token, since a request goes on exactly where it was.
 
 In every other case the losses show the pattern of one that kills: it was alone on its workers, or they were lost one
-after the other, each before it had got a token further. So whatever kills takes two workers where it is plain, and
-never more than three. Pure: time is an argument.
+after the other, each before it had got a token further. So whatever kills takes two decode workers where it is plain,
+and never more than three; with each may go the prefill worker that had still to read its prompt, as nobody is left to
+tell of that one. Pure: time is an argument.
 """
 
 from collections.abc import Collection

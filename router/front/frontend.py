@@ -119,10 +119,7 @@ class Frontend:
             self._observer.request(FinishReason.REJECTED.value, None, [], spent_s, {})
             raise
         samples = self._submit(call, arrival, received_s, admission)
-        reader = samples.read(outlet=outlet)
-        if outlet is not None:
-            outlet.begin = partial(self._begin, samples, reader)
-        async with aclosing(self._serve(samples, reader)) as events:
+        async with aclosing(self._serve(samples, samples.read(outlet=outlet), outlet)) as events:
             async for event in events:
                 yield event
 
@@ -244,11 +241,14 @@ class Frontend:
         self,
         samples: Samples,
         reader: SamplesReader,
+        outlet: Outlet | None = None,
         had: Callable[[], dict[str, object]] | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Yield what `reader` takes, until the end or until the client leaves. `had` returns the tokens that its client
         has, where it wants to be reminded."""
         token = samples.started.resume_token
+        if outlet is not None:
+            outlet.begin = partial(self._begin, samples, reader)
         try:
             while (event := await reader.next()) is not None:
                 if isinstance(event, Started):
@@ -277,6 +277,8 @@ class Frontend:
                 elif self._resumables.find(token) is samples:
                     self._give_up(self._resumables.detached(token, self._clock()))
             samples.leave(reader)
+            if outlet is not None:
+                outlet.begin = None  # it leads back to the reader, and from there to itself
 
     def _begin(self, samples: Samples, reader: SamplesReader) -> Started:
         """Keep a resumable answer, since its client is told now how to come back."""
@@ -321,13 +323,11 @@ class Frontend:
             raise unknown_token()
         reader = samples.read(positions, outlet)
         self._resumables.attached(token)
-        if outlet is not None:
-            outlet.begin = partial(self._begin, samples, reader)
         form = samples.started.form
         had = None
         if form is not None and (form.parsing is not None or (form.logprobs is not None and not form.chat)):
             had = partial(_had, reader.streams, list(positions) or [Position()] * len(reader.streams))
-        async with aclosing(self._serve(samples, reader, had)) as events:
+        async with aclosing(self._serve(samples, reader, outlet, had)) as events:
             async for event in events:
                 yield event
 

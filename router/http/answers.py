@@ -120,8 +120,8 @@ class StreamedAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope.get("state", {}).get(CONNECTION)
-        out = _EventStream(send, self._form.label if self._form is not None else "", connection, self._outlet)
-        pulse = asyncio.ensure_future(out.keep_alive())
+        out = _EventStream(send, self._form.label if self._form is not None else "", connection)
+        pulse = asyncio.ensure_future(out.keep_alive(self._outlet))
         writer: EventWriter | None = None
         try:
             async with aclosing(_checked(self._events)) as events:
@@ -165,13 +165,10 @@ class _EventStream:
 
     `label` is the caller's name for the request, if it has one: otherwise it goes by its id."""
 
-    __slots__ = ("_closed", "_connection", "_lock", "_outlet", "_quiet", "_resume_token", "_send", "_started", "label")
+    __slots__ = ("_closed", "_connection", "_lock", "_quiet", "_resume_token", "_send", "_started", "label")
 
-    def __init__(
-        self, send: Send, label: str, connection: ChunkWriter | None = None, outlet: Outlet | None = None
-    ) -> None:
+    def __init__(self, send: Send, label: str, connection: ChunkWriter | None = None) -> None:
         self._connection = connection
-        self._outlet = outlet
         self.label = label
         self._resume_token = ""
         self._send = send
@@ -220,16 +217,17 @@ class _EventStream:
             self._closed = not self._started
             return self._closed
 
-    async def keep_alive(self) -> None:
+    async def keep_alive(self, outlet: Outlet | None) -> None:
+        """`outlet` says how a head is named that leaves now. It is not kept: it leads back to this stream."""
         while True:
             self._quiet = True
             await asyncio.sleep(KEEP_ALIVE_S)
             async with self._lock:
                 if self._closed:
                     return
-                if self._quiet:
-                    if not self._started and self._outlet is not None and self._outlet.begin is not None:
-                        self.named(self._outlet.begin())
+                if self._quiet and not self._is_gone():
+                    if not self._started and outlet is not None and outlet.begin is not None:
+                        self.named(outlet.begin())
                     await self._put(KEEP_ALIVE_BETWEEN_IDS if self._resume_token else KEEP_ALIVE)
 
     async def _start(self) -> None:
@@ -248,8 +246,11 @@ class _EventStream:
             headers.append((RESUME_TOKEN_HEADER.encode(), self._resume_token.encode("latin-1")))
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
+    def _is_gone(self) -> bool:
+        return self._connection is not None and self._connection.is_gone()
+
     async def _put(self, data: bytes) -> None:
-        if self._connection is not None and self._connection.is_gone():
+        if self._is_gone():
             # asyncio would write a line into the log for every event that was ready when the client left.
             return
         await self._start()

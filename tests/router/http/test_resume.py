@@ -13,8 +13,9 @@ import pytest
 from engine.messages import Cancel, Place
 from router.app import RouterApp
 from router.config import RouterConfig
-from router.front.api import GenerateCall
-from router.http.answers import RESUME_TOKEN_HEADER
+from router.front.api import GenerateCall, Started
+from router.front.outlet import Outlet
+from router.http.answers import RESUME_TOKEN_HEADER, _EventStream
 from router.http.openai_stream import EventPosition, event_id, positions
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
@@ -90,6 +91,12 @@ async def post(
     async with client.stream("POST", path, json=body) as reply:
         assert reply.status_code == 200
         return reply.headers[RESUME_TOKEN_HEADER], await read(reply, stop_at)
+
+
+@pytest.fixture(autouse=True)
+def answers_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine ten seconds may pass between two events: a comment that comes then is part of no answer."""
+    monkeypatch.setattr("router.http.answers.KEEP_ALIVE_S", 600.0)
 
 
 def complete(data: bytes) -> bytes:
@@ -216,6 +223,34 @@ def test_who_waits_long_for_a_worker_can_come_back_too(n: int, monkeypatch: pyte
             assert (await read(reply)).endswith(b"[DONE]\n\n")
 
     with_server(body, retry_after_s=0.05)
+
+
+def test_who_has_left_before_its_first_comment_does_not_know_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a place in line that would be kept, and a worker's step, for a client that was never told how to come
+    back."""
+    monkeypatch.setattr("router.http.answers.KEEP_ALIVE_S", 0.001)
+
+    class Gone:
+        looks = 0
+
+        def is_gone(self) -> bool:
+            self.looks += 1
+            return True
+
+    def begin() -> Started:
+        raise AssertionError("it is kept for nobody")
+
+    async def send(message: object) -> None:
+        raise AssertionError("it is written to nobody")
+
+    async def run() -> None:
+        outlet, connection = Outlet(), Gone()
+        outlet.begin = begin
+        pulse = asyncio.ensure_future(_EventStream(send, "", connection).keep_alive(outlet))  # type: ignore[arg-type]
+        await until(lambda: connection.looks > 1 or pulse.done())
+        assert pulse.cancel()
+
+    asyncio.run(run())
 
 
 def test_only_resumable_streams_run_on_and_only_for_the_window() -> None:
