@@ -22,8 +22,8 @@ from benchmarks.routing import bounds
 from benchmarks.routing.cluster import RoutingFaults
 from benchmarks.routing.lower_tiers import TierShape
 from benchmarks.routing.runs import (
-    MADE,
     KNOWN,
+    MADE,
     NAMES,
     RoutingCase,
     around_restart,
