@@ -22,6 +22,7 @@ from benchmarks.routing import bounds
 from benchmarks.routing.cluster import RoutingFaults
 from benchmarks.routing.lower_tiers import TierShape
 from benchmarks.routing.runs import (
+    KNOWN,
     MADE,
     NAMES,
     RoutingCase,
@@ -184,8 +185,8 @@ def _numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
 def _names(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(NAMES)}")
+        if name not in KNOWN:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(KNOWN)}")
     return names
 
 

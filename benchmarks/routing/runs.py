@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 from benchmarks import traces
 from benchmarks.routing import bounds
 from benchmarks.routing.cluster import NO_FAULTS, RoutingFaults, SimulatedCluster
+from benchmarks.routing.curve import WEIGHTED
 from benchmarks.routing.formulas import FORMULAS, formula
 from benchmarks.routing.workers import ClusterShape, RoutingOutcome
 from benchmarks.routing.workloads import GENERATED, PUBLISHED, Workload, in_order, of_trace, stretched
@@ -17,7 +19,9 @@ from router.core.policy import RoutingPolicy
 MADE = "made"
 """The workload that `benchmarks.traces` makes."""
 NAMES = (*POLICIES, *FORMULAS)
-"""The policies that may be named: the router's, and peers' by formula."""
+"""The policies that are compared: the router's, and peers' by formula."""
+KNOWN = (*NAMES, *WEIGHTED)
+"""Those that may be named."""
 
 
 SPAN_ERROR = 0.01
@@ -90,6 +94,8 @@ def cached_at_best(outcome: RoutingOutcome, shape: ClusterShape) -> float:
 
 def named(policy: str, seed: int) -> RoutingPolicy:
     """Return the policy of this name. Raises ValueError for an unknown one."""
+    if policy in WEIGHTED:
+        return WEIGHTED[policy](Random(seed))
     return formula(policy, seed) if policy in FORMULAS else make_policy(policy, seed)
 
 

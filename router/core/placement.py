@@ -344,13 +344,8 @@ class Placer:
         queues = {w.name: w.queue_tokens for w in alike}
         s_per_token = self._fitted.usual_s_per_token or ASSUMED_S_PER_TOKEN
         chain, size = call.chain(alike[0].key), alike[0].key[1]
-        others = self._reuse.delaying_tokens(chain, found, size, queues, s_per_token)
-        if share := self._reuse.evictions.share:
-            most = max(found.values())
-            for worker in alike:
-                if worker.has_evicted:
-                    others[worker.name] += share * (most - found[worker.name]) * size
-        return others
+        full = {w.name for w in alike if w.has_evicted} if self._reuse.evictions.share else ()
+        return self._reuse.delaying_tokens(chain, found, size, queues, s_per_token, full)
 
     def _loading(self, worker: WorkerEntry, held: "_Held", way: str) -> tuple[int, float]:
         """Return how many of the blocks that a worker holds in lower tiers it will not load, and the price of those

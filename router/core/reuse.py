@@ -15,9 +15,11 @@ that says nothing either. So a part of a prompt, held by others and computed on 
   tokens · spare / (tokens + spare), where `spare` is for how many tokens' time the next best worker was worse, a mean
   of late. For some that is nothing, and a conversation has nowhere else to go: where spare times exceed t for a share
   (spare / (spare + t))² of the requests, this is the mean of what is the less.
-- `displaced`: what others find no more, since room is made for the copy, on a worker that has evicted before: its
-  tokens times the share of evicted blocks that were asked for again before about as many were evicted as workers hold.
-  Nothing where caches are so large that hardly anything comes back.
+- `displaced`: what others find no more, since room is made for the copy, on a worker that has evicted before: the
+  share of evicted blocks that were asked for again before about as many were evicted as workers hold, times what so
+  many tokens cost when they are computed again, for those who asked, tokens, and for those whom that delays,
+  `delayed` · `lost` with a queue as long as they are now on average. Nothing where caches are so large that hardly
+  anything comes back.
 - `missed`: for how many tokens' time requests with the same beginning have waited of late for those that hold this
   part, while others would have been sooner had they held it too. A request that goes to a holder adds what it waits
   longer, if a copy that was begun when somebody first waited would be there by now: what comes together with the first
@@ -32,7 +34,7 @@ All are of the latest requests: half of them is of the last HALF_LIFE a worker, 
 evictions half is of as many as half of what workers hold.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from router.core.policy import ASSUMED_S_PER_TOKEN, PrefillView, token_s
@@ -226,12 +228,13 @@ class Reuse:
         block_size: int,
         queues: Mapping[str, int],
         s_per_token: float,
+        full: Collection[str] = (),
     ) -> dict[str, float]:
         """Return how many tokens' time others would lose by each worker, if it computed again what some other one
         holds; less than 0 where they gain.
 
         `held`: how many blocks of `chain` each has. `queues`: how many tokens it has to compute. `s_per_token`: that of
-        their pool.
+        their pool. `full`: those that evict others for what they compute.
         """
         levels = sorted(set(held.values()), reverse=True)
         if len(levels) < 2:
@@ -246,6 +249,13 @@ class Reuse:
             together = self.arrivals.delayed(s_per_token, 0.0, ALL_BUSY)
             idle = self.arrivals.delayed(0.0, tokens * s_per_token) * lost - self.missed.of(chain[deeper - 1])
             parts.append((depth, tokens, idle + (together * tokens - each * lost) * least_tokens, each * lost))
+        displaced = dict.fromkeys(levels, 0.0)
+        if full and (share := self.evictions.share):
+            usual_s = sum(queues.values()) / len(queues) * s_per_token
+            for depth in levels:
+                tokens = (levels[0] - depth) * block_size
+                delayed = self.arrivals.delayed(usual_s, tokens * s_per_token) * self.arrivals.lost(tokens)
+                displaced[depth] = share * (tokens + delayed)
         others: dict[str, float] = {}
         known: dict[tuple[int, int], float] = {}  # where there are many workers, most are alike
         for name, blocks in held.items():
@@ -259,7 +269,7 @@ class Reuse:
                     price = idle + each * alike[1]
                     total += price if price > -tokens else -tokens
                 known[alike] = total
-            others[name] = total
+            others[name] = total + displaced[blocks] if name in full else total
         return others
 
 

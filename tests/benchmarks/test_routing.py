@@ -132,6 +132,17 @@ def test_caches_are_worth_more_than_turns() -> None:
     assert hits["least-cost"] > 1.2 * max(hits["round-robin"], hits["random"])
 
 
+def test_more_weight_on_hits_finds_more_and_waits_longer() -> None:
+    """Guards the curve of hits and times: weight 1 is the policy itself, and a heavy one has its price."""
+    small = ClusterShape(prefill=4, decode=4, prefill_blocks=200)
+    ours, same, heavy = (
+        run(RoutingCase("chat", 500, 1, 0.5, policy, small)) for policy in ("least-cost", "hits-1", "hits-16")
+    )
+    assert (same.ttft_s, same.hit_tokens) == (ours.ttft_s, ours.hit_tokens)
+    assert heavy.hit_tokens > 1.005 * ours.hit_tokens
+    assert sum(heavy.ttft_s) > 1.2 * sum(ours.ttft_s)
+
+
 def test_lines_compare_with_the_best() -> None:
     cases = [RoutingCase("cold", 10, 1, 0.5, policy, SMALL) for policy in ("least-cost", "random")]
     made = [RoutingOutcome([1.0, 3.0], {5: 99, 50: 1}, 0, 10, 1.0, 2.0), RoutingOutcome([4.0], {}, 5, 10, 1.0, 2.0)]

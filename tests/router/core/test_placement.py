@@ -722,9 +722,9 @@ def test_what_others_would_lose_is_at_the_pools_speed(monkeypatch: pytest.Monkey
         parts.join(name)
     tell = parts.placer._reuse.delaying_tokens
 
-    def asked(chain, held, block_size, queues, s_per_token):  # type: ignore[no-untyped-def]
+    def asked(chain, held, block_size, queues, s_per_token, full):  # type: ignore[no-untyped-def]
         speeds.append(s_per_token)
-        return tell(chain, held, block_size, queues, s_per_token)
+        return tell(chain, held, block_size, queues, s_per_token, full)
 
     monkeypatch.setattr(parts.placer._reuse, "delaying_tokens", asked)
     parts.placer.choose(waiting(), 0.0)

@@ -368,6 +368,25 @@ def test_nothing_is_forgotten_while_there_is_room() -> None:
     assert not len(missed), "of none of them anything was missed"
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_what_a_copy_displaces_delays_others_when_it_comes_back(share: float) -> None:
+    """Guards small caches, where the blocks that make room for a copy are computed again, on workers that others wait
+    for."""
+    reuse, talk = Reuse(), chain("talk", 10)
+    held, queues = {"a": 10, "b": 4, "c": 0, "d": 0}, {"a": 100, "b": 50, "c": 30, "d": 20}
+    for n in range(100):
+        reuse.arrivals.came(n * 1.0, 0.5, 4, 40.0)
+    before = delaying(reuse, talk, held, queues)
+    reuse.evictions.evicted(chain("gone", FEWEST_EVICTED), 0)
+    reuse.evictions.asked(chain("gone", int(FEWEST_EVICTED * share)))
+    after = reuse.delaying_tokens(talk, held, SIZE, queues, 0.01, full={"a", "b", "c"})
+    assert after["a"] == before["a"] == 0.0 and after["d"] == before["d"], "one is no copy, one has room"
+    for name, tokens in (("b", 6 * SIZE), ("c", 10 * SIZE)):
+        lost = tokens * 40.0 / (tokens + 40.0)
+        delayed = (50 * 0.01 + tokens * 0.01 / 2) / 4.0 / (1 - 0.5 / 4.0)
+        assert after[name] - before[name] == pytest.approx(share * (tokens + delayed * lost))
+
+
 def test_evictions_cost_what_is_asked_for_again() -> None:
     """Guards copies where caches are small: of what makes room for one, so much has to be computed anew."""
     evictions = Evictions()
