@@ -123,7 +123,7 @@ def _tool(option: str, path: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=900,
         env=environment,
     )
     return done.stdout
