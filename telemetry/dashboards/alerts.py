@@ -110,7 +110,7 @@ ALERTS = (
         300,
         "warning",
         "Only {{ $value | humanizePercentage }} of requests get their first token in time",
-        "Stages: prefill_queue wants prefill workers, reserve wants decode workers, migrate a faster transport.",
+        "Stages: prefill_queue wants prefill workers, route or reserve decode workers, migrate a faster transport.",
         high=1,
     ),
     Alert(

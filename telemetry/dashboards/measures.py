@@ -75,12 +75,14 @@ def prefill_pressure(s: Scope) -> str:
 
 def decode_pressure(s: Scope) -> str:
     """The larger of two ratios: the mean gap between tokens in units of its target, and the mean wait for room on a
-    decode worker in units of the TTFT target."""
+    decode worker, in the router's line or for the worker's word, in units of the TTFT target."""
     targets = {
         slo: f"scalar(max({s.series('slo_target_seconds', slo=slo)}))" for slo in ("ttft", "itl")
     }
     gap = f"({s.mean('request_itl_seconds')} / {targets['itl']})"
-    wait = f"({s.mean('request_stage_seconds', stage='reserve')} / {targets['ttft']})"
+    waits = s.rate("request_stage_seconds", part="sum", stage="route|reserve")
+    count = s.rate("request_stage_seconds", part="count", stage="reserve")
+    wait = f"({share(waits, count)} / {targets['ttft']})"
     return f"(({gap} >= {wait}) or {wait})"
 
 

@@ -93,6 +93,18 @@ def test_nobody_is_told_that_all_is_well_beside_a_missed_target(
 
 
 @needs_promtool
+@pytest.mark.parametrize("stage", ["route", "reserve"])
+def test_who_waits_for_room_asks_for_decode_workers(stage: str, tmp_path: Path) -> None:
+    """Guards the hint where pools are full: who waits for room is in the router's line, or waits for a worker's word."""
+    series = {**pressure("0+6x60", "0+0.6x60"), **met(0.6)}
+    for name in ("route", "reserve"):
+        labels = f'{ROUTER},stage="{name}"'
+        series[f"headrace_request_stage_seconds_sum{{{labels}}}"] = "0+60x60" if name == stage else "0x60"
+        series[f"headrace_request_stage_seconds_count{{{labels}}}"] = "0+60x60"
+    assert complaint(tmp_path, series, f"{measures.verdict(RULES)} == -1", 20) == ""
+
+
+@needs_promtool
 def test_the_tester_can_say_no(tmp_path: Path) -> None:
     assert "FAILED" in complaint(tmp_path, {**pressure("0+6x60", "0+0.6x60"), **met(1.0)}, "vector(1) > 2", 20)
 
