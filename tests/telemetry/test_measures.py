@@ -95,7 +95,7 @@ def test_nobody_is_told_that_all_is_well_beside_a_missed_target(
 @needs_promtool
 @pytest.mark.parametrize("stage", ["route", "reserve"])
 def test_who_waits_for_room_asks_for_decode_workers(stage: str, tmp_path: Path) -> None:
-    """Guards the hint where pools are full: who waits for room is in the router's line, or waits for a worker's word."""
+    """Guards the hint where pools are full: who waits for room is in the router's line, or waits for a worker."""
     series = {**pressure("0+6x60", "0+0.6x60"), **met(0.6)}
     for name in ("route", "reserve"):
         labels = f'{ROUTER},stage="{name}"'
