@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
+import msgspec
+
 from engine.constraints.text import schema_constraint
 from engine.types import SamplingParams
 from router.front.api import ApiError, ChatMessage, Delta, GenerateCall
@@ -162,8 +164,11 @@ class Calls(Clients):
     def _run(self, rng: random.Random, client: int) -> None:
         while not self._over.wait(0.05):
             tokens = [*self._head, *_prompt(rng, self._prompt_tokens - len(self._head))]
-            more = {} if self._timeout_s is None else {"timeout_s": self._timeout_s}
-            events = self._client.generate(_call(tokens, self._max_tokens, **more))
+            call = _call(tokens, self._max_tokens)
+            if self._timeout_s is not None:
+                # An answer that may end at any token is not refused early, but begins and comes too late.
+                call = msgspec.structs.replace(call, timeout_s=self._timeout_s, ignore_eos=False)
+            events = self._client.generate(call)
             try:
                 for _ in events:
                     if self._over.is_set():
