@@ -1,7 +1,8 @@
 """What hits are worth: `least-cost` with more weight on hits than its price derives, for the curve of hits and times.
 
-`hits-K` charges a prompt K times its uncached tokens, beside what its price says already; all else is the same. A
-constant that is right for one workload is wrong for another, so none of them can be configured.
+`hits-K` counts what a prefill worker would have to compute of a prompt K times instead of once. All else of the price
+is the same, and so is all of it where a decode worker reads the prompt. A constant that is right for one workload is
+wrong for another, so none of them can be configured.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +35,6 @@ class HitsWeighted(LeastCost):
 
 
 WEIGHTED: dict[str, Callable[[Random], LeastCost]] = {
-    f"hits-{weight:g}": partial(HitsWeighted, weight=weight) for weight in (1.0, 1.5, 2.0, 4.0, 16.0)
+    f"hits-{weight:g}": partial(HitsWeighted, weight=weight) for weight in (1.0, 2.0, 4.0, 16.0)
 }
 """By name; with weight 1 it is `least-cost` itself."""

@@ -66,11 +66,15 @@ def spent(s: Scope, name: str, label: str) -> str:
     return f"clamp_max(avg by ({label}) ({s.rate(name, f'{TARGET}, {label}')}), 1)"
 
 
+def _mean_s(s: Scope, before: str, stage: str) -> str:
+    """Write the mean seconds of a stage, with those of the one before it, over the requests that came to it."""
+    spent = s.rate("request_stage_seconds", part="sum", stage=f"{before}|{stage}")
+    return share(spent, s.rate("request_stage_seconds", part="count", stage=stage))
+
+
 def prefill_pressure(s: Scope) -> str:
     """Mean time until a prompt is read, in units of the TTFT target."""
-    waits = s.rate("request_stage_seconds", part="sum", stage="prefill_queue|prefill_run")
-    count = s.rate("request_stage_seconds", part="count", stage="prefill_run")
-    return f"{share(waits, count)} / scalar(max({s.series('slo_target_seconds', slo='ttft')}))"
+    return f"{_mean_s(s, 'prefill_queue', 'prefill_run')} / scalar(max({s.series('slo_target_seconds', slo='ttft')}))"
 
 
 def decode_pressure(s: Scope) -> str:
@@ -80,9 +84,7 @@ def decode_pressure(s: Scope) -> str:
         slo: f"scalar(max({s.series('slo_target_seconds', slo=slo)}))" for slo in ("ttft", "itl")
     }
     gap = f"({s.mean('request_itl_seconds')} / {targets['itl']})"
-    waits = s.rate("request_stage_seconds", part="sum", stage="route|reserve")
-    count = s.rate("request_stage_seconds", part="count", stage="reserve")
-    wait = f"({share(waits, count)} / {targets['ttft']})"
+    wait = f"({_mean_s(s, 'route', 'reserve')} / {targets['ttft']})"
     return f"(({gap} >= {wait}) or {wait})"
 
 
