@@ -274,7 +274,7 @@ def test_clients_caches_bytes_files_and_a_router_without_a_core(stage: Stage) ->
         with (
             lasting(stage.orders, PREFILLS + DECODES, "forget"),
             Calls(stage.grpc, 1, 160, 2, shared=True),
-            Calls(stage.grpc, 1, 60, 600, timeout_s=1.0) as late,
+            Calls(stage.grpc, 6, 60, 600, timeout_s=2.0) as late,
             Calls(stage.grpc, 1, 5, -1) as nonsense,
         ):
             fires(prometheus, "HeadraceRequestsFail", "HeadraceRequestsRefused", "HeadraceCacheBeliefsWrong")
