@@ -74,7 +74,7 @@ class HexText:
     def __init__(self) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-        # Words are looked up in native code, as a model's are: a thread that tokenizes leaves the loop alone.
+        # Words are looked up in native code: the thread that tokenizes leaves the loop alone (in `encode` it does not).
         self._words = Tokenizer(models.WordLevel({f"{i:04x}": i for i in range(VOCABULARY)}, "0000"))
         self._words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer = Tokenizer(models.BPE({f"Ġ{i:04x}": i for i in range(VOCABULARY)}, []))
@@ -82,7 +82,8 @@ class HexText:
         self._detokenizers = DetokenizerFactory(tokenizer)
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
-        return list(self._words.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = self._words.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def render_chat(self, chat: ChatPrompt) -> str:
         return " ".join(message.content or "" for message in chat.messages)

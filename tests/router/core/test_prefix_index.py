@@ -386,7 +386,7 @@ import gc, random, time
 from benchmarks.decision import collect, _rss_bytes
 from router.core.prefix_index import PrefixIndex
 random, index, before = random.Random(1), PrefixIndex(), _rss_bytes()
-idle_ms = min(collect(9))
+idle_ms, objects = min(collect(9)), len(gc.get_objects())
 for worker in range(16):
     index.add(str(worker), 27_000)
     for _ in range(32):
@@ -394,17 +394,20 @@ for worker in range(16):
         index.insert(str(worker), [packed[at : at + 16] for at in range(0, len(packed), 16)])
 held = sum(index.held_blocks(str(worker)) for worker in range(16))
 gc.collect()
-print(held, (_rss_bytes() - before) / held, min(collect(9)) - idle_ms)
+grown = (_rss_bytes() - before) / held
+print(held, grown, len(gc.get_objects()) - objects, idle_ms, min(collect(9)) - idle_ms)
 """
 
 
 def test_half_a_million_blocks_are_small_and_nothing_to_the_garbage_collector() -> None:
-    """Guards against an object per block: 458 bytes and a pause of 125 ms before (docs/routing.md)."""
+    """Guards against an object per block: 458 bytes and a pause of 125 ms before, where a process without an index had
+    2 to 4 ms (docs/routing.md). A machine where that alone takes more than the bound may take as much again."""
     done = subprocess.run([sys.executable, "-c", COST], capture_output=True, text=True, check=True, timeout=120)
-    held, bytes_per_block, pause_ms = map(float, done.stdout.split())
+    held, bytes_per_block, objects, idle_ms, pause_ms = map(float, done.stdout.split())
     assert held == 432_000
     assert bytes_per_block <= 100
-    assert pause_ms <= 5
+    assert objects <= held / 100
+    assert pause_ms <= max(5, idle_ms)
 
 
 def test_what_another_routers_request_has_cached_is_used_just_now() -> None:
