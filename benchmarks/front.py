@@ -37,10 +37,12 @@ from benchmarks.front_workers import CONTEXT_TOKENS, SECRETS, TICK_S, VOCABULARY
 from benchmarks.vllm_front import VllmFront
 from cluster.processes.collector import spare_collector
 from engine.messages import PeerAddress
+from engine.native_identity import use_native_identities
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
 from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import SamplingParams
+from router.background import give_way_soon
 from router.config import FrontLimits, RouterConfig
 from router.server import RouterServer
 
@@ -123,6 +125,10 @@ def serve_router(
     """Serve until the pipe closes; its first word is the two addresses, and whatever is said to it is answered with the
     longest run of the garbage collector, in seconds of CPU. `front`, the one that is measured, has nearly
     all descriptors of the process. `ports`, gRPC's and HTTP's, 0: any; `own_port`, -1: it has them alone."""
+    # As `cluster.processes` has a router.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    use_native_identities()
+    give_way_soon()
     of_http, of_grpc = (16_384, 64) if front == "sse" else (64, 16_384)
     limits = FrontLimits(
         connections=of_http, grpc_connections=of_grpc, connections_per_address=of_http, calls_per_address=of_grpc

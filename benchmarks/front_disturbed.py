@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-SLOW_CLIENTS = 8
+CLIENTS = 8
 LONG_PROMPT_TOKENS = 32_768
 PROMPTS_PER_S = 4.0
 LOOK_S = 0.01
@@ -23,7 +23,7 @@ def serve_disturber(pipe: Connection, what: str, address: str) -> None:
     asyncio.run(_disturb(pipe, {"slow": _read_nothing, "prompt": _ask_much}[what], address))
 
 
-async def _disturb(pipe: Connection, one: Callable[[str], Any], address: str) -> None:
+async def _disturb(pipe: Connection, one: Callable[[str, int], Any], address: str) -> None:
     tasks: list[asyncio.Task[None]] = []
     while True:
         while not pipe.poll():
@@ -31,7 +31,7 @@ async def _disturb(pipe: Connection, one: Callable[[str], Any], address: str) ->
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        tasks = [asyncio.create_task(one(address)) for _ in range(SLOW_CLIENTS if pipe.recv() else 0)]
+        tasks = [asyncio.create_task(one(address, number)) for number in range(CLIENTS if pipe.recv() else 0)]
 
 
 def _request(address: str, body: dict[str, Any]) -> bytes:
@@ -40,7 +40,7 @@ def _request(address: str, body: dict[str, Any]) -> bytes:
     return head.encode() + data
 
 
-async def _read_nothing(address: str) -> None:
+async def _read_nothing(address: str, number: int) -> None:
     """Open a stream and leave all of it in buffers that are as small as they can be."""
     host, _, port = address.rpartition(":")
     with socket.socket() as link:
@@ -52,12 +52,16 @@ async def _read_nothing(address: str) -> None:
         await asyncio.Event().wait()
 
 
-async def _ask_much(address: str) -> None:
-    """Send prompts of text, one after the other, for one token each."""
+async def _ask_much(address: str, number: int) -> None:
+    """Send prompts of text, one after the other, for one token each; the clients take turns."""
     host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    next_s = loop.time() + number / PROMPTS_PER_S
     text = " ".join(f"{at:04x}" for at in range(LONG_PROMPT_TOKENS))
     request = _request(address, {"prompt": text, "stream": True})
     while True:
+        await asyncio.sleep(next_s - loop.time())
+        next_s += CLIENTS / PROMPTS_PER_S
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             writer.write(request)
@@ -65,4 +69,3 @@ async def _ask_much(address: str) -> None:
                 await reader.readuntil(b"data: ")
         finally:
             writer.close()
-        await asyncio.sleep(SLOW_CLIENTS / PROMPTS_PER_S)

@@ -16,6 +16,7 @@ from engine.handshake import Secrets
 from engine.messages import PeerAddress
 from engine.model.config import ModelError
 from engine.native_identity import use_native_identities
+from router.background import give_way_soon
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from telemetry import logs, tracing
@@ -49,6 +50,8 @@ class Hosted:
         logs.configure(spec.name, spec.log_level, spec.log_json)
         tracing.configure(spec.tracing, spec.name)
         use_native_identities()
+        if spec.kind == "router":
+            give_way_soon()
         _check_model(spec)
         module, _, attribute = spec.factory.partition(":")
         factory = getattr(importlib.import_module(module), attribute)

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,3 +85,14 @@ def test_what_is_there_before_serving_is_not_collected_again(own_collector: None
     hosted.start()
     assert gc.get_freeze_count() > before + 10_000
     assert gc.get_threshold()[0] == YOUNG_OBJECTS
+
+
+@pytest.mark.parametrize("kind", ["router", "decode"])
+def test_only_a_router_s_threads_give_way_to_a_loop(kind: str) -> None:
+    """Guards the step of a worker's engine, which the loop of its streams would part otherwise."""
+    before_s = sys.getswitchinterval()
+    try:
+        Hosted(ChildSpec(kind=kind, name="it", factory=f"{__name__}:open_nothing", config={}), Keyring((b"s" * 32,)))
+        assert (sys.getswitchinterval() < before_s) == (kind == "router")
+    finally:
+        sys.setswitchinterval(before_s)
