@@ -20,8 +20,8 @@ Item = TypeVar("Item")
 
 
 def give_way_soon() -> None:
-    """Let each thread of this process give way to the event loop's after half a millisecond of Python, where it would go
-    on for five: long text costs some milliseconds of Python before and after the native code that tokenizes it."""
+    """Let each thread of this process give way to the event loop's after half a millisecond of Python, not after five:
+    long text costs some milliseconds of Python before and after the native code that tokenizes it."""
     sys.setswitchinterval(0.0005)
 
 
