@@ -31,6 +31,7 @@ from router.dispatch import ATTACH
 from worker.rpc import RpcLoop, Send, ServedStream
 
 SECRETS = Keyring((b"the front benchmark keeps no secrets",))
+MODEL = "hex"
 VOCABULARY = 1 << 16
 TICK_S = 1e-4
 """The unit of a token's time; it comes round after 6.5 s."""
@@ -131,7 +132,7 @@ class ScriptedWorker:
     def _accept(self, send: Send, router: Party) -> ScriptedLink:
         info = WorkerInfo(
             name=self._me.name, role=self._me.role, incarnation=self._me.incarnation, address=self.address.address,
-            model="hex", fingerprint="f", block_size=16, blocks=BLOCKS, context_tokens=CONTEXT_TOKENS,
+            model=MODEL, fingerprint="f", block_size=16, blocks=BLOCKS, context_tokens=CONTEXT_TOKENS,
             pid=os.getpid(), host="here", growth_tokens=16, protocol=PROTOCOL,
         )  # fmt: skip
         for data in frames([info]):

@@ -146,7 +146,7 @@ CONFINED = {
 BENCHMARKS_WITH_PROCESSES = (
     "benchmarks/bed.py",
     "benchmarks/counting.py",
-    "benchmarks/front.py",
+    "benchmarks/front_router.py",
     "benchmarks/gpu/absent.py",
     "benchmarks/gpu/dry.py",
     "benchmarks/gpu/transport.py",

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks import vllm_front
-from benchmarks.front import HexText
 from benchmarks.front_peers import TextWorker
+from benchmarks.front_router import HexText
 from benchmarks.routers.policy import PeerError, knows_repeats
 from benchmarks.routers.selection_service import SelectionRouter
 from engine.types import RequestId
