@@ -1,13 +1,16 @@
 """Blocks that are named in native code have the names that `engine.identity` gives them."""
 
 import random
+import runpy
 import shutil
 import subprocess
 from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
 from engine import identity
 from engine.identity import Hasher, chain, hash_piece, root
@@ -43,6 +46,24 @@ def restored() -> Iterator[None]:
     yield
     identity.hash_with(hash_piece)
     identity._piece.cache_clear()
+
+
+def test_an_installation_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the extension that setup.py names: where it cannot be built, an installation goes on without it."""
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler")
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", told.update)
+    monkeypatch.chdir(SOURCE.parents[2])
+    runpy.run_path("setup.py")
+    (mine,) = [one for one in told["ext_modules"] if one.name == "kernels._native_host"]
+    command = told["cmdclass"]["build_ext"](setuptools.Distribution({"ext_modules": [mine]}))
+    command.build_lib, command.build_temp = str(tmp_path / "lib"), str(tmp_path / "objects")
+    command.ensure_finalized()
+    command.run()
+    (library,) = (tmp_path / "lib" / "kernels").iterdir()
+    assert library.name.startswith("_native_host") and library.name.endswith(tuple(EXTENSION_SUFFIXES))
+    assert native_hasher(library) is not None
 
 
 @pytest.mark.parametrize("stride", [4, 60, 64, 108, 112, 116, 236, 240, 244, 1024])
