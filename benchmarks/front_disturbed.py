@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,10 +21,11 @@ LOOK_S = 0.01
 
 def serve_disturber(pipe: Connection, what: str, address: str) -> None:
     """Disturb over HTTP while the pipe's last word was True: `slow` or `prompt`."""
-    asyncio.run(_disturb(pipe, {"slow": _read_nothing, "prompt": _ask_much}[what], address))
+    one = partial(_ask_much, address) if what == "prompt" else lambda _: _read_nothing(address)
+    asyncio.run(_disturb(pipe, one))
 
 
-async def _disturb(pipe: Connection, one: Callable[[str, int], Any], address: str) -> None:
+async def _disturb(pipe: Connection, one: Callable[[int], Any]) -> None:
     tasks: list[asyncio.Task[None]] = []
     while True:
         while not pipe.poll():
@@ -31,7 +33,7 @@ async def _disturb(pipe: Connection, one: Callable[[str, int], Any], address: st
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        tasks = [asyncio.create_task(one(address, number)) for number in range(CLIENTS if pipe.recv() else 0)]
+        tasks = [asyncio.create_task(one(number)) for number in range(CLIENTS if pipe.recv() else 0)]
 
 
 def _request(address: str, body: dict[str, Any]) -> bytes:
@@ -40,7 +42,7 @@ def _request(address: str, body: dict[str, Any]) -> bytes:
     return head.encode() + data
 
 
-async def _read_nothing(address: str, number: int) -> None:
+async def _read_nothing(address: str) -> None:
     """Open a stream and leave all of it in buffers that are as small as they can be."""
     host, _, port = address.rpartition(":")
     with socket.socket() as link:

@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.decision import Pauses
 from benchmarks.front_workers import CONTEXT_TOKENS, MODEL, SECRETS, VOCABULARY
 from cluster.processes.collector import spare_collector
+from cluster.processes.spec import child_environment
 from engine.messages import PeerAddress
 from engine.native_identity import use_native_identities
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
@@ -88,7 +89,7 @@ def serve_router(
     longest run of the garbage collector, in seconds of CPU. `front`, the one that is measured, has nearly
     all descriptors of the process. `ports`, gRPC's and HTTP's, 0: any; `own_port`, -1: it has them alone."""
     # As `cluster.processes` has a router.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.update(child_environment(1, os.environ))
     use_native_identities()
     give_way_soon()
     of_http, of_grpc = (16_384, 64) if front == "sse" else (64, 16_384)
