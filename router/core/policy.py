@@ -16,6 +16,7 @@ to compare with, are in `router.core.policies`.
 Views of workers come in, a choice goes out; no clock, and randomness is a generator passed in.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
 from random import Random
@@ -243,14 +244,11 @@ class LeastCost:
                 found.add(reader_s + pressure_s(demand, decode), 2 * decode.outstanding, at)
         readers = [(_reader_s(demand, view), at) for at, view in enumerate(prefills)]
         sides = [(_least_s(demand, view), at) for at, view in enumerate(decodes)]
-        if len(readers) * len(sides) > MANY_PAIRS:
-            # Who is left out of those that tie, is drawn by lot.
-            _shuffle(self._random, readers)
-            _shuffle(self._random, sides)
         readers.sort(key=_FIRST)
         sides.sort(key=_FIRST)
         if len(readers) * len(sides) > MANY_PAIRS:
-            del readers[SHORTLIST:], sides[SHORTLIST:]
+            _shorten(self._random, readers)
+            _shorten(self._random, sides)
         for least_s, at in sides:
             if not readers or found.is_below(readers[0][0] + least_s):
                 break
@@ -326,16 +324,15 @@ class _Cheapest:
 _FIRST = itemgetter(0)
 
 
-def _shuffle(random: Random, items: list[tuple[float, int]]) -> None:
-    """Do what `random.shuffle` does, with the same lots, in two thirds of the time: where there are very many workers,
-    drawing them is a tenth of the decision."""
-    bits = random.getrandbits
-    for last in range(len(items) - 1, 0, -1):
-        width = (last + 1).bit_length()
-        at = bits(width)
-        while at > last:
-            at = bits(width)
-        items[last], items[at] = items[at], items[last]
+def _shorten(random: Random, items: list[tuple[float, int]]) -> None:
+    """Keep a SHORTLIST of what is in order: who is left out of those that tie with its last one, is drawn by lot."""
+    if len(items) <= SHORTLIST:
+        return
+    last = items[SHORTLIST - 1][0]
+    if items[SHORTLIST][0] == last:
+        first = bisect_left(items, last, key=_FIRST)
+        items[first:] = random.sample(items[first : bisect_right(items, last, key=_FIRST)], SHORTLIST - first)
+    del items[SHORTLIST:]
 
 
 def _reader_s(demand: Demand, prefill: PrefillView) -> float:

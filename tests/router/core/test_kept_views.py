@@ -1,8 +1,7 @@
 """What is kept ready of workers, against the plain way: every view made anew from the last report and the dispatches
 since, and every pair priced. Decisions must be the same to the last bit, lots included."""
 
-from collections.abc import Sequence
-from heapq import nsmallest
+from collections.abc import Callable, Sequence
 from random import Random
 
 import msgspec
@@ -42,9 +41,6 @@ class PlainLeastCost:
     ) -> Choice | None:
         readers, sides = list(range(len(prefills))), list(range(len(decodes)))
         if len(readers) * len(sides) > MANY_PAIRS:
-            self.random.shuffle(readers)
-            self.random.shuffle(sides)
-
             def reader_s(at: int) -> float:
                 terms = cost(wanted, prefills[at], decodes[0])
                 return terms.queue_s + terms.compute_s + terms.others_s + loading_s(prefills[at])
@@ -57,7 +53,7 @@ class PlainLeastCost:
                 missing = max(wanted.prompt_blocks - view.cached_blocks, 0)
                 return missing * way_s + (cost(wanted, nobody, view).pressure_s + view.load_s)
 
-            readers, sides = nsmallest(SHORTLIST, readers, key=reader_s), nsmallest(SHORTLIST, sides, key=side_s)
+            readers, sides = self.shortlist(readers, reader_s), self.shortlist(sides, side_s)
         priced = []
         for at, decode in enumerate(decodes):
             if decode.local is not None:
@@ -80,6 +76,15 @@ class PlainLeastCost:
         assert chosen is not None
         holds = chosen.cached_tokens or decodes[at].cached_blocks
         return Choice(chosen, decodes[at], cost(wanted, chosen, decodes[at]), "affinity" if holds else "load")
+
+    def shortlist(self, places: list[int], price_s: Callable[[int], float]) -> list[int]:
+        """The cheapest; where more of them tie than there is room for, the last are drawn."""
+        prices_s = {place: price_s(place) for place in places}
+        last_s = sorted(prices_s.values())[:SHORTLIST][-1]
+        kept = [place for place in places if prices_s[place] < last_s]
+        ties = [place for place in places if prices_s[place] == last_s]
+        room = SHORTLIST - len(kept)
+        return kept + (ties if len(ties) <= room else self.random.sample(ties, room))
 
 
 def some_views(

@@ -10,7 +10,18 @@ import msgspec
 import pytest
 
 from router.core.policies import POLICIES, make_policy, settings
-from router.core.policy import MANY_PAIRS, Cost, DecodeView, Demand, LeastCost, PrefillView, _Cheapest, cost
+from router.core.policy import (
+    MANY_PAIRS,
+    SHORTLIST,
+    Cost,
+    DecodeView,
+    Demand,
+    LeastCost,
+    PrefillView,
+    _Cheapest,
+    _shorten,
+    cost,
+)
 
 DEMAND = Demand(prompt_tokens=100, prompt_blocks=7, blocks=10, most_blocks=10)
 
@@ -386,15 +397,29 @@ def test_at_least_one_token_is_computed(cached: int, computed: int) -> None:
     assert cost(DEMAND, prefill(cached=cached), decode()).compute_s == pytest.approx(computed * 0.01)
 
 
-def test_up_to_so_many_pairs_all_are_gone_through() -> None:
-    """Guards decisions that can be made again: as long as all pairs are compared nothing is drawn by lot."""
-    for more, is_drawn in ((0, False), (1, True)):
-        random = Random(3)
-        policy, before = LeastCost(random), random.getstate()
-        readers = [prefill(f"p{n}", queue=n) for n in range(64 + more)]
-        decodes = [decode(f"d{n}", used=n % 64) for n in range(MANY_PAIRS // 64)]
-        assert policy.choose(DEMAND, readers, decodes) is not None
-        assert (random.getstate() != before) == is_drawn
+@pytest.mark.parametrize(("more", "queue", "is_drawn"), [(0, 0, False), (1, 0, True), (1, 1, False)])
+def test_lots_are_drawn_only_where_some_that_tie_are_left_out(more: int, queue: int, is_drawn: bool) -> None:
+    """Guards decisions that can be made again: nothing is drawn as long as all pairs are compared, or where those that
+    are left out cost more."""
+    random = Random(3)
+    policy, before = LeastCost(random), random.getstate()
+    readers = [prefill(f"p{n}", queue=queue * n, outstanding=n) for n in range(64 + more)]
+    decodes = [decode(f"d{n}", used=n % 64) for n in range(MANY_PAIRS // 64)]
+    assert policy.choose(DEMAND, readers, decodes) is not None
+    assert (random.getstate() != before) == is_drawn
+
+
+def test_those_that_tie_are_left_out_by_lot_and_no_cheaper_one_is() -> None:
+    cheap = [(1.0, at) for at in range(SHORTLIST - 4)]
+    alike = [(2.0, at) for at in range(100, 140)]
+    kept = set[int]()
+    for seed in range(50):
+        items = [*cheap, *alike, (3.0, 200)]
+        _shorten(Random(seed), items)
+        assert len(items) == SHORTLIST and items[:-4] == cheap and all(cost_s == 2.0 for cost_s, _ in items[-4:])
+        assert len(set(items)) == SHORTLIST
+        kept |= {at for _, at in items[-4:]}
+    assert len(kept) == len(alike)
 
 
 @pytest.mark.parametrize("seed", range(8))
