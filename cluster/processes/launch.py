@@ -259,6 +259,8 @@ class Cluster:
 
     def _launched(self, spec: ChildSpec) -> Child:
         """Launch a process with the secrets of now: no rotation comes between."""
+        if self._metrics is not None:
+            self._metrics.started(spec.name, spec.kind)
         with self._rotating:
             child = self._launcher.launch(msgspec.structs.replace(spec, secrets=Sealed.of(self.keys.valid())))
             self._children[spec.name] = child
