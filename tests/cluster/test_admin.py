@@ -18,8 +18,9 @@ from cluster.admin_client import AdminClient, NotRunning
 from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, new_nonce, request_code
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
+from cluster.processes.process_launcher import ProcessChild
 from cluster.processes.slots import SlotState
-from cluster.processes.spec import LaunchError
+from cluster.processes.spec import LaunchError, Sealed
 from cluster.processes.supervisor import RestartConfig
 from cluster.resolve import Setting
 from cluster.rundir import RunDir
@@ -243,6 +244,32 @@ def test_a_secret_is_replaced_while_the_cluster_serves(served: Served) -> None:
     assert known("decode-1") == expected
     served.client.rotate()
     assert known("decode-1") != expected and served.client.status().state == "running"
+
+
+@pytest.mark.parametrize("served", [KEYED], indirect=True)
+def test_a_rotation_that_could_not_tell_everybody_is_finished(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a third secret, which leaves who was not told the second one with none that anybody else has."""
+    (old,) = served.cluster.keys.valid()
+    told: list[tuple[bytes, ...]] = []
+    tell = ProcessChild.set_secrets
+    with monkeypatch.context() as broken:
+
+        def deaf(self: ProcessChild, secrets: Sealed) -> None:
+            if self.spec.name == "decode-0":
+                raise LaunchError("decode-0 does not answer")
+            tell(self, secrets)
+
+        broken.setattr(ProcessChild, "set_secrets", deaf)
+        with pytest.raises(LaunchError, match="decode-0 does not answer"):
+            served.cluster.rotate(told.append)
+    served.cluster.rotate(told.append)
+    (new,) = served.cluster.keys.valid()
+    assert told == [(new, old), (new, old), (new,)] and new != old
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        known = msgspec.json.decode(served.cluster.ask(name, "flights"), type=list[str])
+        assert known == [sha256(new).hexdigest()], name
 
 
 def test_down_is_asked_for_once_the_caller_has_its_answer(served: Served) -> None:
