@@ -236,7 +236,7 @@ class Cluster:
         """Replace the secret, or take over what its file says now; every process is told, and so is `note`. A new one
         is valid beside the old one until all have it, so that no stream is refused. Streams that are open go on. From
         any thread. Raises LaunchError with those that could not be told: both stay valid then, and the next call gives
-        out the same two."""
+        out the same two. Raises ConfigError, and tells nobody, where the file cannot be used."""
         with self._rotating:
             if isinstance(self.keys, Keyring):
                 # Whoever was not told the last time has the older of two alone: a third would shut it out.
@@ -247,6 +247,7 @@ class Cluster:
                 self._entrust_all(note, new)
                 self.keys.replace(new)
             else:
+                self.keys.reread()
                 self._entrust_all(note, self.keys.valid())
 
     def _entrust_all(self, note: Callable[[tuple[bytes, ...]], None], secrets: tuple[bytes, ...]) -> None:
