@@ -880,11 +880,11 @@ def test_a_copy_costs_what_makes_room_for_it(is_full: bool) -> None:
     call = waiting(tokens=20 * 16)
     parts.index.insert("p0", call.chain(holder.key)[:16])
     parts.index.insert("p1", call.chain(holder.key)[:6])
-    before = parts.placer._delaying(call, Held(parts.index, call), [holder, other])
+    before = parts.placer._views._delaying(Held(parts.index, call), [holder, other])
     evictions = parts.placer._reuse.evictions
     evictions.evicted([b"%d" % n for n in range(1024)], 4096)
     evictions.asked([b"%d" % n for n in range(256)])
-    after = parts.placer._delaying(call, Held(parts.index, call), [holder, other])
+    after = parts.placer._views._delaying(Held(parts.index, call), [holder, other])
     assert after["p0"] == before["p0"]
     assert after["p1"] - before["p1"] == pytest.approx(0.25 * 10 * 16 if is_full else 0.0)
 
