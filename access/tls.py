@@ -45,8 +45,7 @@ class ServerCertificates:
         self._lock = threading.Lock()
         self._seen: tuple[object, ...] = ()
         self._told: tuple[object, ...] = ()
-        self._contexts: dict[bool, ssl.SSLContext] = {}
-        self._pem = self._load()
+        self._pem, self._contexts = self._load()
 
     @property
     def needs_client(self) -> bool:
@@ -58,7 +57,7 @@ class ServerCertificates:
             seen = self._look()
             if seen != self._seen and seen != self._told:
                 try:
-                    self._pem = self._load()
+                    self._pem, self._contexts = self._load()
                 except AccessError as error:
                     log.error("%s; the certificates before it stay in force", error)
                     cause = error.__cause__
@@ -66,7 +65,6 @@ class ServerCertificates:
                         self._told = seen
                 else:
                     log.warning("the certificate %s was read again", self._files.chain)
-                    self._contexts.clear()
             return self._pem
 
     def context(self, *, lets_in: bool = False) -> ssl.SSLContext:
@@ -77,16 +75,15 @@ class ServerCertificates:
         def latest(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
             self.pem()
             with self._lock:
-                if lets_in not in self._contexts:
-                    self._contexts[lets_in] = self._make(lets_in)
                 connection.context = self._contexts[lets_in]
 
         # OpenSSL calls it in every handshake, also for a client that names no server.
         outer.sni_callback = latest
         return outer
 
-    def _load(self) -> PemFiles:
-        """Read the files, and check that they fit together. Raises AccessError."""
+    def _load(self) -> tuple[PemFiles, dict[bool, ssl.SSLContext]]:
+        """Read the files, check that they fit together, and make a context of them for each `lets_in`: later they may
+        be broken. Raises AccessError."""
         seen = self._look()
         files = self._files
         pem = PemFiles(
@@ -94,13 +91,13 @@ class ServerCertificates:
             _read(files.key_setting, files.key),
             _read(files.ca_setting, files.ca) if files.ca else b"",
         )
-        context = self._make(False)
+        contexts = {lets_in: self._make(lets_in) for lets_in in (False, True)}
         if self._check is not None:
-            self._check(context)
+            self._check(contexts[False])
         if self._look() != seen:
             raise AccessError(f"{files.chain_setting}: the files changed while they were read")
         self._seen = seen
-        return pem
+        return pem, contexts
 
     def _make(self, lets_in: bool) -> ssl.SSLContext:
         """Raises AccessError."""

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -49,6 +50,9 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 10
 CONNECTIONS = 64
 """Operators' connections; the one that has said nothing for longest goes when there is another."""
+ORDERS = 16
+"""Orders under way at once. Each keeps one of the server's threads, of which there are 40, until it is done, though its
+caller may have gone; the others are for questions, and for `down`."""
 NOTE_S = 0.5
 """How often the list of processes is brought up to date."""
 ALIVE = ("up", "leaving")
@@ -133,6 +137,7 @@ class AdminServer:
         self._addresses: Addresses | None = None
         self._noted: list[ProcessIdentity] = []
         self._check = RequestCheck(cluster.keys)
+        self._places = threading.BoundedSemaphore(ORDERS)
         self._ended = threading.Event()
         self.down = threading.Event()
 
@@ -270,6 +275,15 @@ class AdminServer:
         self._cluster.rotate(self._rundir.entrust)
         return self.status()
 
+    def _carry_out(self, order: Callable[..., Status], *what: object) -> Status:
+        """Carry out one of few orders. Raises LaunchError, also where ORDERS are under way."""
+        if not self._places.acquire(blocking=False):
+            raise LaunchError(f"{ORDERS} orders are under way: ask again when one of them is done")
+        try:
+            return order(*what)
+        finally:
+            self._places.release()
+
     def config(self) -> dict[str, dict[str, object]]:
         return {s.key: {"value": s.public, "origin": s.origin} for s in self._settings}
 
@@ -331,9 +345,9 @@ class AdminServer:
                 Route("/traffic", get(lambda _: self.traffic())),
                 Route("/flights", get(lambda r: self.flights(r.query_params.get("request", "")))),
                 Route("/config", get(lambda _: self.config())),
-                Route("/drain", post(Drain, self.drain), methods=["POST"]),
-                Route("/scale", post(Scale, self.scale), methods=["POST"]),
-                Route("/rotate", get(lambda _: self.rotate()), methods=["POST"]),
+                Route("/drain", post(Drain, partial(self._carry_out, self.drain)), methods=["POST"]),
+                Route("/scale", post(Scale, partial(self._carry_out, self.scale)), methods=["POST"]),
+                Route("/rotate", get(lambda _: self._carry_out(self.rotate)), methods=["POST"]),
                 Route("/down", get(lambda _: self.take_down()), methods=["POST"]),
             ]
         )

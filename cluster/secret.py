@@ -45,11 +45,15 @@ class SecretFile:
         """Return the secrets, the newest first. A file that cannot be used any more changes nothing."""
         try:
             if _state(self._path.stat()) != self._read_of:
-                self._read_of, secrets = _read(self._path)
-                self._keyring.replace(secrets)
+                self.reread()
         except (OSError, ConfigError) as error:
             log.error("the secrets stay as they were: %s", error)
         return self._keyring.valid()
+
+    def reread(self) -> None:
+        """Take over what the file says now. Raises ConfigError where it cannot be used; nothing has changed then."""
+        self._read_of, secrets = _read(self._path)
+        self._keyring.replace(secrets)
 
 
 def opened(path: str) -> SecretFile | Keyring:

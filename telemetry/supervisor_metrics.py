@@ -1,7 +1,8 @@
-"""Counts of a supervisor: what its processes died of, on a page that outlives them.
+"""Counts of a supervisor: its processes' starts, and what they died of, on a page that outlives them.
 
 What a process counts as it dies is gone with its page, long before anybody scrapes it. So the one that survives counts:
-every death of a worker or router, once, by the cause that its supervisor was told (`cluster.processes.deaths`).
+every start and every death of a worker or router, once, a death by the cause that its supervisor was told
+(`cluster.processes.deaths`).
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,14 @@ class SupervisorMetrics(ProcessMetrics):
         self._deaths = self.families.counter(
             "process_deaths_total", "Processes that died, by what of.", role=PROCESS_KINDS, cause=DEATH_CAUSES
         )
+        self._starts = self.families.counter(
+            "process_starts_total", "Starts of processes, those in vain included.", peer=(), role=()
+        )
         self._growth = Growth()
+
+    def started(self, name: str, kind: str) -> None:
+        """Count the start of a process of this name."""
+        self._starts[name, kind].inc()
 
     def deaths(self, totals: Mapping[tuple[str, str], int]) -> None:
         """Take over the totals of deaths since the supervisor started, by kind of process and cause."""

@@ -3,6 +3,7 @@
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cluster.bench.driver import Level, LoadPlan
 from cluster.bench.goodput import SearchOutcome
@@ -40,7 +41,7 @@ def print_probe(level: Level, console: Console) -> None:
 def print_report(report: LoadReport, console: Console) -> None:
     """Print the figures of every level; of a search, what it found, and the figures of the two ends of the interval."""
     levels = report.levels if report.search is None else _ends(report.levels, report.search)
-    table = Table(title=_title(report.plan), title_justify="left")
+    table = Table(title=Text(_title(report.plan), "table.title"), title_justify="left")
     table.add_column("")
     for level in levels:
         table.add_column(level.name, justify="right")
@@ -49,8 +50,7 @@ def print_report(report: LoadReport, console: Console) -> None:
     console.print(table)
     for level in levels:
         for code, count in level.summary.errors.items():
-            message = f"{count} x {code}: {level.messages[code]}"
-            console.print(f"at {level.name}: {message}", style="red", markup=False)
+            console.print(Text(f"at {level.name}: {count} x {code}: {level.messages[code]}", "red"))
         if level.summary.is_client_late:
             console.print(f"at {level.name}: the client itself was late, and is part of the figures", style="red")
     environment = report.environment

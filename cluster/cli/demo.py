@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 from access.client import ClientCredentials
 from cluster.cli.ask import ClientAnswer, ask
@@ -80,7 +81,7 @@ def run_demo(
         addresses = cluster.start()
         bars.close()
         start_s = time.monotonic() - began_s
-        console.print(f"Ready after {start_s:.1f} s, gRPC at {addresses.grpc}.\n", style="dim")
+        console.print(Text(f"Ready after {start_s:.1f} s, gRPC at {addresses.grpc}.\n", "dim"))
         answers = _ask_all(Client(addresses.grpc, credentials), console)
         ours = descendants()
         segments = mapped_segments(ours)
@@ -94,7 +95,7 @@ def run_demo(
     console.print(
         f"Stopped after {stop_s:.1f} s: no process and no shared-memory segment left.", style="dim"
     )
-    console.print(f"\nNext: {command()} up   (then, in another terminal: {command()} chat)", soft_wrap=True)
+    console.print(Text(f"\nNext: {command()} up   (then, in another terminal: {command()} chat)"), soft_wrap=True)
     if json_file is not None:
         _write(json_file, config, start_s, stop_s, answers)
     return 0
@@ -114,7 +115,7 @@ def _ask_all(client: Client, console: Console) -> dict[str, ClientAnswer]:
             console.print(f"[bold]{question.name}[/bold]: {question.text}")
             call = GenerateCall(prompt=chat, max_tokens=MAX_TOKENS, sampling=SAMPLING)
             answer = ask(
-                client, call, lambda text: console.print(text, end="", markup=False, style="cyan")
+                client, call, lambda text: console.print(Text(text, "cyan"), end="")
             )
             console.print("\n")
             answers[question.name] = answer

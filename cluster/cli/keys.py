@@ -137,16 +137,27 @@ def _read(path: Path) -> CredentialTable:
 
 
 def _write(path: Path, table: CredentialTable) -> None:
-    """Replace the file. One that was there keeps its mode, as a router of another user may have to read it."""
-    mode = path.stat().st_mode & 0o777 if path.exists() else FILE_MODE
+    """Replace the file. One that was there keeps its owner, group and mode, as a router of another user may have to
+    read it. Raises ConfigError, and replaces nothing, where this user cannot leave it to its owner."""
+    found = path.stat() if path.exists() else None
     text = msgspec.json.format(msgspec.json.encode(table), indent=2)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(text + b"\n")
             file.flush()
-            os.fchmod(file.fileno(), mode)
+            if found is not None:
+                _give(file.fileno(), path, found)
+            os.fchmod(file.fileno(), FILE_MODE if found is None else found.st_mode & 0o777)
             os.fsync(file.fileno())
             os.rename(file.name, path)
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def _give(descriptor: int, path: Path, owner: os.stat_result) -> None:
+    try:
+        os.fchown(descriptor, owner.st_uid, owner.st_gid)
+    except OSError as error:
+        why = f"a new one cannot be given to user {owner.st_uid} and group {owner.st_gid}: {error.strerror}"
+        raise ConfigError(f"{path}: is left as it was: {why}") from error

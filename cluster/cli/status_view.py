@@ -20,13 +20,14 @@ def print_json(record: object) -> None:
 
 def print_status(status: Status, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
-    console.print(
+    # As Text: rich takes [fd00::1] in a string for markup, and :a: for an emoji.
+    said = (
         f"{status.name}: {status.state} for {duration(status.up_s)}, supervisor {status.pid}, "
         f"{status.launcher} launcher, {status.model}"
     )
+    console.print(Text(said))
     if status.grpc:
-        fronts = f"gRPC {status.grpc}" + (f", HTTP {status.http}" if status.http else "")
-        console.print(fronts)
+        console.print(Text(f"gRPC {status.grpc}" + (f", HTTP {status.http}" if status.http else "")))
     table = Table()
     for name in ("process", "state", "pid", "address", "incarnation"):
         table.add_column(name)
@@ -36,17 +37,17 @@ def print_status(status: Status, console: Console | None = None) -> None:
             one.name,
             Text(one.state, STYLES.get(one.state, "")),
             str(one.pid or "–"),
-            one.address,
+            Text(one.address),
             one.incarnation if one.kind != "router" else "",
             str(one.deaths),
         )
     console.print(table)
     for one in status.processes:
         if one.ranks:
-            console.print("\n".join(ranks_lines(one.name, one.ranks)), markup=False)
+            console.print(Text("\n".join(ranks_lines(one.name, one.ranks))))
     for one in status.processes:
         if one.deaths:
-            console.print(f"{one.name} died last of: {one.why}", markup=False)
+            console.print(Text(f"{one.name} died last of: {one.why}"))
 
 
 def ranks_lines(worker: str, ranks: Sequence[RankUse]) -> list[str]:

@@ -4,12 +4,13 @@ import time
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cluster.admin import Flights
 from telemetry.flight import Flight, FlightEvent
 
-PREFIXES = ("chatcmpl-", "cmpl-")
-"""The prefixes that the HTTP front writes before a request's id."""
+PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""The prefixes that the HTTP front writes before a request's id, in the answers of its four APIs."""
 
 
 def request_of(text: str) -> str:
@@ -21,13 +22,13 @@ def request_of(text: str) -> str:
 def print_trace(told: Flights, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     for flight in told.flights:
-        console.print(f"{flight.request} on {flight.worker}, from {_clock(flight)}", style="bold")
+        console.print(Text(f"{flight.request} on {flight.worker}, from {_clock(flight)}", "bold"))
         for event in flight.events:
-            console.print(f"  {event.at_s * 1e3:10.1f} ms  {_line(event)}", markup=False, soft_wrap=True)
+            console.print(Text(f"  {event.at_s * 1e3:10.1f} ms  {_line(event)}"), soft_wrap=True)
         if flight.left_out:
             console.print(f"  ({flight.left_out} events in the middle were not kept)")
     for name, why in told.silent.items():
-        console.print(f"{name} could not be asked: {why}", style="red", markup=False)
+        console.print(Text(f"{name} could not be asked: {why}", "red"))
 
 
 def print_latest(told: Flights, console: Console | None = None) -> None:
@@ -36,7 +37,7 @@ def print_latest(told: Flights, console: Console | None = None) -> None:
     table = Table("request", "began", "last event")
     latest = [flight for flight in told.flights if flight.worker.startswith("router")]
     for flight in sorted(latest, key=lambda flight: -flight.began_unix_s):
-        table.add_row(flight.request, _clock(flight), _line(flight.events[-1])[:100])
+        table.add_row(Text(flight.request), _clock(flight), Text(_line(flight.events[-1])[:100]))
     console.print(table)
 
 

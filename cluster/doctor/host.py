@@ -86,7 +86,7 @@ def print_checks(checks: list[Check], console: Console | None = None) -> None:
         line = Text(f"{check.level:5}", styles[check.level])
         console.print(line.append(f"{check.name}: {check.found}", ""), soft_wrap=True)
         if check.fix:
-            console.print(f"      → {check.fix}", markup=False, soft_wrap=True)
+            console.print(Text(f"      → {check.fix}"), soft_wrap=True)
     failed = sum(check.level == "fail" for check in checks)
     warned = sum(check.level == "warn" for check in checks)
     console.print(f"{len(checks)} checks: {failed} failed, {warned} warned")

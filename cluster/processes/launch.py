@@ -31,6 +31,7 @@ from cluster.processes.events import (
     Launch,
     LeaveWanted,
     ProcessEnded,
+    Refuse,
     Resize,
     RouterProbed,
     TimePassed,
@@ -235,15 +236,19 @@ class Cluster:
     def rotate(self, note: Callable[[tuple[bytes, ...]], None]) -> None:
         """Replace the secret, or take over what its file says now; every process is told, and so is `note`. A new one
         is valid beside the old one until all have it, so that no stream is refused. Streams that are open go on. From
-        any thread. Raises LaunchError with those that could not be told: both stay valid then."""
+        any thread. Raises LaunchError with those that could not be told: both stay valid then, and the next call gives
+        out the same two. Raises ConfigError, and tells nobody, where the file cannot be used."""
         with self._rotating:
             if isinstance(self.keys, Keyring):
-                old, new = self.keys.valid()[0], drawn()
-                self.keys.replace((new, old))
-                self._entrust_all(note, (new, old))
-                self._entrust_all(note, (new,))
-                self.keys.replace((new,))
+                # Whoever was not told the last time has the older of two alone: a third would shut it out.
+                if len(self.keys.valid()) == 1:
+                    self.keys.replace((drawn(), *self.keys.valid()))
+                self._entrust_all(note, self.keys.valid())
+                new = self.keys.valid()[:1]
+                self._entrust_all(note, new)
+                self.keys.replace(new)
             else:
+                self.keys.reread()
                 self._entrust_all(note, self.keys.valid())
 
     def _entrust_all(self, note: Callable[[tuple[bytes, ...]], None], secrets: tuple[bytes, ...]) -> None:
@@ -259,6 +264,8 @@ class Cluster:
 
     def _launched(self, spec: ChildSpec) -> Child:
         """Launch a process with the secrets of now: no rotation comes between."""
+        if self._metrics is not None:
+            self._metrics.started(spec.name, spec.kind)
         with self._rotating:
             child = self._launcher.launch(msgspec.structs.replace(spec, secrets=Sealed.of(self.keys.valid())))
             self._children[spec.name] = child
@@ -387,11 +394,11 @@ class Cluster:
                     self._children[name].kill()
                 case Launch(name):
                     self._launch_again(name)
-                case Announce(prefill, decode, down, routers):
+                case Announce(prefill, decode, routers):
                     for name in self._supervisor.routers() if self._supervisor is not None else ():
-                        self._tell_router(
-                            name, [*prefill, *(PeerAddress(n, "") for n in down)], list(decode), list(routers)
-                        )
+                        self._tell_router(name, list(prefill), list(decode), list(routers))
+                case Refuse(order, why):
+                    self._orders.refuse(order, why)
                 case EndCluster(reason):
                     raise LaunchError(reason)
 

@@ -20,7 +20,6 @@ import msgspec
 
 from access.limits import LimitedError, TenantAdmission, TenantLimits
 from access.tenants import Tenant
-from engine.identity import owner
 from engine.messages import Orphan
 from engine.text.messages import ChatPrompt
 from engine.types import FieldError, FinishReason, RequestId, RequestRecord, SamplingParams
@@ -178,7 +177,7 @@ class Frontend:
         if call.prompt_logprobs is not None or (call.form is not None and call.form.echo is not None):
             started = msgspec.structs.replace(started, prompt_ids=(tuple(record.tokens),))
         remember = self._rememberer(arrival.chat, started, record, arrival.prompt)
-        samples = Samples(started, self._turns, remember, owner(record.namespace))
+        samples = Samples(started, self._turns, remember, call.tenant)
         event = Submit(
             record,
             deadline_s,
@@ -319,7 +318,7 @@ class Frontend:
         """
         await self._settled.wait()
         samples = await self._found(token, tenant, CLAIM_S)
-        if samples is None or not self._is_of(samples.namespace, tenant):
+        if samples is None or tenant not in (None, samples.tenant):
             raise unknown_token()
         reader = samples.read(positions, outlet)
         self._resumables.attached(token)
@@ -385,7 +384,7 @@ class Frontend:
         """End a resumable request at once, if it is `tenant`'s, where one is given; False if there is none of this
         token. As long as an earlier router's may still turn up, there may be one. Raises ApiError as `resume` does."""
         samples = await self._found(token, tenant, CANCEL_CLAIM_S)
-        if samples is not None and not self._is_of(samples.namespace, tenant):
+        if samples is not None and tenant not in (None, samples.tenant):
             return False
         if samples is not None:
             self._resumables.forget(token)
@@ -394,10 +393,6 @@ class Frontend:
             return samples is not None
         self._unwanted[token] = tenant
         return True
-
-    def _is_of(self, namespace: bytes, tenant: str | None) -> bool:
-        """Return whether the owner of a namespace is `tenant`; None stands for everybody."""
-        return tenant is None or namespace == self._intake.namespace(tenant)
 
     def revive(self, orphan: Orphan, now: float) -> SampleStream | None:
         """The stream of an earlier router's request, kept for its client as if it had just lost its connection.
@@ -408,7 +403,7 @@ class Frontend:
         context = unpack(record.context)
         if context is None or context.model not in self.names:
             return None
-        if context.token in self._unwanted and self._is_of(owner(record.namespace), self._unwanted[context.token]):
+        if context.token in self._unwanted and self._unwanted[context.token] in (None, context.tenant):
             return None
         try:
             check_adopted(orphan, context, self.model, self._config)
@@ -426,7 +421,7 @@ class Frontend:
             started = Started(name, context.model, tokens, context.token, context.form, context.samples)
             prompt = TokenizedPrompt("", record.tokens[:tokens])
             remember = self._rememberer(context.chat, started, record, prompt)
-            samples = Samples(started, self._turns, remember, owner(record.namespace))
+            samples = Samples(started, self._turns, remember, context.tenant)
             self._resumables.keep(context.token, samples)
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
         # It is let in there already, and its output so far is charged there: what comes from now on is charged here.

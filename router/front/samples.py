@@ -20,7 +20,7 @@ from router.front.stream import Reader, SampleStream
 
 class Samples:
     """`remember` takes the text and ids of a finished sample, for the chat's next turn; None where it is no chat.
-    `namespace` is that of the tenant whose answer it is."""
+    `tenant` is whose answer it is: who shares a cache shares no answers."""
 
     # Mutable state: the streams by sample index (None: not adopted), and the present reader.
 
@@ -29,10 +29,10 @@ class Samples:
         started: Started,
         turns: WakeQueue,
         remember: Callable[[str, list[int]], None] | None = None,
-        namespace: bytes = b"",
+        tenant: str = "",
     ) -> None:
         self.started = started
-        self.namespace = namespace
+        self.tenant = tenant
         self.remember = remember
         self.changed = ReaderSignal(turns)
         self.reader: SamplesReader | None = None

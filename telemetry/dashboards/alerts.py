@@ -62,7 +62,7 @@ ALERTS = (
     ),
     Alert(
         "HeadraceWorkerRestarts",
-        S.grown("worker_lives_total", "15m", "peer"),
+        S.grown("process_starts_total", "15m", "peer", role="prefill|decode"),
         ">",
         2,
         0,

@@ -8,7 +8,7 @@ from prometheus_client import Metric
 
 from telemetry.families import ProcessMetrics
 from telemetry.gpu_metrics import COMPILED, GpuMetrics
-from telemetry.labels import ENGINE_STATES, ROLES
+from telemetry.labels import ENGINE_STATES, PROCESS_KINDS, ROLES
 from telemetry.metrics import WorkerMetrics
 from telemetry.rank_metrics import RankMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
@@ -47,6 +47,8 @@ def catalog() -> dict[str, Shown]:
         router.expected_worker(f"{role}-0", role)
     router.cluster(0, 0, [WorkerView(f"{role}-0", role, "ready", 0) for role in ROLES])
     supervisor = SupervisorMetrics("model")
+    for kind in PROCESS_KINDS:
+        supervisor.started(f"{kind}-0", kind)
     processes: list[tuple[str, ProcessMetrics]] = [("supervisor", supervisor), ("router", router)]
     for pool in ROLES:
         worker = WorkerMetrics("model", f"{pool}-0", pool)

@@ -59,7 +59,7 @@ OVERVIEW = Dashboard(
                     "Workers by state",
                     "As the router sees them: a worker that is connected and says nothing counts as lost.",
                     "none",
-                    S.sum("worker_state", "state"),
+                    S.seen("worker_state", "peer, state", over="state"),
                     "{{state}}",
                     kind="stat",
                     width=12,

@@ -12,6 +12,7 @@ DASHBOARDS = (OVERVIEW, REQUESTS, POOLS, MEMORY, MIGRATION, ROUTER, PROCESSES)
 
 UNPLOTTED = {
     "headrace_kv_pool_blocks": "A constant; the dashboards' list of workers is read off it.",
+    "headrace_worker_lives_total": "Each router's own count; headrace_process_starts_total has every start once.",
     "process_virtual_memory_bytes": "Reserved address space, which says nothing of memory in use.",
 }
 """Families that no panel and no rule asks for, each with why."""

@@ -33,7 +33,7 @@ POOLS = Dashboard(
                     "Ready workers",
                     "Those that take requests.",
                     "none",
-                    S.sum("pool_ready_workers", "role"),
+                    S.seen("pool_ready_workers", "role", over="role"),
                     "{{role}}",
                     kind="stat",
                 ),

@@ -58,6 +58,14 @@ class Scope:
         """Write the sum of a gauge."""
         return f"{_sum(by)} ({self.series(name, **labels)})"
 
+    def seen(self, name: str, by: str, window: str = "", over: str = "") -> str:
+        """Write the most that any router sees of each worker, or of what else `by` names: a gauge, or how much a
+        counter has grown within `window`. Routers look at the same workers, so that their sum counts each as often as
+        there are routers. Summed over all but `over`, where that is given."""
+        seen = f"increase({self.series(name)}[{window}])" if window else self.series(name)
+        most = f"max by (model, {by}) ({seen})"
+        return f"{_sum(over)} ({most})" if over else most
+
     def quantile(self, q: float, name: str, by: str = "", **labels: str) -> str:
         """Write a quantile of a histogram, interpolated within its bucket."""
         over = f"le, {by}" if by else "le"

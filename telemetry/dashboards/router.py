@@ -68,7 +68,7 @@ ROUTER = Dashboard(
                     "Blocks in the index",
                     "Believed to be cached, by worker.",
                     "none",
-                    S.sum("router_index_blocks", "peer"),
+                    S.seen("router_index_blocks", "peer"),
                     "{{peer}}",
                 ),
             ),

@@ -9,6 +9,7 @@ import pytest
 
 import access.tls
 from access.config import AccessConfig, AccessError
+from access.internal import INTERNAL_NAME, _shake_hands
 from access.keys import make_key
 from access.page import guard_page
 from access.tenants import CertificateName, CredentialTable, Tenant
@@ -132,3 +133,18 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_in_the_next(
         patched.setattr(access.tls, "_read", unreadable)
         assert certificates.pem() == before
     assert certificates.pem() != before
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before the first handshake", "after one that gRPC saw"])
+def test_half_a_renewal_leaves_the_next_handshake_a_certificate(tmp_path: Path, is_first: bool) -> None:
+    """Guards a port without TLS: what its certificates were was known, and no context had been made of them."""
+    ca = make_authority(tmp_path)
+    pair = make_certificate(tmp_path, ca, "headrace", san=f"DNS:{INTERNAL_NAME}")
+    certificates = ServerCertificates(AccessConfig(cert_file=pair.cert, key_file=pair.key).front_files)
+    server, client = certificates.context(lets_in=True), ssl.create_default_context(cafile=ca.cert)
+    if not is_first:
+        _shake_hands(server, client)
+        make_certificate(tmp_path, ca, "headrace", san=f"DNS:{INTERNAL_NAME}")
+        certificates.pem()
+    shutil.copyfile(make_certificate(tmp_path, ca, "next").key, pair.key)
+    _shake_hands(server, client)

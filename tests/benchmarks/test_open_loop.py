@@ -110,9 +110,15 @@ def test_a_late_client_is_told_of() -> None:
     assert closed.summary.late_s is None and "client" not in printed(closed)
 
 
-def printed(level: Level) -> str:
+def test_the_server_s_address_is_told_as_it_is() -> None:
+    """Guards a host that is an IPv6 address: in brackets, it is markup to rich."""
+    closed = in_virtual_time(LoadGenerator(OneAtATime(0.01), plan()).at_once(4))
+    assert "grpc [fd00:a::1]:50051" in printed(closed, address="[fd00:a::1]:50051")
+
+
+def printed(level: Level, **changed: object) -> str:
     console = Console(file=StringIO(), width=100)
-    print_report(LoadReport(plan(), {"cpu": "any", "cores": 2}, [level]), console)
+    print_report(LoadReport(plan(**changed), {"cpu": "any", "cores": 2}, [level]), console)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 

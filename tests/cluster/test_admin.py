@@ -13,13 +13,14 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.admin import AdminServer, Drain, Scale
+from cluster.admin import ORDERS, AdminServer, Drain, Scale
 from cluster.admin_client import AdminClient, NotRunning
 from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, new_nonce, request_code
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
+from cluster.processes.process_launcher import ProcessChild
 from cluster.processes.slots import SlotState
-from cluster.processes.spec import LaunchError
+from cluster.processes.spec import LaunchError, Sealed
 from cluster.processes.supervisor import RestartConfig
 from cluster.resolve import Setting
 from cluster.rundir import RunDir
@@ -54,7 +55,8 @@ def signed(
     nonce = changed.get("nonce", new_nonce())
     secret = bytes.fromhex(changed.get("secret", served.cluster.keys.valid()[0].hex()))
     code = request_code(secret, changed.get("method", method), changed.get("path", path), nonce, content)
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(served.rundir.socket)), base_url="http://x") as http:
+    transport = httpx.HTTPTransport(uds=str(served.rundir.socket))
+    with httpx.Client(transport=transport, base_url="http://x", timeout=60) as http:
         headers = {NONCE_HEADER: nonce, CODE_HEADER: code}
         body = changed["content"].encode() if "content" in changed else content
         return http.request(method, path, content=body, headers=headers)
@@ -243,6 +245,60 @@ def test_a_secret_is_replaced_while_the_cluster_serves(served: Served) -> None:
     assert known("decode-1") == expected
     served.client.rotate()
     assert known("decode-1") != expected and served.client.status().state == "running"
+
+
+@pytest.mark.parametrize("served", [KEYED], indirect=True)
+def test_a_rotation_that_could_not_tell_everybody_is_finished(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a third secret, which leaves who was not told the second one with none that anybody else has."""
+    (old,) = served.cluster.keys.valid()
+    told: list[tuple[bytes, ...]] = []
+    tell = ProcessChild.set_secrets
+    with monkeypatch.context() as broken:
+
+        def deaf(self: ProcessChild, secrets: Sealed) -> None:
+            if self.spec.name == "decode-0":
+                raise LaunchError("decode-0 does not answer")
+            tell(self, secrets)
+
+        broken.setattr(ProcessChild, "set_secrets", deaf)
+        with pytest.raises(LaunchError, match="decode-0 does not answer"):
+            served.cluster.rotate(told.append)
+    served.cluster.rotate(told.append)
+    (new,) = served.cluster.keys.valid()
+    assert told == [(new, old), (new, old), (new,)] and new != old
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        known = msgspec.json.decode(served.cluster.ask(name, "flights"), type=list[str])
+        assert known == [sha256(new).hexdigest()], name
+
+
+def test_orders_that_wait_keep_no_operator_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `status` and `down` from drains that wait for a worker that does not come back, one behind the other:
+    each keeps a thread, though whoever asked for it has long given up."""
+    go, answers = threading.Event(), list[httpx.Response]()
+    monkeypatch.setattr(served.cluster, "drain", lambda *order, **how: go.wait(60))
+
+    def order() -> None:
+        answers.append(signed(served, "POST", "/drain", b'{"worker": "decode-1", "replace": true}'))
+
+    threads = [threading.Thread(target=order) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert eventually(lambda: len(answers) == 50 - ORDERS, 20.0)
+        assert {answer.status_code for answer in answers} == {409}
+        assert f"{ORDERS} orders are under way" in answers[0].json()["error"]
+        with pytest.raises(LaunchError, match="orders are under way"):
+            served.client.rotate()
+        assert served.client.status().state == "running"
+        assert served.client.down().state == "stopping"
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join()
+    assert sum(answer.status_code == 200 for answer in answers) == ORDERS
+    assert served.client.rotate().state == "stopping"
 
 
 def test_down_is_asked_for_once_the_caller_has_its_answer(served: Served) -> None:

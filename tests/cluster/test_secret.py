@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from cluster.config import ConfigError
+from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.prepare import specs
 from cluster.processes.spec import Sealed
 from cluster.secret import SecretFile, drawn, opened, write
@@ -39,6 +40,29 @@ def test_a_change_is_taken_over_and_nonsense_is_not(tmp_path: Path, caplog: pyte
     assert file.valid() == (TWO, ONE)
     write(path, (TWO,))
     assert file.valid() == (TWO,)
+
+
+def test_a_rotation_says_that_the_file_was_not_read(tmp_path: Path) -> None:
+    """Guards an operator who took the old line out, was told that it was done, and left the old secret valid."""
+    path = tmp_path / "secret"
+    write(path, (TWO, ONE))
+    cluster = Cluster(msgspec.structs.replace(CONFIG, secret_file=str(path)), make_launcher("process"))
+    noted: list[tuple[bytes, ...]] = []
+    path.write_text(TWO.decode())
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read it"):
+        cluster.rotate(noted.append)
+    path.chmod(0o600)
+    path.write_text("a\nb\nc\n")
+    with pytest.raises(ConfigError, match="has 3 secrets"):
+        cluster.rotate(noted.append)
+    path.unlink()
+    with pytest.raises(ConfigError, match="No such file"):
+        cluster.rotate(noted.append)
+    assert noted == [] and cluster.keys.valid() == (TWO, ONE)
+    write(path, (TWO,))
+    cluster.rotate(noted.append)
+    assert noted == [(TWO,)]
 
 
 def test_words_will_do_if_they_are_long_enough(tmp_path: Path) -> None:

@@ -235,8 +235,12 @@ def test_a_salt_over_http_only_narrows_the_namespace_of_the_key(runner: asyncio.
     served(runner, AccessConfig(keys_file=str(keys.path)), body)
 
 
-def test_a_stream_is_resumed_and_ended_by_its_own_tenant_alone(runner: asyncio.Runner, keys: Keys) -> None:
-    """Guards a resume token that is worth something to another tenant."""
+@pytest.mark.parametrize("shared_cache", ["", "common"])
+def test_a_stream_is_resumed_and_ended_by_its_own_tenant_alone(
+    runner: asyncio.Runner, keys: Keys, shared_cache: str
+) -> None:
+    """Guards a resume token that is worth something to another tenant, one that shares the cache too."""
+    keys.change(acme=Tenant(shared_cache=shared_cache), globex=Tenant(shared_cache=shared_cache))
 
     async def body(site: Site) -> None:
         site.workers.answer = SLOW

@@ -58,6 +58,12 @@ def _died(cause: str) -> dict[str, str]:
     return {f'headrace_process_deaths_total{{{labels},cause="{cause}"}}': "0x4 1x55"}
 
 
+def starts(peer: str, role: str, values: str) -> dict[str, str]:
+    """Starts of a process, as its supervisor counts them."""
+    labels = 'model="m",worker="supervisor",pool="supervisor"'
+    return {f'headrace_process_starts_total{{{labels},peer="{peer}",role="{role}"}}': values}
+
+
 def _outcomes(**values: str) -> dict[str, str]:
     return _rates("requests_total", "", {f'outcome="{key}"': v for key, v in values.items()})
 
@@ -74,11 +80,7 @@ CASES = {
         8,
         20,
     ),
-    "HeadraceWorkerRestarts": Case(
-        _rates("worker_lives_total", "", {'peer="decode-0",role="decode"': "1x4 2+1x5 7x50"}),
-        12,
-        40,
-    ),
+    "HeadraceWorkerRestarts": Case(starts("decode-0", "decode", "1x4 2+1x5 7x50"), 12, 40),
     "HeadraceRequestsFail": Case(
         _outcomes(stop="0+60x60", error="0+6x30 180x30", deadline="0x60"), **LATE
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from telemetry.dashboards.alerts import ALERTS, Alert
-from tests.telemetry.alert_cases import CASES, Case
+from tests.telemetry.alert_cases import CASES, Case, starts
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/rules/headrace.yml"
@@ -58,6 +58,25 @@ def test_every_alert_has_its_story() -> None:
 def test_an_alert_fires_and_resolves(alert: Alert, tmp_path: Path) -> None:
     case = CASES[alert.name]
     assert run(tmp_path, alert, case, case.fires_m, (BEFORE_M, case.calm_m)) == ""
+
+
+@needs_promtool
+def test_one_restart_is_one_whoever_else_saw_it(tmp_path: Path) -> None:
+    """Guards against a restart that counts once for each router, and a router's that counts for every worker: a router
+    that was started again meets all of them anew."""
+    alert = next(a for a in ALERTS if a.name == "HeadraceWorkerRestarts")
+
+    def lives(router: int, peer: str, values: str) -> dict[str, str]:
+        own = f'model="m",worker="router-{router}",pool="router"'
+        return {f'headrace_worker_lives_total{{{own},peer="{peer}",role="decode"}}': values}
+
+    once = starts("decode-0", "decode", "1x4 2x55")
+    for router in range(3):
+        once |= lives(router, "decode-0", "1x4 2x55")
+    routers = starts("router-0", "router", "1x4 2 2x2 3 3x2 4x50") | starts("decode-0", "decode", "1x60")
+    routers |= lives(0, "decode-0", "1x4 0 1x2 0 1x2 0 1x50")
+    for series in (once, routers):
+        assert run(tmp_path, alert, Case(series, 8, 13, count=0), 8, (13,)) == ""
 
 
 @needs_promtool

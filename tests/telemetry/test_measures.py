@@ -32,6 +32,41 @@ def complaint(folder: Path, series: dict[str, str], expr: str, at_m: int) -> str
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
+def plotted(dashboard: str, title: str) -> str:
+    """The one query of a panel, with nothing left out by the variables."""
+    (query,) = next(p.queries for d in DASHBOARDS if d.name == dashboard for p in d.panels if p.title == title)
+    return query.expr.replace("$model", ".*")
+
+
+@needs_promtool
+def test_what_two_routers_see_is_there_once(tmp_path: Path) -> None:
+    """Guards panels that showed each worker as often as there are routers. Of two clusters, all are shown."""
+    series: dict[str, str] = {}
+    for model, router in (("m", 0), ("m", 1), ("n", 0)):
+        own = f'model="{model}",worker="router-{router}",pool="router"'
+        for number in range(2):
+            worker = f'{own},peer="decode-{number}"'
+            series[f'headrace_worker_state{{{worker},role="decode",state="ready"}}'] = "1x60"
+            series[f"headrace_router_index_blocks{{{worker}}}"] = "100x60"
+            series[f'headrace_worker_losses_total{{{worker},role="decode",how="lost"}}'] = "0x10 1x50"
+            series[f'headrace_worker_ejections_total{{{worker},role="decode"}}'] = "0x10 1x50"
+        series[f'headrace_pool_ready_workers{{{own},role="decode"}}'] = "2x60"
+    for dashboard, title, wanted in (
+        ("overview", "Workers by state", "== 4"),
+        ("pools", "Ready workers", "== 4"),
+    ):
+        assert complaint(tmp_path, series, f"{plotted(dashboard, title)} {wanted}", 20) == "", title
+    for dashboard, title, wanted in (
+        ("processes", "State", "== 1"),
+        ("processes", "Lost", "< 1.1"),
+        ("processes", "Ejected", "< 1.1"),
+        ("router", "Blocks in the index", "== 100"),
+    ):
+        # One value for each of the four workers.
+        every = f"count({plotted(dashboard, title)} {wanted}) == 4"
+        assert complaint(tmp_path, series, every, 20) == "", title
+
+
 @needs_promtool
 def test_an_engine_is_never_busier_than_it_can_be(tmp_path: Path) -> None:
     """Guards a panel that showed 200 %: a step of 20 minutes, which a histogram counts when it is over."""

@@ -1,6 +1,7 @@
 """`headrace keys`, the flags by which clients show credentials, and what a cluster refuses to listen on."""
 
 import json
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from access.authenticator import Authenticator
 from access.config import AccessConfig
 from cluster.cli.__main__ import main
-from cluster.cli.keys import add_credential
+from cluster.cli.keys import add_credential, remove_credential
 from cluster.config import ClusterConfig, ConfigError, check_listening, fields
 from cluster.processes.placement import RayConfig
 from cluster.processes.prepare import specs
@@ -96,6 +97,38 @@ def test_a_mode_that_was_given_is_kept(tmp_path: Path) -> None:
     file.chmod(0o640)
     add_credential(file, "b", "", {})
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_root_leaves_the_file_to_its_owner(tmp_path: Path) -> None:
+    """Guards a key that root takes away, and that opens all that it did: the router of another user cannot read the new
+    file, and goes on with the old one."""
+    file = tmp_path / "keys.json"
+    add_credential(file, "a", "", {})
+    os.chown(file, 65534, 65533)
+    remove_credential(file, "a")
+    found = file.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (65534, 65533, 0o600)
+    assert json.loads(file.read_text())["keys"] == []
+
+
+def test_a_file_that_cannot_be_left_to_its_owner_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a verb that says that a key opens nothing more, and a router that cannot read so."""
+    file = tmp_path / "keys.json"
+    add_credential(file, "a", "", {})
+    before, tried = file.read_bytes(), []
+
+    def fchown(descriptor: int, user: int, group: int) -> None:
+        tried.append((user, group))
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", fchown)
+    with pytest.raises(ConfigError, match="left as it was"):
+        remove_credential(file, "a")
+    assert tried == [(file.stat().st_uid, file.stat().st_gid)]
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 
 
 def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from engine.messages import Load, RankUse
 from router.status.journal import Recent
 from router.status.overview import Overview, WorkerOverview
 from telemetry.flight import FlightRecorder
+from tests.router.http.fakes import CHAT, HI, TEXT, FakeFrontend, ask
 
 
 def load(**given: object) -> Load:
@@ -175,6 +176,24 @@ def test_status_says_what_a_worker_died_of() -> None:
     assert "decode-1 died last of: OSError: no [model] file" in text
 
 
+def test_what_others_wrote_is_printed_as_it_is() -> None:
+    """Guards hosts that are IPv6 addresses, which vanished, or came out with signs: to rich, brackets are markup and
+    `:a:` is an emoji."""
+    address, grpc, http, model = "[fd12:a:b::7]:41231", "[fd00::5]:50051", "[fe80:b:1::1]:8000", "/models/[q4]/x.gguf"
+    one = msgspec.structs.replace(STATUS.processes[0], address=address)
+    status = msgspec.structs.replace(STATUS, grpc=grpc, http=http, model=model, processes=[one])
+    console = Console(width=120, file=StringIO())
+    print_status(status, console)
+    assert all(said in text_of(console) for said in (address, grpc, http, model))
+    recorder, said = FlightRecorder("router"), "no decode worker has [/x] of [fd00:a::1]"
+    recorder.note("[red]", "failed", 1.0, message=said)
+    told = Flights(flights=recorder.told(""), silent={"decode-0": said})
+    for show, times in ((print_trace, 2), (print_latest, 1)):
+        console = Console(width=120, file=StringIO())
+        show(told, console)
+        assert text_of(console).count(said) == times and "[red]" in text_of(console), show
+
+
 def test_a_trace_is_told_process_by_process() -> None:
     """Guards a timeline whose moments are another process's."""
     router, decode = FlightRecorder("router"), FlightRecorder("decode-0")
@@ -192,7 +211,21 @@ def test_a_trace_is_told_process_by_process() -> None:
     assert "0.0 ms  submitted                prompt_tokens=36" in text
     assert "1500.0 ms  ended                    outcome=stop" in text
     assert "prefill-0 could not be asked: did not answer in 10 s" in text
-    assert request_of("chatcmpl-ab12") == request_of("cmpl-ab12") == request_of("ab12") == "ab12"
+
+
+def test_a_trace_is_asked_for_by_the_id_of_any_answer() -> None:
+    """Guards an id that is copied from an answer, whichever API it came by."""
+    fields = {"messages": HI, "prompt": "hi", "input": "hi"}
+    for path, names in (
+        (CHAT, ("messages",)),
+        (TEXT, ("prompt",)),
+        ("/v1/responses", ("input",)),
+        ("/v1/messages", ("messages", "max_tokens")),
+    ):
+        body = {name: fields.get(name, 5) for name in names}
+        answer = ask(FakeFrontend(), "POST", path, json={"model": "tiny", **body}).json()
+        assert answer["id"] != "r1" and request_of(answer["id"]) == "r1", path
+    assert request_of("r1") == "r1"
 
 
 def test_durations_read_well() -> None:

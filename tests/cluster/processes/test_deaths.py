@@ -65,7 +65,8 @@ def test_the_supervisor_counts_every_death_once() -> None:
 
 
 def test_the_page_outlives_the_process(tmp_path: Path) -> None:
-    """Guards the alerts about deaths: a count in the process that dies is gone before anybody scrapes it."""
+    """Guards the alerts about deaths and starts: a count in the process that dies is gone before anybody scrapes it,
+    and one of a router's is of what it has met."""
     config = msgspec.structs.replace(CONFIG, restart=RestartConfig(first_pause_s=0.1))
     stop = threading.Event()
     with Cluster(config, make_launcher("process"), FAKES, model_dir=str(tmp_path)) as cluster:
@@ -81,6 +82,9 @@ def test_the_page_outlives_the_process(tmp_path: Path) -> None:
             assert eventually(lambda: f"{line % 'decode'} 1.0" in page(port), 10.0)
             kill(cluster.router.pid)
             assert eventually(lambda: f"{line % 'router'} 1.0" in page(port), 10.0)
+            for name, kind, starts in (("router", "router", 2), ("decode-0", "decode", 2), ("prefill-0", "prefill", 1)):
+                said = f'_starts_total{{model="",peer="{name}",pool="supervisor",role="{kind}",worker="supervisor"}}'
+                assert eventually(lambda said=said, starts=starts: f"{said} {starts}.0" in page(port), 10.0), name
         finally:
             stop.set()
             watcher.join()

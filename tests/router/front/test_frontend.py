@@ -99,6 +99,7 @@ class Bench:
         self.hub, self.outcomes, self.now = FakeHub(), Outcomes(), 100.0
         self.hub.settled = settled
         config = RouterConfig(default_timeout_s=50.0, resume_window_s=WINDOW_S, namespace_key="key")
+        self.tenants = tenants
         self.limits = TenantLimits(lambda name: tenants.get(name, Tenant()), 1.0)
         parts = (ByteText(), self.hub, config, lambda: self.now, self.outcomes, self.limits)
         self.front = Frontend(*parts)  # type: ignore[arg-type]
@@ -364,6 +365,31 @@ def test_what_was_cancelled_before_it_turned_up_is_not_revived() -> None:
         bench.front.tick()
         assert not await bench.front.cancel("t")
         assert await bench.front.cancel("u") and bench.hub.left == ["r"] and not await bench.front.cancel("u")
+
+    run(body())
+
+
+def test_a_stream_stays_its_tenants_whatever_becomes_of_its_cache() -> None:
+    """Guards an owner that is told that its stream is unknown, and another that reads it: both have the namespace that
+    the owner's request had, or neither has."""
+
+    async def body() -> None:
+        bench = Bench(settled=False, a=Tenant(shared_cache="common"), b=Tenant(shared_cache="common"))
+        assert await bench.front.cancel("u", "b"), "it may be b's, for all that is known"
+        for token in ("t", "u"):
+            one = orphan(samples=1, token=token, tenant="a")
+            whose = msgspec.structs.replace(one.record, namespace=bench.front._intake.namespace("a"))
+            assert bench.front.revive(msgspec.structs.replace(one, record=whose), bench.now) is not None
+        bench.hub.settled = True
+        bench.front.tick()
+        bench.tenants["a"] = Tenant()
+        for token in ("t", "u"):
+            with pytest.raises(ApiError, match="unknown"):
+                await anext(bench.front.resume(token, tenant="b"))
+            assert not await bench.front.cancel(token, "b")
+            async with aclosing(bench.front.resume(token, tenant="a")) as events:
+                assert await anext(events) == Started("r", "bytes", 3, token)
+            assert await bench.front.cancel(token, "a")
 
     run(body())
 
