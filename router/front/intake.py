@@ -206,7 +206,7 @@ class Intake:
         limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                approved = await self._grammars.approved(constraint, call.constraint_field)
+                approved = await self._grammars.approved(constraint, call.constraint_field, call.tenant)
         except TimeoutError as error:
             raise ApiError(DEADLINE.code, "the deadline passed before the constraint was compiled") from error
         return msgspec.structs.replace(call, constraint=approved)
