@@ -109,7 +109,8 @@ class Resumables:
         self._unread_of.setdefault(self._kept[token].tenant, {})[token] = None
         if len(self._unread) <= MAX_UNREAD:
             return []
-        return [self._drop(next(iter(max(self._unread_of.values(), key=len))))]
+        most = max(self._unread_of.values(), key=len)
+        return [self._drop(next(iter(most)))]
 
     def forget(self, token: str) -> Samples | None:
         return self._drop(token) if token in self._kept else None

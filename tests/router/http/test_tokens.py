@@ -73,6 +73,22 @@ def test_what_is_wrong_is_named(path: str, body: object, status: int, param: str
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"cache_control": {"type": "ephemeral"}, "speed": "fast", "user_profile_id": "u"},
+    ],
+)
+def test_a_message_is_counted_with_whatever_it_may_be_sent_with(more: dict[str, object]) -> None:
+    """Guards a client that counts what it is about to send: it was told that its choice of a tool is not for chats."""
+    asked = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "f", "input_schema": {}}]}
+    plain, counted = (post("/v1/messages/count_tokens", asked | fields) for fields in ({}, more))
+    assert counted.status_code == 200 and counted.json() == plain.json(), counted.text
+
+
 def test_bodies_have_the_limit_of_all() -> None:
     reply = post("/tokenize", {"prompt": "x" * (4 << 20)})
     assert reply.status_code == 413
