@@ -182,10 +182,10 @@ class Links:
             self._tasks[role, peer] = asyncio.create_task(again, name=f"link {worker}")
 
     async def set_workers(self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]) -> None:
-        """Dial new workers, and leave those that are not named any more. A prefill worker without an address is down,
-        and will be named again: one that is not named at all there will not be."""
-        expected = {peer.name for peer in prefill}
-        prefill = [peer for peer in prefill if peer.address]
+        """Dial new workers, and leave those that are not named any more. A worker without an address is down, and will
+        be named again: one that is not named at all there will not be."""
+        expected = {"prefill": {peer.name for peer in prefill}, "decode": {peer.name for peer in decode}}
+        prefill, decode = ([peer for peer in pool if peer.address] for pool in (prefill, decode))
         lives = [(p.name, p.incarnation) for p in (*prefill, *decode) if p.incarnation]
         peers = {peer.name: peer for peer in (*prefill, *decode)}
         self._named = {
@@ -199,7 +199,8 @@ class Links:
             await _end(self._tasks.pop(key))
             self._heard.pop(key[1].name, None)  # of what it held nothing is known any more
             self._hub.lost(key[1].name, for_good=True)
-        self._hub.expect_only("prefill", expected)
+        for role, names in expected.items():
+            self._hub.expect_only(role, names)
         self._hub.named([peer.name for peer in decode], lives)
         for key in wanted - set(self._tasks):
             self._hub.expect(key[1].name, key[0])

@@ -36,7 +36,8 @@ class LeaveWanted:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """A pool (`kind`) is to have `count` workers. New ones take the lowest free numbers; the highest leave."""
+    """A pool (`kind`) is to have `count` workers. New ones take the lowest free numbers; of those that are there, the
+    highest leave, those that are down before others."""
 
     kind: Kind
     count: int
@@ -103,13 +104,20 @@ class AskToLeave:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell every router that is up that these are all its workers; `down` are prefill workers that there will be again,
-    `routers` all routers that there were ever, by where each serves alone."""
+    """Tell every router that is up that these are all its workers: one without an address is down, and there will be it
+    again. `routers` are all that there were ever, by where each serves alone."""
 
     prefill: tuple[PeerAddress, ...]
     decode: tuple[PeerAddress, ...]
-    down: tuple[str, ...] = ()
     routers: tuple[PeerAddress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """An order cannot be carried out, or no further."""
+
+    order: LeaveWanted | Resize
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,4 +127,4 @@ class EndCluster:
     reason: str
 
 
-Command = Discard | KillProcess | Launch | AskToLeave | Announce | EndCluster
+Command = Discard | KillProcess | Launch | AskToLeave | Announce | Refuse | EndCluster

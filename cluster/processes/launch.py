@@ -31,6 +31,7 @@ from cluster.processes.events import (
     Launch,
     LeaveWanted,
     ProcessEnded,
+    Refuse,
     Resize,
     RouterProbed,
     TimePassed,
@@ -393,11 +394,11 @@ class Cluster:
                     self._children[name].kill()
                 case Launch(name):
                     self._launch_again(name)
-                case Announce(prefill, decode, down, routers):
+                case Announce(prefill, decode, routers):
                     for name in self._supervisor.routers() if self._supervisor is not None else ():
-                        self._tell_router(
-                            name, [*prefill, *(PeerAddress(n, "") for n in down)], list(decode), list(routers)
-                        )
+                        self._tell_router(name, list(prefill), list(decode), list(routers))
+                case Refuse(order, why):
+                    self._orders.refuse(order, why)
                 case EndCluster(reason):
                     raise LaunchError(reason)
 

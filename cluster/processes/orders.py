@@ -15,12 +15,12 @@ class Orders:
 
     def __init__(self) -> None:
         self._given: queue.SimpleQueue[tuple[Order, Future[None]]] = queue.SimpleQueue()
-        self._awaited: list[Future[None]] = []
+        self._awaited: list[tuple[Order, Future[None]]] = []
         self._closed = ""
 
     def give(self, order: Order, what: str, timeout_s: float | None) -> None:
-        """Block until the order is carried out. Raises LaunchError if that takes over `timeout_s`, or nobody watches
-        any more; `what` names the order in messages."""
+        """Block until the order is carried out. Raises LaunchError if that takes over `timeout_s`, it is refused, or
+        nobody watches any more; `what` names the order in messages."""
         done: Future[None] = Future()
         self._given.put((order, done))
         if self._closed:
@@ -35,13 +35,21 @@ class Orders:
         while not self._given.empty():
             order, done = self._given.get()
             taken.append(order)
-            self._awaited.append(done)
+            self._awaited.append((order, done))
         return taken
 
     def carried_out(self) -> None:
         """Tell every waiting caller that its order is done."""
         while self._awaited:
-            self._awaited.pop().set_result(None)
+            self._awaited.pop()[1].set_result(None)
+
+    def refuse(self, order: Order, why: str) -> None:
+        """Tell the caller that this order will not be carried out."""
+        for entry in self._awaited:
+            if entry[0] is order:
+                self._awaited.remove(entry)
+                entry[1].set_exception(LaunchError(why))
+                return
 
     def open(self) -> None:
         self._closed = ""
@@ -51,7 +59,7 @@ class Orders:
         self._closed = why
         self._refuse()
         while self._awaited:
-            self._awaited.pop().set_exception(LaunchError(why))
+            self._awaited.pop()[1].set_exception(LaunchError(why))
 
     def _refuse(self) -> None:
         while True:

@@ -37,6 +37,7 @@ from cluster.processes.events import (
     Launch,
     LeaveWanted,
     ProcessEnded,
+    Refuse,
     Resize,
     RouterProbed,
     TimePassed,
@@ -96,7 +97,7 @@ class Supervisor:
             name: Slot(kind, _address(ready), ready.incarnation)
             for name, (kind, ready) in children.items()
         }
-        self._to_leave: deque[tuple[str, float, bool]] = deque()
+        self._to_leave: deque[tuple[str, LeaveWanted | Resize]] = deque()
         self._looked_s: float | None = None
         self.deaths: Counter[tuple[str, str]] = Counter()
         """How many died, by kind of process and cause."""
@@ -108,8 +109,8 @@ class Supervisor:
                 return self._up(ready)
             case ProcessEnded(name, why, left):
                 return self._ended(name, why, now, left)
-            case LeaveWanted(names, grace_s, again):
-                self._to_leave.extend((name, grace_s, again) for name in names)
+            case LeaveWanted(names):
+                self._to_leave.extend((name, event) for name in names)
                 return []
             case Resize():
                 return self._resize(event)
@@ -138,7 +139,7 @@ class Supervisor:
 
     def pool(self, kind: Kind) -> list[str]:
         """Return the workers of a kind that are to stay."""
-        leaving = {name for name, _, again in self._to_leave if not again}
+        leaving = {name for name, order in self._to_leave if not _is_back(order)}
         return [
             name
             for name, slot in self._slots.items()
@@ -182,8 +183,8 @@ class Supervisor:
                     event.kind, address, address.incarnation, SlotState.PAUSING, due_s
                 )
                 names.append(name)
-        surplus = sorted(names, key=_number)[event.count :]
-        self._to_leave.extend((name, event.grace_s, False) for name in reversed(surplus))
+        surplus = sorted(names, key=lambda name: (self._slots[name].state in _DOWN, _number(name)))[event.count :]
+        self._to_leave.extend((name, event) for name in reversed(surplus))
         return []
 
     def _accused(self, event: Accused) -> list[Command]:
@@ -257,23 +258,34 @@ class Supervisor:
     def _next_to_leave(self, now: float) -> list[Command]:
         commands: list[Command] = []
         while self._to_leave:
-            name, grace_s, again = self._to_leave[0]
-            slot = self._slots.get(name)
-            if slot is not None and slot.state in _DOWN:
-                # Nothing of it runs: there is nobody to ask, nor to wait for.
-                if slot.state is SlotState.FAILED:
-                    slot.deaths, slot.due_s = [], float("-inf")
-                if not again:
-                    del self._slots[name]
-                    commands += [Discard(name), *self._tell()]
-            elif slot is not None:
-                if any(other.state not in _SETTLED for other in self._slots.values()):
+            name, order = self._to_leave[0]
+            slot, again = self._slots.get(name), _is_back(order)
+            if slot is not None:
+                is_down = slot.state in _DOWN
+                if not is_down and any(other.state not in _SETTLED for other in self._slots.values()):
                     break
-                slot.state, slot.due_s = SlotState.LEAVING, now + grace_s + LEAVE_MARGIN_S
-                slot.again = again
-                commands.append(AskToLeave(name, grace_s))
+                if not again and self._is_last(name, slot) and not (isinstance(order, Resize) and not order.count):
+                    is_up = "" if is_down else " that is up"
+                    commands.append(Refuse(order, f"{name} is the last {slot.kind} worker{is_up}: it stays"))
+                elif not is_down:
+                    slot.state, slot.due_s = SlotState.LEAVING, now + order.grace_s + LEAVE_MARGIN_S
+                    slot.again = again
+                    commands.append(AskToLeave(name, order.grace_s))
+                else:
+                    # Nothing of it runs: there is nobody to ask, nor to wait for.
+                    if slot.state is SlotState.FAILED:
+                        slot.deaths, slot.due_s = [], float("-inf")
+                    if not again:
+                        del self._slots[name]
+                        commands += [Discard(name), *self._tell()]
             self._to_leave.popleft()
         return commands
+
+    def _is_last(self, name: str, slot: Slot) -> bool:
+        """Say whether its pool would be left without a worker: of one that is up, without another one that is."""
+        kept = (SlotState.UP,) if slot.state not in _DOWN else tuple(SlotState)
+        others = (other for others_name, other in self._slots.items() if others_name != name)
+        return not any(other.kind == slot.kind and other.again and other.state in kept for other in others)
 
     def _tick(self, now: float) -> list[Command]:
         commands = self._next_to_leave(now)
@@ -300,16 +312,19 @@ class Supervisor:
         return [n for n, slot in self._slots.items() if slot.kind == "router" and slot.state is SlotState.UP]
 
     def announcement(self) -> Announce:
-        """Return the workers that can be reached; one that is leaving still has requests to finish."""
+        """Return the workers, with the addresses of those that can be reached; one that is leaving still has requests
+        to finish."""
 
-        def up(kind: str) -> tuple[PeerAddress, ...]:
-            slots = self._slots.values()
+        def pool(kind: str) -> tuple[PeerAddress, ...]:
             reached = (SlotState.UP, SlotState.LEAVING)
-            return tuple(s.address for s in slots if s.kind == kind and s.state in reached)
+            return tuple(
+                slot.address if slot.state in reached else PeerAddress(name, "")
+                for name, slot in self._slots.items()
+                if slot.kind == kind
+            )
 
-        down = {name for name, slot in self._slots.items() if slot.kind == "prefill"} - {p.name for p in up("prefill")}
         routers = tuple(slot.address for slot in self._slots.values() if slot.kind == "router")
-        return Announce(up("prefill"), up("decode"), tuple(sorted(down)), routers)
+        return Announce(pool("prefill"), pool("decode"), routers)
 
     def check(self) -> None:
         """Recompute the invariants."""
@@ -325,3 +340,8 @@ def _address(up: ChildReady) -> PeerAddress:
 
 def _number(name: str) -> int:
     return int(name.rpartition("-")[2])
+
+
+def _is_back(order: LeaveWanted | Resize) -> bool:
+    """Return True if who leaves by this order is replaced."""
+    return isinstance(order, LeaveWanted) and order.again

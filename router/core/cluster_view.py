@@ -11,10 +11,11 @@ from engine.identity import SHORT_BYTES
 from engine.messages import Accepted, PeerAddress, ReadTold, Refused, RequestStats
 from engine.types import RequestId
 from router.core.call import Call, State
-from router.core.placement import LOCAL, demand
+from router.core.placement import LOCAL
 from router.core.policy import Choice, PrefillView, loading_s
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Registry, WorkerEntry
+from router.core.worker_views import demand
 
 
 class ClusterView:

@@ -66,8 +66,8 @@ def test_what_is_read_is_what_was_written() -> None:
     ("change", "told"),
     [
         ((b'"queue_tokens":0', b'"queue_tokens":1'), "checksum"),
-        ((b'"version":4', b'"version":3'), "version 3; this program reads version 4"),
-        ((b'"version":4', b'"version":"x"'), "no decision"),
+        ((b'"version":5', b'"version":3'), "version 3; this program reads version 5"),
+        ((b'"version":5', b'"version":"x"'), "no decision"),
         ((b'"demand"', b'"demand'), "no decision"),
         ((b',"crc32"', b',"crc"'), "checksum"),
     ],

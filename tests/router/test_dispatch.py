@@ -176,6 +176,37 @@ def test_a_prefill_worker_that_is_down_is_not_dialled_and_is_expected() -> None:
     asyncio.run(body())
 
 
+def test_a_decode_worker_that_is_down_is_listed_until_it_is_named_no_more() -> None:
+    """Guards the list that alerts go by against a worker that died, was taken away while it was down, and would be
+    missed for ever."""
+
+    async def body() -> None:
+        fakes = FakeWorkers(), FakeWorkers("d1", "p1")
+        app = _app()
+        try:
+            await app.start()
+            for workers in fakes:
+                await workers.start()
+            (prefill, (stays,)), (_, (goes,)) = (workers.peers for workers in fakes)
+            await app.set_workers(prefill, [stays, goes])
+            await until(lambda: all(app.hub.core.registry.get(peer.name) for peer in (stays, goes)))
+            await app.set_workers(prefill, [stays, PeerAddress(goes.name, "")])
+            assert goes.name in _listed(app) and app.hub.core.registry.get(goes.name) is None
+            await app.set_workers(prefill, [stays])
+            assert goes.name not in _listed(app) and stays.name in _listed(app)
+        finally:
+            await app.stop(0.0)
+            for workers in fakes:
+                await workers.stop()
+
+    asyncio.run(body())
+
+
+def _listed(app: RouterApp) -> list[str]:
+    core = app.hub.core
+    return [view.peer for view in app.hub.roster.views(core.registry, core.index, 0.0)]
+
+
 def test_of_a_worker_at_another_address_nothing_was_heard() -> None:
     """Guards a router against its own index: it forgets what it was told of a worker whose address is another now, and
     said to the same life that it had heard it, so that it was never told again."""

@@ -8,8 +8,9 @@ import msgspec
 
 from engine.messages import RequestStats
 from router.core.call import Call, State
-from router.core.placement import Placer, demand
+from router.core.placement import Placer
 from router.core.registry import WorkerEntry
+from router.core.worker_views import demand
 
 
 def due_moves(

@@ -121,7 +121,7 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path: Path, capsys: pytest.Ca
     ("old", "new", "told"),
     [
         (b"", b"", "no decision"),
-        (b'"version":4', b'"version":7', "line 2: it is of version 7; this program reads version 4"),
+        (b'"version":5', b'"version":7', "line 2: it is of version 7; this program reads version 5"),
         (b'"outstanding"', b'"outstandin', "line 2: it is no decision"),
         (b'"blocks":64', b'"blocks":65', "line 2: it is not as it was written: its checksum differs"),
     ],

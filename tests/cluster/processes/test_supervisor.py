@@ -23,6 +23,7 @@ from cluster.processes.events import (
     Launch,
     LeaveWanted,
     ProcessEnded,
+    Refuse,
     Resize,
     RouterProbed,
     TimePassed,
@@ -66,7 +67,13 @@ def names(commands: list[Command]) -> list[str]:
 
 def addresses(announce: Command) -> tuple[list[str], list[str]]:
     assert isinstance(announce, Announce)
-    return [p.address for p in announce.prefill], [p.address for p in announce.decode]
+    reached = [[p.address for p in pool if p.address] for pool in (announce.prefill, announce.decode)]
+    return reached[0], reached[1]
+
+
+def down(announce: Command) -> list[str]:
+    assert isinstance(announce, Announce)
+    return [p.name for p in (*announce.prefill, *announce.decode) if not p.address]
 
 
 def test_every_death_has_a_reason() -> None:
@@ -155,10 +162,10 @@ def test_prefill_workers_that_keep_dying_end_nothing_while_a_decode_worker_serve
     now, commands = die_often(one, "prefill-0", 0.0, POLICY.limit + 1)
     assert not any(isinstance(command, EndCluster) for command in commands)
     assert one.state("prefill-0") is SlotState.FAILED
-    assert (one.announcement().prefill, one.announcement().down) == ((), ("prefill-0",))
+    assert addresses(one.announcement())[0] == [] and down(one.announcement()) == ["prefill-0"]
     one.handle(Resize("prefill", 0, 9.0), now)
     commands = one.handle(TimePassed(), now)
-    assert commands == [Discard("prefill-0"), one.announcement()] and one.announcement().down == ()
+    assert commands == [Discard("prefill-0"), one.announcement()] and one.announcement().prefill == ()
     _, commands = die_often(one, "decode-0", now, POLICY.limit + 1)
     assert any(isinstance(command, EndCluster) for command in commands)
 
@@ -329,12 +336,72 @@ def test_workers_leave_one_at_a_time_and_are_replaced_without_blame() -> None:
 
 def test_who_leaves_for_good_is_not_replaced() -> None:
     for left in (True, False):  # as asked, or killed on its way out
-        one = supervisor()
+        one = pools(1, 2)
         one.handle(LeaveWanted(("decode-0", "nobody"), 9.0, False), 0.0)
         assert one.handle(TimePassed(), 0.0) == [AskToLeave("decode-0", 9.0)]
         discard, announce = one.handle(ProcessEnded("decode-0", "x", left=left), 1.0)
-        assert discard == Discard("decode-0") and addresses(announce) == (["h:1"], [])
+        assert discard == Discard("decode-0") and addresses(announce) == (["h:0"], ["h:2"]) and not down(announce)
         assert one.handle(TimePassed(), 99.0) == [] and "decode-0" not in one and one.is_steady
+
+
+def test_no_pool_loses_its_last_worker_to_orders_that_come_together() -> None:
+    """Guards a cluster against two drains of which each, when it came, left the other's worker; the second is refused,
+    and its worker stays."""
+    one, orders = pools(1, 2), [LeaveWanted((f"decode-{n}",), 9.0, False) for n in range(2)]
+    one.handle(orders[0], 0.0)
+    assert one.handle(TimePassed(), 0.0) == [AskToLeave("decode-0", 9.0)]
+    one.handle(orders[1], 0.5)
+    assert one.handle(TimePassed(), 1.0) == []
+    one.handle(ProcessEnded("decode-0", "left", left=True), 2.0)
+    (refuse,) = one.handle(TimePassed(), 2.1)
+    assert isinstance(refuse, Refuse) and refuse.order is orders[1]
+    assert refuse.why == "decode-1 is the last decode worker that is up: it stays"
+    assert one.is_steady and one.state("decode-1") is SlotState.UP and one.pool("decode") == ["decode-1"]
+
+
+@pytest.mark.parametrize("order", [LeaveWanted(("decode-0",), 9.0, False), Resize("decode", 1, 9.0)])
+def test_who_is_up_stays_beside_one_that_keeps_dying(order: LeaveWanted | Resize) -> None:
+    """Guards a pool that is made smaller by its only worker that serves; a smaller size takes the one that does not."""
+    one = pools(1, 2)
+    now, _ = die_often(one, "decode-1", 0.0, POLICY.limit + 1)
+    one.handle(order, now)
+    commands = one.handle(TimePassed(), now)
+    assert one.state("decode-0") is SlotState.UP and one.is_steady
+    if isinstance(order, Resize):
+        assert commands == [Discard("decode-1"), one.announcement()]
+    else:
+        assert commands == [Refuse(order, "decode-0 is the last decode worker that is up: it stays")]
+
+
+def test_a_smaller_size_leaves_the_worker_that_is_up_whatever_its_number() -> None:
+    """Guards `scale` against taking the highest number while the lower one is down."""
+    one = pools(1, 2)
+    now, _ = die_often(one, "decode-0", 0.0, POLICY.limit + 1)
+    one.handle(Resize("decode", 1, 9.0), now)
+    assert one.handle(TimePassed(), now) == [Discard("decode-0"), one.announcement()]
+    assert one.pool("decode") == ["decode-1"] and one.is_steady
+
+
+def test_the_last_one_that_does_not_run_stays_in_its_pool_and_prefill_may_be_given_up() -> None:
+    one = pools(1, 1)
+    one.handle(ProcessEnded("decode-0", "x"), 0.0)
+    order = LeaveWanted(("decode-0",), 9.0, False)
+    one.handle(order, 0.1)
+    assert one.handle(TimePassed(), 0.2) == [Refuse(order, "decode-0 is the last decode worker: it stays")]
+    one.handle(TimePassed(), 1.0)
+    one.handle(Up(up("decode-0", 5)), 2.0)
+    one.handle(Resize("prefill", 0, 9.0), 3.0)
+    assert one.handle(TimePassed(), 3.0) == [AskToLeave("prefill-0", 9.0)]
+
+
+def test_a_worker_that_is_down_is_named_until_it_is_taken_away() -> None:
+    """Guards the router's list, and the alert that goes by it, against a decode worker that will never be back."""
+    one = pools(1, 2)
+    now, _ = die_often(one, "decode-1", 0.0, POLICY.limit + 1)
+    assert down(one.announcement()) == ["decode-1"]
+    one.handle(LeaveWanted(("decode-1",), 9.0, False), now)
+    discard, announce = one.handle(TimePassed(), now)
+    assert discard == Discard("decode-1") and down(announce) == []
 
 
 def test_a_worker_that_dies_or_hangs_while_it_leaves_is_a_death() -> None:
@@ -383,6 +450,9 @@ def test_no_newer_life_is_killed_for_an_older_one() -> None:
     assert one.handle(Accused("decode-7", Incarnation(2), "who?"), 2.3) == []
 
 
+KINDS: tuple[Kind, ...] = ("prefill", "decode")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
     """Guards against two processes for one worker, and against more starts than the limit allows in a window; those
@@ -407,10 +477,13 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
         )
         if isinstance(event, ProcessEnded) and event.left and one.state(name) is SlotState.LEAVING:
             excused.add(name)
+        before = {kind: [s.name for s in one.view() if s.kind == kind and s.state is SlotState.UP] for kind in KINDS}
         for command in one.handle(event, now):
             one.check()
             if isinstance(command, EndCluster):
                 return
+            if isinstance(command, AskToLeave) and command.name not in one.pool(one.kind(command.name)):
+                assert before[one.kind(command.name)] != [command.name], "it was the last one that was up"
             if isinstance(command, KillProcess):
                 assert command.name in living
             elif isinstance(command, Discard):
@@ -614,7 +687,7 @@ def test_who_waits_for_a_roll_is_told_when_the_watch_ends(why: str) -> None:
 
         def drain() -> None:
             try:
-                cluster.drain("decode-0")
+                cluster.drain("decode-0", again=True)
             except LaunchError as error:
                 told.append(str(error))
 

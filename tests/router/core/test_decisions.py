@@ -1,13 +1,23 @@
 """Decisions are whole: what a record holds is all that its choice depends on."""
 
+from hashlib import sha256
 from random import Random
 
 import msgspec
 import pytest
 
 from router.core.call import State
-from router.core.decisions import CountedDraws, Decision, RecordedPolicy, RepeatablePolicy, compare, make_placer
+from router.core.decisions import (
+    VERSION,
+    CountedDraws,
+    Decision,
+    RecordedPolicy,
+    RepeatablePolicy,
+    compare,
+    make_placer,
+)
 from router.core.policies import POLICIES, make_policy
+from router.core.policy import DecodeView, PrefillView
 from tests.router.core.made_decisions import DEMAND, ask, made
 from tests.router.core.parts import Parts
 
@@ -95,3 +105,22 @@ def test_another_choice_is_compared_by_its_predicted_cost() -> None:
 def test_a_decision_says_how_many_workers_it_looked_at() -> None:
     decision = made("least-cost", 3)[0]
     assert decision.views == len({view.name for view in (*decision.prefills, *decision.decodes)}) > 1
+
+
+def test_what_policies_choose_changes_with_the_version_alone() -> None:
+    """Guards a log against a program of the same version that chooses otherwise, and calls it damaged. If this fails as
+    intended, `decisions.VERSION` is another one, and so are these."""
+    random = Random(9)
+    differs = {of: [random.random() < 0.05 for _ in range(of)] for of in (1, 5, 72)}
+    told = sha256()
+    for name in sorted(POLICIES):
+        policy = make_policy(name, 4)
+        for of, some in differs.items():
+            prefills = [PrefillView(f"p{n}", 16 * some[n], 40 * some[-n], 0.01, 0) for n in range(of)]
+            decodes = [DecodeView(f"d{n}", 2 * some[n], 9, 64, 0.05, {}, some[-n], s_per_row=0.001) for n in range(of)]
+            for _ in range(9):
+                demand = msgspec.structs.replace(DEMAND, prompt_tokens=random.randrange(17, 99))
+                choice = policy.choose(demand, prefills, decodes)
+                assert choice is not None
+                told.update(f"{choice.prefill.name} {choice.decode.name} {choice.cost.total_s:.9f}\n".encode())
+    assert (VERSION, told.hexdigest()[:16]) == (5, "0abeeb45e5defcc5")

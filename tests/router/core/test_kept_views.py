@@ -10,7 +10,7 @@ import pytest
 from engine.messages import Accepted, PeerAddress
 from engine.types import RequestId
 from router.core.call import Call, State
-from router.core.placement import LOCAL, demand
+from router.core.placement import LOCAL
 from router.core.policy import (
     ASSUMED_S_PER_TOKEN,
     MANY_PAIRS,
@@ -24,6 +24,7 @@ from router.core.policy import (
     loading_s,
 )
 from router.core.registry import Registry, WorkerEntry
+from router.core.worker_views import demand
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import load, worker_info
 

@@ -23,8 +23,9 @@ from engine.types import BlockId, Incarnation, RequestId
 from prefill_worker.scheduler.line import Line
 from prefill_worker.scheduler.order import Job
 from router.core.call import Call
-from router.core.placement import LOCAL, _fits, _Held, demand
+from router.core.placement import LOCAL
 from router.core.policy import ASSUMED_S_PER_TOKEN, Choice, DecodeView, Demand, PrefillView, cost
+from router.core.worker_views import Held, demand, fits
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import worker_info
 from worker.config import PrefillConfig
@@ -734,7 +735,7 @@ def test_what_others_would_lose_is_at_the_pools_speed(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("blocks", "most", "cached", "used", "promised", "fits"),
+    ("blocks", "most", "cached", "used", "promised", "expected"),
     [
         (4, 10, 0, 6, 0, True),  # all that is left
         (5, 10, 0, 6, 0, False),
@@ -747,11 +748,13 @@ def test_what_others_would_lose_is_at_the_pools_speed(monkeypatch: pytest.Monkey
         (0, 0, 0, 11, 0, False),
     ],
 )
-def test_a_request_fits_to_the_block(blocks: int, most: int, cached: int, used: int, promised: int, fits: bool) -> None:
+def test_a_request_fits_to_the_block(
+    blocks: int, most: int, cached: int, used: int, promised: int, expected: bool
+) -> None:
     """Guards each border of the room on a worker of ten blocks: one too many is refused there, one too few is left
     unused."""
     view = DecodeView("d0", cached, used, 10, 0.05, {}, 0)
-    assert _fits(Demand(0, 0, blocks, most), view, promised) is fits
+    assert fits(Demand(0, 0, blocks, most), view, promised) is expected
 
 
 def test_prefill_workers_of_two_block_sizes_are_asked_for_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -877,11 +880,11 @@ def test_a_copy_costs_what_makes_room_for_it(is_full: bool) -> None:
     call = waiting(tokens=20 * 16)
     parts.index.insert("p0", call.chain(holder.key)[:16])
     parts.index.insert("p1", call.chain(holder.key)[:6])
-    before = parts.placer._delaying(call, _Held(parts.index, call), [holder, other])
+    before = parts.placer._views._delaying(Held(parts.index, call), [holder, other])
     evictions = parts.placer._reuse.evictions
     evictions.evicted([b"%d" % n for n in range(1024)], 4096)
     evictions.asked([b"%d" % n for n in range(256)])
-    after = parts.placer._delaying(call, _Held(parts.index, call), [holder, other])
+    after = parts.placer._views._delaying(Held(parts.index, call), [holder, other])
     assert after["p0"] == before["p0"]
     assert after["p1"] - before["p1"] == pytest.approx(0.25 * 10 * 16 if is_full else 0.0)
 
