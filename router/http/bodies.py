@@ -86,6 +86,8 @@ class Bodies:
             of_it = [one for one, (address, _) in self._held.items() if address == most]
             victim = max(of_it, key=lambda one: self._held[one][1])
             self._let_go(victim)
+            if victim is mine:
+                raise TimeoutError
             victim.reschedule(asyncio.get_running_loop().time())
 
     def _let_go(self, body: asyncio.Timeout) -> None:
