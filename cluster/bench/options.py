@@ -235,7 +235,7 @@ def _workload_flags(options: argparse.Namespace, base: Workload) -> dict[str, ob
 
 def _levels(text: str) -> tuple[int, ...]:
     """Parse how many requests are to run at once, level by level. Raises ValueError."""
-    return tuple(int(part) for part in text.split(","))
+    return _once(tuple(int(part) for part in text.split(",")))
 
 
 def _loads(text: str) -> tuple[float, ...]:
@@ -243,9 +243,14 @@ def _loads(text: str) -> tuple[float, ...]:
     found = tuple(float(part) for part in text.split(","))
     if not all(0 < load < math.inf for load in found):
         raise ValueError("each must be above zero and finite")
-    if len(set(found)) < len(found):
+    return _once(found)
+
+
+def _once(levels: tuple[_T, ...]) -> tuple[_T, ...]:
+    """Return the levels, whose prompts are drawn by what they are. Raises ValueError where one is there twice."""
+    if len(set(levels)) < len(levels):
         raise ValueError("the same one twice would send the same prompts again")
-    return found
+    return levels
 
 
 def _reading(read: Callable[[str], _T]) -> Callable[[str], _T]:

@@ -54,6 +54,8 @@ def _verb(arguments: list[str]) -> Callable[[], int]:
     if arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     verb = arguments[0]
+    if verb.startswith("-") and verb not in ("-h", "--help", "--version"):
+        raise ConfigError(f"{verb!r} comes before the verb: options come after it (`headrace help` lists the verbs)")
     if not verb.startswith("-") and verb not in verbs:
         meant = f"; did you mean {ELSEWHERE[verb]!r}?" if verb in ELSEWHERE else almost(verb, verbs)
         raise ConfigError(f"there is no verb {verb!r}{meant} (`headrace help` lists them)")

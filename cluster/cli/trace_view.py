@@ -9,8 +9,8 @@ from rich.text import Text
 from cluster.admin import Flights
 from telemetry.flight import Flight, FlightEvent
 
-PREFIXES = ("chatcmpl-", "cmpl-")
-"""The prefixes that the HTTP front writes before a request's id."""
+PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""The prefixes that the HTTP front writes before a request's id, in the answers of its four APIs."""
 
 
 def request_of(text: str) -> str:

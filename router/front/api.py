@@ -36,7 +36,8 @@ class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int = 1
     """The number of prompts that are answered as one: each has as many samples."""
     echo: tuple[str, ...] | None = None
-    """The prompts as they were given, which the text begins with; empty where they were token ids. None: no echo."""
+    """The prompts as they were given, which the text begins with; empty where it is what their ids stand for, as they
+    were given so, may be cut, or have log probabilities beside them. None: no echo."""
     says_prompt: bool = False
     """Log probabilities of the prompt's tokens are written."""
     is_prompt_only: bool = False

@@ -145,11 +145,14 @@ class Intake:
         return msgspec.structs.replace(form, parsing=parsing if parsing.tools or parsing.reasoning else None)
 
     async def tokenize(self, call: GenerateCall, *, add_special: bool | None, strings: bool) -> TokenizedText:
-        """Return the ids that the call's text or chat would begin with. `add_special` adds what the model puts around a
-        text: by default to a plain prompt only, since a template writes its own. Raises ApiError as `take` does."""
+        """Return the ids of the call's text or chat, cut as `take` would cut them. `add_special` adds what the model
+        puts around a text: by default to a plain prompt only, since a template writes its own. Raises ApiError as
+        `take` does."""
         try:
             check_call(call, self._model, self._config)
             ids = (await self._tokenize(call, chat_of(call), add_special)).ids
+            if (kept := kept_tokens(call, self._model, self._config)) is not None:
+                ids = ids[-kept:]
             if len(ids) > self._model.context_tokens:
                 raise TooLongError(
                     prompt_field(call.prompt), f"has {len(ids)} tokens; the context holds {self._model.context_tokens}"
@@ -206,7 +209,7 @@ class Intake:
         limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                approved = await self._grammars.approved(constraint, call.constraint_field)
+                approved = await self._grammars.approved(constraint, call.constraint_field, call.tenant)
         except TimeoutError as error:
             raise ApiError(DEADLINE.code, "the deadline passed before the constraint was compiled") from error
         return msgspec.structs.replace(call, constraint=approved)

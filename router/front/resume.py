@@ -17,7 +17,7 @@ from router.front.api import ApiError, HttpForm
 from router.front.samples import Samples
 
 MAX_UNREAD = 4096
-"""Streams that wait for their clients; the longest waiting go first."""
+"""Streams that wait for their clients; of the tenant that has most of them the longest waiting go first."""
 
 
 KEY_BYTES = 16
@@ -72,12 +72,14 @@ def unpack(data: bytes) -> Context | None:
 
 
 class Resumables:
-    # Mutable state: every stream by token, and since when those without a reader wait, longest first.
+    # Mutable state: every stream by token; since when those without a reader wait, longest first; and their tokens by
+    # tenant, none of whom is without one.
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._kept: dict[str, Samples] = {}
         self._unread: OrderedDict[str, float] = OrderedDict()
+        self._unread_of: dict[str, dict[str, None]] = {}
 
     def __repr__(self) -> str:
         return f"Resumables({len(self._kept)} streams, {len(self._unread)} unread)"
@@ -93,13 +95,22 @@ class Resumables:
         self._kept[token] = kept
 
     def attached(self, token: str) -> None:
-        self._unread.pop(token, None)
+        if self._unread.pop(token, None) is None:
+            return
+        tenant = self._kept[token].tenant
+        del self._unread_of[tenant][token]
+        if not self._unread_of[tenant]:
+            del self._unread_of[tenant]
 
     def detached(self, token: str, now: float) -> list[Samples]:
         """Note that its reader is gone; return what is given up to make room."""
+        self.attached(token)
         self._unread[token] = now
-        crowded = list(self._unread)[: max(len(self._unread) - MAX_UNREAD, 0)]
-        return [self._drop(token) for token in crowded]
+        self._unread_of.setdefault(self._kept[token].tenant, {})[token] = None
+        if len(self._unread) <= MAX_UNREAD:
+            return []
+        most = max(self._unread_of.values(), key=len)
+        return [self._drop(next(iter(most)))]
 
     def forget(self, token: str) -> Samples | None:
         return self._drop(token) if token in self._kept else None
@@ -115,5 +126,5 @@ class Resumables:
         return late
 
     def _drop(self, token: str) -> Samples:
-        self._unread.pop(token, None)
+        self.attached(token)
         return self._kept.pop(token)

@@ -204,7 +204,9 @@ def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = 
     if request.echo:
         if parsed.stream and (is_prompt_only or form.logprobs is not None):
             raise invalid("echo", "is not streamed with logprobs, or alone")
-        texts = tuple([prompt if isinstance(prompt, str) else "" for prompt in prompts])
+        # Beside log probabilities the text is that of the tokens, which `text_offset` counts; and it is what was read.
+        is_given = form.logprobs is None and request.truncate_prompt_tokens is None
+        texts = tuple([prompt if is_given and isinstance(prompt, str) else "" for prompt in prompts])
         form = msgspec.structs.replace(form, echo=texts)
         if form.logprobs is not None:
             told = max(form.logprobs, request.prompt_logprobs or 0)

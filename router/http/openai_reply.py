@@ -34,6 +34,8 @@ _FIELDS = {
     "positions": "Last-Event-ID",
 }
 """This front's names of fields that have another name behind the frontend."""
+_INNER_BYTES = bytes(range(0x80, 0xC0))
+"""All bytes of UTF-8 that begin no character."""
 _TIMES = ("ttft_s", "itl_mean_s", "itl_p99_s", "e2e_s")
 
 
@@ -125,7 +127,8 @@ def echoed_text(started: Started, form: HttpForm, at: int, token_bytes: TokenByt
     if form.echo is None:
         return ""
     shown = [data for token in started.prompt_ids[at] for data, is_shown in (token_bytes(token),) if is_shown]
-    return form.echo[at] or b"".join(shown).decode(errors="replace")
+    # The end of a character that a cut has parted belongs to no token here, so it has no room either.
+    return form.echo[at] or b"".join(shown).lstrip(_INNER_BYTES).decode(errors="replace")
 
 
 def _mean(deltas: Sequence[Delta]) -> float:

@@ -63,6 +63,8 @@ def parse_tokenize(body: bytes) -> tuple[Parsed, TokenizeOptions]:
     parsed = parse_completion(rest)
     if not isinstance(parsed.call.prompt, str):
         raise invalid("prompt", "must be text: these are token ids already")
+    if len(parsed.prompts) > 1:
+        raise invalid("prompt", "must be one text")
     return parsed, options
 
 

@@ -200,6 +200,7 @@ SLO = ["--slo", "ttft=1"]
         (["--rate", "inf"], "finite"),
         (["--rate", "fast"], "--rate: 'fast'"),
         (["--rate", "2,2"], "twice"),
+        (["--concurrency", "8,4,8"], "--concurrency: '8,4,8': the same one twice would send the same prompts again"),
         (["--rate", "1", "--concurrency", "2"], "--concurrency is of the closed loop"),
         (["--rate", "1", "--workload", "stream"], "the stream workload runs one request at once"),
         (["--rate", "1", "--burstiness", "0"], "the burstiness must lie in 0.05"),

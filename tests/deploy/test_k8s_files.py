@@ -1,6 +1,7 @@
 """The manifests of `deploy/k8s`: Kubernetes' own schemas for what is Kubernetes' own, and every field that we use typed
 for KubeRay's and the Prometheus operator's kinds, whose schemas no package carries."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import yaml
 from cluster.config import check_listening
 from cluster.processes.placement import gpus
 from router.http.gate import OPEN_PATHS
+from router.roster import Roster
 from tests.deploy.test_ray_files import DEPLOY, check_gpu_defaults, check_ray_start, resolved
 
 KUBERNETES = "1.33"
@@ -230,7 +232,21 @@ def test_commands_are_known_and_names_meet() -> None:
     ports = {port["name"] for port in container["ports"]}
     assert {port["targetPort"] for port in service["ports"]} == ports == {"http", "grpc"}
     (discovery,) = found["ScrapeConfig"]["spec"]["httpSDConfigs"]
-    assert discovery["url"] == f"https://{found['Service']['metadata']['name']}:8000/sd"
+    assert discovery["url"] == f"https://{found['Service']['metadata']['name']}.NAMESPACE.svc:8000/sd"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_router_is_scraped_once(count: int) -> None:
+    """Guards the pages of several routers, which were all taken for the one that the PodMonitor scrapes."""
+    own = "10.0.0.9:8000" if count == 1 else {f"router-{n}": f"10.0.0.9:{41001 + n}" for n in range(count)}
+    listed = {target.labels["worker"]: target.labels for target in Roster().targets(own, "10.0.0.9:41009")}
+    (rule,) = documents()["ScrapeConfig"]["spec"]["relabelings"]
+    (label,) = rule["sourceLabels"]
+    assert rule["action"] == "drop"
+    dropped = {worker for worker, labels in listed.items() if re.fullmatch(rule["regex"], labels[label])}
+    (endpoint,) = documents()["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    by_pod = {one["replacement"] for one in endpoint["relabelings"] if one["targetLabel"] == "worker"}
+    assert len(listed) == count + 1 and dropped == by_pod & set(listed) == ({"router"} if count == 1 else set())
 
 
 def test_the_config_map_is_ours(tmp_path: Path) -> None:
@@ -305,14 +321,15 @@ def test_every_line_to_edit_is_marked() -> None:
     """Guards against an example's value that nobody is told of."""
     text = "\n".join(file.read_text() for file in sorted(FOLDER.rglob("*.yaml")))
     marked = [line for line in text.splitlines() if "EDIT" in line and not line.startswith("#")]
-    for example in ("registry.example.com", "name: registry", "replicas: 1", "_workers = 1", 'model = "', "storage: "):
+    examples = ("registry.example.com", "name: registry", "replicas: 1", "_workers = 1", 'model = "', "storage: ")
+    for example in (*examples, "NAMESPACE"):
         lines = [line for line in text.splitlines() if example in line and "Deployment" not in line]
         unmarked = [line for line in lines if line not in marked]
         # The router's own replica is no choice: there is one.
         assert unmarked == (["  replicas: 1"] if example == "replicas: 1" else []), example
     for example in ("storageClassName", "accessModes", "kubernetes.io/metadata.name", "minAvailable"):
         assert [line for line in text.splitlines() if example in line and line not in marked] == [], example
-    assert len(marked) == 19
+    assert len(marked) == 20
 
 
 def test_no_pod_has_rights_that_it_does_not_use() -> None:

@@ -85,7 +85,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
-    """What decides how many tokens the prompt has."""
+    """What decides how many tokens the prompt has, and what callers send beside it as they would to be answered."""
 
     messages: list[AnthropicMessage]
     model: str | None = None
@@ -93,6 +93,13 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: ThinkingField | None = None
+    output_config: OutputConfig | None = None
+    cache_control: object = None
+    """Let pass: the prefix cache is always on."""
+    speed: object = None
+    """Let pass: it bears on time and cost alone, and not here."""
+    user_profile_id: object = None
+    """Let pass: it names something for a log."""
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -102,13 +109,6 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
-    output_config: OutputConfig | None = None
-    cache_control: object = None
-    """Let pass: the prefix cache is always on."""
-    speed: object = None
-    """Let pass: it bears on time and cost alone, and not here."""
-    user_profile_id: object = None
-    """Let pass: it names something for a log."""
     seed: int | None = None
     priority: Int | None = None
     tenant: str | None = None
@@ -123,23 +123,20 @@ def parse_messages(body: bytes, *, label: str = "", timeout_s: float | None = No
     request = MESSAGES.read(body)
     if request.seed is not None and not 0 <= request.seed < 2**64:
         raise invalid("seed", "must fit in 64 bits")
-    form = HttpForm(
-        chat=True, include_usage=True, return_token_ids=False, created=created, label=label, api="messages"
-    )
+    form = _form(label, created)
     sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
     given = {name: getattr(request, name) for name in ("seed", "priority", "tenant")}
     thinking = request.thinking or ThinkingField("adaptive")
     if thinking.budget_tokens is not None and thinking.type != "enabled":
         raise invalid("thinking.budget_tokens", "is allowed only with type enabled")
     call = msgspec.structs.replace(
-        _call(request),
+        _call(request, form),
         max_tokens=request.max_tokens,
         reasoning_budget=thinking.budget_tokens,
         sampling=SamplingOverrides(**{name: value for name, value in sampling.items() if value is not None}),
         stop=tuple(request.stop_sequences or ()),
         request_id=label,
         timeout_s=timeout_s,
-        form=form,
         **_constrained(request.output_config),
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -156,10 +153,16 @@ def _constrained(config: OutputConfig | None) -> dict[str, Any]:
 
 def parse_count(body: bytes) -> GenerateCall:
     """Read a `/v1/messages/count_tokens` body."""
-    return _call(COUNTING.read(body))
+    return _call(COUNTING.read(body), _form())
 
 
-def _call(request: CountRequest) -> GenerateCall:
+def _form(label: str = "", created: int = 0) -> HttpForm:
+    return HttpForm(
+        chat=True, include_usage=True, return_token_ids=False, created=created, label=label, api="messages"
+    )
+
+
+def _call(request: CountRequest, form: HttpForm) -> GenerateCall:
     if not request.messages:
         raise invalid("messages", "at least one message is needed")
     messages = []
@@ -184,6 +187,7 @@ def _call(request: CountRequest) -> GenerateCall:
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         chat_template_kwargs=kwargs,
         continue_final_message=is_open,
+        form=form,
     )
 
 

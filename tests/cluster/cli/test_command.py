@@ -44,6 +44,8 @@ def status_of(words: Sequence[str]) -> int:
         (["generate", "hi", "--temp=0"], "there is no option '--temp'"),
         (["report", "disagg", "--las", "3"], "--las"),
         (["bench", "--reques", "3"], "--reques"),
+        (["--bogus", "status"], "'--bogus' comes before the verb: options come after it"),
+        (["--name", "app", "status"], "'--name' comes before the verb"),
         (["status", "extra"], "'extra' is one word too many"),
     ],
 )

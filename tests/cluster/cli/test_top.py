@@ -15,6 +15,7 @@ from engine.messages import Load, RankUse
 from router.status.journal import Recent
 from router.status.overview import Overview, WorkerOverview
 from telemetry.flight import FlightRecorder
+from tests.router.http.fakes import CHAT, HI, TEXT, FakeFrontend, ask
 
 
 def load(**given: object) -> Load:
@@ -210,7 +211,21 @@ def test_a_trace_is_told_process_by_process() -> None:
     assert "0.0 ms  submitted                prompt_tokens=36" in text
     assert "1500.0 ms  ended                    outcome=stop" in text
     assert "prefill-0 could not be asked: did not answer in 10 s" in text
-    assert request_of("chatcmpl-ab12") == request_of("cmpl-ab12") == request_of("ab12") == "ab12"
+
+
+def test_a_trace_is_asked_for_by_the_id_of_any_answer() -> None:
+    """Guards an id that is copied from an answer, whichever API it came by."""
+    fields = {"messages": HI, "prompt": "hi", "input": "hi"}
+    for path, names in (
+        (CHAT, ("messages",)),
+        (TEXT, ("prompt",)),
+        ("/v1/responses", ("input",)),
+        ("/v1/messages", ("messages", "max_tokens")),
+    ):
+        body = {name: fields.get(name, 5) for name in names}
+        answer = ask(FakeFrontend(), "POST", path, json={"model": "tiny", **body}).json()
+        assert answer["id"] != "r1" and request_of(answer["id"]) == "r1", path
+    assert request_of("r1") == "r1"
 
 
 def test_durations_read_well() -> None:

@@ -6,11 +6,13 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Semaphore
 
 import pytest
 
-from engine.constraints.trial_messages import CPU_S
+from engine.constraints.trial_messages import CPU_S, TrialVerdict
 from engine.types import Constraint, ConstraintKind, FieldError
 from router.front.api import ApiError
 from router.front.grammars import MAX_WAITING, TOO_COSTLY, GrammarTrials, TrialProcess
@@ -137,5 +139,97 @@ def test_the_line_is_bounded(demo_model: Path) -> None:
             assert isinstance(told[-1], ApiError) and told[-1].code == "UNAVAILABLE" and told[-1].retry_after_s
         finally:
             trials.close()
+
+    asyncio.run(story())
+
+
+class Trials:
+    """Trials that end when they are told to; `asked` began, in order. A model is never opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Constraint] = []
+        self.go_on = Semaphore(0)
+        monkeypatch.setattr(TrialProcess, "ask", self._ask)
+        self.trials = GrammarTrials(Path("no model"))
+
+    def _ask(self, constraint: Constraint) -> TrialVerdict:
+        self.asked.append(constraint)
+        assert self.go_on.acquire(timeout=10)
+        return TrialVerdict(constraint)
+
+    def ask(self, number: int, tenant: str) -> "asyncio.Task[Constraint]":
+        return asyncio.create_task(self.trials.approved(_word(number), "f", tenant))
+
+
+def _word(number: int) -> Constraint:
+    return Constraint(ConstraintKind.REGEX, f"w{number}")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trials]:
+    made = Trials(monkeypatch)
+    yield made
+    made.go_on.release(100)
+    made.trials.close()
+
+
+def test_a_trial_that_nobody_waits_for_does_not_begin(slow: Trials) -> None:
+    """Guards a tenant that leaves each call at once: it had 32 trials before everybody else's, a second each."""
+
+    async def story() -> None:
+        for number in range(2 * MAX_WAITING):
+            left = slow.ask(number, "a")
+            await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.wait({left})
+        slow.go_on.release(2)
+        assert await slow.ask(100, "b") == _word(100)
+        assert slow.asked == [_word(0), _word(100)]
+
+    asyncio.run(story())
+
+
+def test_tenants_have_their_trials_in_turns(slow: Trials) -> None:
+    async def story() -> None:
+        asked = [slow.ask(number, "a") for number in range(4)]
+        asked += [slow.ask(10, "b"), slow.ask(20, "c"), slow.ask(21, "c")]
+        await asyncio.sleep(0)
+        slow.go_on.release(len(asked))
+        await asyncio.gather(*asked)
+        assert slow.asked == [_word(number) for number in (0, 10, 20, 1, 21, 2, 3)]
+
+    asyncio.run(story())
+
+
+def test_a_full_line_refuses_the_tenant_that_filled_it(slow: Trials) -> None:
+    async def story() -> None:
+        flood = [slow.ask(number, "a") for number in range(MAX_WAITING)]
+        await asyncio.sleep(0)
+        others = [slow.ask(100 + number, "b") for number in range(2)]
+        await asyncio.sleep(0)
+        too_many = slow.ask(200, "a")
+        slow.go_on.release(MAX_WAITING)
+        assert await asyncio.gather(*others) == [_word(100), _word(101)]
+        told = await asyncio.gather(*flood, too_many, return_exceptions=True)
+        assert told[: MAX_WAITING - 2] == [_word(number) for number in range(MAX_WAITING - 2)]
+        refused = told[MAX_WAITING - 2 :]
+        assert [one.code for one in refused if isinstance(one, ApiError)] == ["UNAVAILABLE"] * 3
+
+    asyncio.run(story())
+
+
+def test_what_two_tenants_wait_for_is_tried_once_and_is_each_ones_own(slow: Trials) -> None:
+    """Guards a trial that its tenant leaves, and that another waits for."""
+
+    async def story() -> None:
+        asked = [slow.ask(0, "a"), slow.ask(1, "a"), slow.ask(1, "b"), slow.ask(2, "a"), slow.ask(2, "b")]
+        await asyncio.sleep(0)
+        asked[1].cancel()
+        slow.go_on.release(3)
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(told[1], asyncio.CancelledError)
+        assert [told[0], *told[2:]] == [_word(0), _word(1), _word(2), _word(2)]
+        assert slow.asked == [_word(0), _word(1), _word(2)]
+        assert repr(slow.trials) == "GrammarTrials(3 remembered, 0 under way)"
 
     asyncio.run(story())

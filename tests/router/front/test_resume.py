@@ -14,6 +14,7 @@ from engine.types import FinishReason, RequestId, TokenLogprobs
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.core.events import Complete
+from router.front import resume
 from router.front.api import (
     ApiError,
     Delta,
@@ -23,7 +24,10 @@ from router.front.api import (
     Position,
     Started,
 )
+from router.front.outlet import WakeQueue
 from router.front.output import Output, OutputHistory
+from router.front.resume import Resumables
+from router.front.samples import Samples
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.grpc.client import Client
@@ -72,6 +76,29 @@ async def _with_cluster(body: Body, **config: object) -> None:
         await proxy.stop()
         await app.stop(0.0)
         await workers.stop()
+
+
+def test_a_flood_of_streams_gives_up_the_floods_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a stream whose window has not passed, and that another tenant's short ones, left at once, drove out."""
+    monkeypatch.setattr(resume, "MAX_UNREAD", 8)
+    kept, turns = Resumables(30.0), WakeQueue(1000.0)
+
+    def left(token: str, tenant: str, now: float) -> list[str]:
+        if kept.find(token) is None:
+            kept.keep(token, Samples(Started("r", "m", 1, token), turns, None, tenant))
+        return [one.started.resume_token for one in kept.detached(token, now)]
+
+    for number in range(3):
+        assert left(f"b{number}", "b", 0.0) == []
+    told = [left(f"a{number}", "a", 1.0) for number in range(20)]
+    assert told == [[]] * 5 + [[f"a{number}"] for number in range(15)]
+    assert left("b0", "b", 2.0) == [], "it is there already, and waits anew"
+    kept.attached("b1")
+    assert left("b3", "b", 2.0) == [] and left("b4", "b", 2.0) == ["a15"]
+    assert [one.started.resume_token for one in kept.expired(30.0)] == ["b2"]
+    assert [one.started.resume_token for one in kept.expired(31.5)] == ["a16", "a17", "a18", "a19"]
+    assert [one.started.resume_token for one in kept.expired(99.0)] == ["b0", "b3", "b4"]
+    assert len(kept) == 1 and kept.find("b1") is not None and not kept._unread_of
 
 
 def cancels(workers: FakeWorkers) -> list[Cancel]:

@@ -172,7 +172,7 @@ def test_the_turn_after_a_call_begins_with_the_very_ids_of_the_call() -> None:
 def test_a_demanded_call_becomes_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `required` and a named function, which hold an answer that the model would rather begin otherwise."""
 
-    async def approved(self: GrammarTrials, constraint: Constraint, field: str) -> Constraint:
+    async def approved(self: GrammarTrials, constraint: Constraint, field: str, tenant: str) -> Constraint:
         assert field == "tool_choice"
         return constraint
 
@@ -201,7 +201,7 @@ def test_a_demanded_call_becomes_a_constraint(monkeypatch: pytest.MonkeyPatch) -
 def test_a_budget_of_thinking_becomes_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `budget_tokens`, which was let pass and kept by nobody, and callers whose model does not think."""
 
-    async def approved(self: GrammarTrials, constraint: Constraint, field: str) -> Constraint:
+    async def approved(self: GrammarTrials, constraint: Constraint, field: str, tenant: str) -> Constraint:
         return constraint
 
     monkeypatch.setattr(GrammarTrials, "approved", approved)
@@ -226,7 +226,7 @@ def test_a_chat_over_http_says_how_long_and_how_hard_to_think(monkeypatch: pytes
     """Guards the two fields from the body to the record: a budget that nobody keeps, and an effort that no template
     shows, which must be refused."""
 
-    async def approved(self: GrammarTrials, constraint: Constraint, field: str) -> Constraint:
+    async def approved(self: GrammarTrials, constraint: Constraint, field: str, tenant: str) -> Constraint:
         return constraint
 
     monkeypatch.setattr(GrammarTrials, "approved", approved)

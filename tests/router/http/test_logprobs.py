@@ -146,12 +146,40 @@ def test_an_echo_has_the_prompt_before_the_answer() -> None:
 
 
 def test_a_prompt_alone_is_answered_without_output() -> None:
-    fields = {"prompt": "Hé as it was given", "echo": True, "logprobs": 1, "max_tokens": 0}
+    fields = {"prompt": "Hé", "echo": True, "logprobs": 1, "max_tokens": 0}
     body, frontend = answered(fields, *SCORED)
     assert frontend.calls[0].max_tokens == 1, "an engine draws one, which is not shown"
     (choice,) = body["choices"]
-    assert choice["text"] == "Hé as it was given" and choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.125]
+    assert choice["text"] == "Hé" and choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.125]
     assert body["usage"]["completion_tokens"] == 0 and body["usage"]["prompt_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "ids", "text", "offsets"),
+    [
+        ({"prompt": "<end>ab<end>"}, (300, 97, 98, 300), "ab", [0, 0, 1, 2, 2]),
+        ({"prompt": "cut to ab", "truncate_prompt_tokens": 2}, (97, 98), "ab", [0, 1, 2]),
+        ({"prompt": "cut in é", "truncate_prompt_tokens": 2}, (0xA9, 98), "b", [0, 0, 1]),
+    ],
+    ids=["control tokens", "cut", "cut in a character"],
+)
+def test_offsets_are_of_the_text_that_was_echoed(
+    fields: dict[str, object], ids: tuple[int, ...], text: str, offsets: list[int]
+) -> None:
+    """Guards those who look a token up in the text: it was the prompt as given, in which other things stand there."""
+    told = Delta("!", (33,), 0, (TokenLogprobs(33, -0.75),), tuple(TokenLogprobs(one, -1.0) for one in ids[1:]))
+    script = [msgspec.structs.replace(STARTED, prompt_ids=(ids,)), told, FINISHED]
+    body, _ = answered(fields | {"echo": True, "logprobs": 1, "max_tokens": 1}, *script)
+    (choice,) = body["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == (text + "!", offsets)
+
+
+@pytest.mark.parametrize(("fields", "text"), [({}, "as it was given"), ({"truncate_prompt_tokens": 3}, "Hé")])
+def test_an_echo_is_the_text_that_was_given_and_of_a_cut_prompt_what_was_read(
+    fields: dict[str, object], text: str
+) -> None:
+    body, _ = answered({"prompt": "as it was given", "echo": True, **fields}, *SCORED)
+    assert body["choices"][0]["text"] == text + "!"
 
 
 def test_prompt_log_probabilities_have_a_field_of_their_own() -> None:

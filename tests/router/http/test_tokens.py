@@ -56,6 +56,7 @@ def test_ids_become_text_again() -> None:
     [
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": [1, 2]}, 400, "prompt"),
+        ("/tokenize", {"prompt": ["x", "y"]}, 400, "prompt"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": "yes"}, 400, "add_special_tokens"),
         ("/tokenize", {"prompt": "x" * 5000}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
@@ -71,6 +72,40 @@ def test_ids_become_text_again() -> None:
 def test_what_is_wrong_is_named(path: str, body: object, status: int, param: str | None) -> None:
     reply = post(path, body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+
+
+@pytest.mark.parametrize(
+    ("length", "more", "count"),
+    [
+        (8, {"truncate_prompt_tokens": 3}, 3),
+        (600, {"truncate_prompt_tokens": 3, "add_special_tokens": False}, 3),
+        (600, {"truncate_prompt_tokens": -1}, 256),
+        (600, {"truncate_prompt_tokens": -1, "max_tokens": 12}, 500),
+        (8, {"truncate_prompt_tokens": 9}, 8),
+        (8, {}, 8),
+    ],
+)
+def test_a_prompt_is_cut_as_the_generating_routes_cut_it(length: int, more: dict[str, object], count: int) -> None:
+    """Guards a client that counts what it is about to send, and is told of tokens that nobody would read."""
+    counted = post("/tokenize", {"prompt": "x" * (length - 1) + "y", **more})
+    assert counted.status_code == 200, counted.text
+    assert (counted.json()["count"], counted.json()["tokens"][-1]) == (count, ord("y"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"cache_control": {"type": "ephemeral"}, "speed": "fast", "user_profile_id": "u"},
+    ],
+)
+def test_a_message_is_counted_with_whatever_it_may_be_sent_with(more: dict[str, object]) -> None:
+    """Guards a client that counts what it is about to send: it was told that its choice of a tool is not for chats."""
+    asked = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "f", "input_schema": {}}]}
+    plain, counted = (post("/v1/messages/count_tokens", asked | fields) for fields in ({}, more))
+    assert counted.status_code == 200 and counted.json() == plain.json(), counted.text
 
 
 def test_bodies_have_the_limit_of_all() -> None:
