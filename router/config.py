@@ -30,7 +30,7 @@ class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_s: float = 60.0
     """The time for a request's body, over HTTP."""
     idle_s: float = 75.0
-    """The time that a connection without a request is kept."""
+    """The time that a connection without a request is kept; over HTTP also one whose client leaves an answer unread."""
     keepalive_s: float = 20.0
     """Over gRPC: how long a connection with a request may be silent before its client is asked whether it is there, and
     then how long it has to answer."""
