@@ -105,7 +105,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenize_threads: int = 2
     """Threads for text of more than `tokenize_inline_bytes`."""
     tokenize_budget_bytes: int = 16 * 1024 * 1024
-    """Text that may be in those threads' hands or wait for them; a request beyond it is refused, and may come again."""
+    """Text that may be in those threads' hands or wait for them; beyond it the longest that waits is refused, and may
+    come again."""
     worker_silent_s: float = 10.0
     """A worker that has not reported for this long gets no new requests. It is not given up: a step may be long."""
     worker_hung_s: float = 30.0
