@@ -369,6 +369,19 @@ def test_what_was_cancelled_before_it_turned_up_is_not_revived() -> None:
     run(body())
 
 
+def test_a_token_that_no_router_made_is_not_kept() -> None:
+    """Guards the memory of a router that has just started: it kept whatever clients wanted to end."""
+
+    async def body() -> None:
+        bench = Bench(settled=False)
+        assert not await bench.front.cancel("x" * (frontend.MAX_TOKEN_CHARS + 1)) and not bench.front._unwanted
+        made = Bench().front._intake.take(GenerateCall(prompt="x", resumable=True))
+        token = (await made).token
+        assert len(token) == 22 and await bench.front.cancel(token) and list(bench.front._unwanted) == [token]
+
+    run(body())
+
+
 def test_a_stream_stays_its_tenants_whatever_becomes_of_its_cache() -> None:
     """Guards an owner that is told that its stream is unknown, and another that reads it: both have the namespace that
     the owner's request had, or neither has."""
