@@ -311,6 +311,32 @@ def test_an_orphan_is_kept_for_its_client() -> None:
     assert bench.hub.left == ["r.1", "r"]
 
 
+def test_a_reader_does_not_stay_with_a_placement_that_another_has_replaced() -> None:
+    """Guards a reader that waits for ever, at a stream to which nothing comes, and an answer that is given up while
+    somebody reads it: a worker that answers a claim late has a later placement."""
+
+    async def body() -> None:
+        bench = Bench()
+        bench.front.revive(orphan(samples=1), bench.now)
+        events = bench.front.resume("t")
+        assert isinstance(await anext(events), Started)
+        waiting: asyncio.Task[GenerateEvent] = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        later = bench.front.revive(msgspec.structs.replace(orphan(samples=1), placement=2), bench.now)
+        assert later is not None
+        with pytest.raises(ApiError) as caught:
+            await waiting
+        assert caught.value.code == "UNAVAILABLE"
+        later.tokens([65], bench.now)
+        async with aclosing(bench.front.resume("t")) as again:
+            assert isinstance(await anext(again), Started)
+            bench.now += WINDOW_S
+            bench.front.tick()
+            assert bench.hub.left == [] and (await anext(again)).token_ids == (65,)  # type: ignore[union-attr]
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     "odd",
     [
