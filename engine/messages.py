@@ -288,7 +288,7 @@ class Refused(PlacementMessage):
 
 class NeedPrefill(PlacementMessage):
     """The prefill worker `failed` is lost to this request; the decode worker keeps what has landed and goes on with
-    another. Answered by `UsePrefill`. `was_full`: it had no room in its line, which is no fault of its."""
+    another. Answered by `UsePrefill`. `was_full`: it had no room in its line or pool, which is no fault of its."""
 
     failed: str
     was_full: bool = False

@@ -1,6 +1,5 @@
 """A prefill worker's part of the shell (`worker.worker`). Its readers are its only links."""
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Never
@@ -21,8 +20,6 @@ from worker.opening import Parts
 from worker.rpc import StreamEnded
 from worker.streams import RouterStream
 from worker.worker import Worker, open_worker
-
-log = logging.getLogger(__name__)
 
 
 def open_prefill_worker(
@@ -59,8 +56,8 @@ class PrefillRole:
         match item:
             case RecordsIn(RouterStream()) | StreamEnded(RouterStream()):
                 pass  # a router only reads reports
-            case Unreachable(peer, error):
-                log.error("decode worker %x cannot be reached: %s", peer, error)
+            case Unreachable():
+                pass  # a reader, which the shell has given up
             case _:
                 raise TypeError(f"not an item: {item!r}")
 

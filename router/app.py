@@ -100,6 +100,7 @@ class RouterApp:
             self._authenticator,
             self._certificates,
             has_vllm=config.vllm_protocol,
+            bodies_bytes=config.limits.bodies_bytes,
         )
         self._observer = observer
         self._pages = ThreadPoolExecutor(1, thread_name_prefix="metrics page")

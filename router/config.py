@@ -35,7 +35,8 @@ class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Over gRPC: how long a connection with a request may be silent before its client is asked whether it is there, and
     then how long it has to answer."""
     bodies_bytes: int = 64 * 1024 * 1024
-    """Bodies that are being received over HTTP, all together; one beyond it is refused, and may come again."""
+    """Bodies over 64 KiB that are being received over HTTP, all together: beyond it, the largest of the address that
+    has sent most is refused, and may come again. As much again may wait on each front to be read, one at a time."""
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):

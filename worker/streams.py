@@ -242,6 +242,15 @@ class Readers:
             self._lost[peer] = watch
         hear(ReaderLost(peer))
 
+    def drop(self, peer: Incarnation, why: str, hear: Hear) -> None:
+        """Give up a reader that nothing can be sent to (any more). It dials anew, and the hellos then make a new way on
+        both ends."""
+        stream = self._streams.get(peer)
+        if stream is not None:
+            log.warning("reader %s is given up: %s", stream.reader.name, why)
+            stream.send(None)
+            self.ended(stream, why, hear)
+
     def tick(self, hear: Hear, now: float) -> None:
         """Refuse whom nobody has listed in time."""
         if not self._unlisted:

@@ -47,7 +47,18 @@ from engine.types import Incarnation
 from telemetry.audit import BLOCK_LEDGERS, AuditError, Auditor, Ledger
 from telemetry.flight import Flight
 from telemetry.tier_metrics import TierMetrics
-from transfer.handoff.commands import Emit, Leave, MoverCommand, MoverDied, Posted, PostRecv, PostSend, Received, Sent
+from transfer.handoff.commands import (
+    Emit,
+    Leave,
+    MoverCommand,
+    MoverDied,
+    Posted,
+    PostRecv,
+    PostSend,
+    Received,
+    Sent,
+    Unreachable,
+)
 from transfer.liveness import Watchdog
 from worker.backlog import RECORDS_PER_TURN, Backlog, RecordsIn, StreamItem
 from worker.config import DecodeConfig, PrefillConfig
@@ -284,6 +295,9 @@ class Worker(Generic[E]):
                 self._tell(item)
             case RankError() if self.parts.device.ranks is not None:
                 raise self.parts.device.ranks.explained(item)
+            case Unreachable(peer, error):
+                parts.readers.drop(peer, f"its memory cannot be reached: {error}", self._tell)
+                self._role.hear(item, self._tell)
             case MoverDied(error) | TiersDied(error):
                 raise RuntimeError(f"a thread that moves KV has died: {error}")
             case _:

@@ -40,8 +40,10 @@ from transfer.handoff.receiver import KVReceiver
 
 MAX_ATTEMPTS = 4
 """Handoffs tried for one placement, or for what was preempted; then the decode worker prefills by itself."""
-CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
+CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "DEADLINE_EXCEEDED"})
 """Error codes that any other prefill worker would give too."""
+NO_ROOM = frozenset({"RESOURCE_EXHAUSTED", "OUT_OF_RANGE"})
+"""Error codes of a worker whose line is full, or whose pool is too small: another may have room, or this one here."""
 
 
 class KVReceived(msgspec.Struct, frozen=True):
@@ -227,11 +229,9 @@ class Handoffs:
         if request.state is not RequestState.HANDOFF:
             self.dropped["prefill failed: stopped"] += 1
             return []
-        # What was preempted may have outgrown the prefill worker's pool: that is not the caller's fault.
-        is_late = message.fault.code == "DEADLINE_EXCEEDED"
-        if is_late or (message.fault.code in CALLERS_FAULT and request.preempted is None):
+        if message.fault.code in CALLERS_FAULT:
             return [Unservable(request, message.fault)]
-        request.prefill.was_full = message.fault.code == "RESOURCE_EXHAUSTED"
+        request.prefill.was_full = message.fault.code in NO_ROOM
         return self._retreat(request, now, elsewhere=True)
 
     def _heed(self, commands: Iterable[TransferCommand], now: float) -> list[HandoffResult]:

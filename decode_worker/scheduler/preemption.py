@@ -189,7 +189,7 @@ class Preemption:
             return []
         # 4. Little is missing, or no prefill worker is left for it: that is computed here.
         if here:
-            prefills.compute_rest(request, lease.cached_tokens)
+            prefills.compute_rest(request, request.lease.cached_tokens)  # which may be another than above
             return []
         # 5. Its tokens so far are a new prompt for its prefill worker.
         return prefills.begin(request, now)

@@ -134,6 +134,7 @@ class Prefills:
         request.lease = other
         if other.cached_tokens != found.blocks * kv.block_size:
             tiers.unpin(places, found.identities)
+            request.have_blocks = other.cached_tokens // kv.block_size  # one like the old may have another match
             return False
         number = tiers.load(places, found.identities, found.targets(other))
         self._loads[number] = _Load(request, len(found.wanted), found.blocks)

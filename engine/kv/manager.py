@@ -555,7 +555,7 @@ class KVCacheManager:
     def _allocate(self, namespace: bytes, count: int, state: BlockState, group: int = 0) -> list[BlockId]:
         shares = self.cache.shares
         shares.took(namespace, count)
-        for _ in range(shares.excess(namespace)):
+        while shares.excess(namespace):  # with a block go those of its windows
             self._evict(namespace)
         while self.pool.free < count:
             self._evict(shares.loser(namespace))

@@ -1,5 +1,6 @@
 """The calls to the router and its answers, whatever front they came through (gRPC or HTTP)."""
 
+from collections.abc import Sized
 from typing import Literal
 
 import msgspec
@@ -213,6 +214,8 @@ class Position(msgspec.Struct, frozen=True):
 
 GenerateEvent = Started | Delta | Finished
 
+MAX_PARTS = 16_384
+"""Parts of content in all messages of a chat, and calls."""
 SESSION_HEADER = "x-headrace-session"
 """The header, or the metadata, with `GenerateCall.session`."""
 
@@ -220,3 +223,15 @@ SESSION_HEADER = "x-headrace-session"
 def invalid(field: str, message: str) -> ApiError:
     """The caller's fault; `field` is empty where no field is to blame."""
     return ApiError("INVALID_ARGUMENT", f"{field}: {message}" if field else message, field)
+
+
+def refuse_more(field: str, items: Sized | None, most: int) -> None:
+    """Raise `ApiError` INVALID_ARGUMENT where there are more than `most` items: before anything is made of each."""
+    if items is not None and len(items) > most:
+        raise invalid(field, f"at most {most} are allowed, not {len(items)}")
+
+
+def refuse_more_parts(field: str, parts: int) -> None:
+    """The same for the parts of all messages of a chat, and the calls in them."""
+    if parts > MAX_PARTS:
+        raise invalid(field, f"at most {MAX_PARTS} parts and calls are allowed, not {parts}")

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from engine.constraints.text import check_constraint
 from engine.messages import Orphan
@@ -236,7 +237,7 @@ def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) 
     elif chat is not None:
         _check_chat(chat, config)
     else:
-        ids = [part for part in prompt if isinstance(part, int)]
+        ids = cast(list[int], prompt)
         if len(ids) >= model.context_tokens and call.truncate_prompt_tokens is None:
             raise TooLongError(field, f"has {len(ids)} tokens; the context holds {model.context_tokens}")
         _check_ids(field, ids, model.vocab_size)
@@ -244,11 +245,11 @@ def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) 
 
 def chat_of(call: GenerateCall) -> ChatPrompt | None:
     """Return the chat that a call asks to go on with; None where its prompt is none."""
-    messages = () if isinstance(call.prompt, str) else tuple(m for m in call.prompt if not isinstance(m, int))
-    if not messages:
+    prompt = call.prompt
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
         return None
     return ChatPrompt(
-        messages=messages,
+        messages=tuple([one for one in prompt if not isinstance(one, int)]),
         tools=() if call.tool_choice.mode == "none" else call.tools,
         template_kwargs=call.chat_template_kwargs,
         add_generation_prompt=call.add_generation_prompt and not call.continue_final_message,

@@ -54,7 +54,8 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc, no-any-unimpo
 
     def _stream(self, behavior: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
         async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-            await self._admit(context)
+            if not self._admits(context):
+                return
             with self._counted(context):
                 async with aclosing(behavior(request, context)) as messages:
                     async for message in messages:
@@ -64,18 +65,23 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc, no-any-unimpo
 
     def _single(self, behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         async def answer(request: Any, context: Any) -> Any:
-            await self._admit(context)
+            if not self._admits(context):
+                return None  # not sent: the status is not OK
             with self._counted(context):
                 return await behavior(request, context)
 
         return answer
 
-    async def _admit(self, context: Any) -> None:
-        """End a call that is one too many."""
-        if self._open[address_of(context.peer())] >= self._per_address:
-            told = f"{self._per_address} calls of your address are open; try later"
-            error = ApiError("RESOURCE_EXHAUSTED", told, retry_after_s=AGAIN_S)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, told, trailing_metadata(error))
+    def _admits(self, context: Any) -> bool:
+        """Return whether a call may begin; one that is one too many is given its status."""
+        if self._open[address_of(context.peer())] < self._per_address:
+            return True
+        told = f"{self._per_address} calls of your address are open; try later"
+        context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        context.set_details(told)
+        error = ApiError("RESOURCE_EXHAUSTED", told, retry_after_s=AGAIN_S)
+        context.set_trailing_metadata(trailing_metadata(error))
+        return False
 
     @contextmanager
     def _counted(self, context: Any) -> Iterator[None]:

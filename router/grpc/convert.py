@@ -26,6 +26,16 @@ from router.front.api import (
     Started,
     Tool,
     ToolCall,
+    refuse_more,
+    refuse_more_parts,
+)
+from router.front.validate import (
+    MAX_ALLOWED_IDS,
+    MAX_BIASES,
+    MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOOLS,
 )
 from telemetry.labels import STAGES
 
@@ -47,13 +57,23 @@ _STOPPING = {
     EarlyStopping.HEURISTIC: pb.EARLY_STOPPING_HEURISTIC,
     EarlyStopping.NEVER: pb.EARLY_STOPPING_NEVER,
 }
+_MOST = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "logit_bias": MAX_BIASES,
+    "allowed_token_ids": MAX_ALLOWED_IDS,
+}
+MAX_POSITIONS = 4096
 _KINDS: dict[str, ConstraintKind] = {kind.value: kind for kind in ConstraintKind}
 """By the names of fields."""
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
 def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
-    """Return what the caller asks; unset fields keep their defaults. Raises FieldError without an input."""
+    """Return what the caller asks; unset fields keep their defaults. Raises FieldError without an input, and ApiError
+    for lists that are too long."""
+    for name, most in _MOST.items():
+        refuse_more(name, getattr(request, name), most)
     prompt = _prompt(request)
     if prompt is None:
         raise FieldError("prompt", "one of prompt, chat and token_ids must be set")
@@ -83,7 +103,7 @@ def _constraint(request: pb.GenerateRequest, field: str) -> Constraint:
 
 
 def tokenize_call(request: pb.TokenizeRequest) -> GenerateCall:
-    """Return the call whose prompt is asked for. Raises FieldError without an input."""
+    """Return the call whose prompt is asked for. Raises as `call_from_proto` does."""
     prompt = _prompt(request)
     if prompt is None:
         raise FieldError("prompt", "one of prompt and chat must be set")
@@ -96,6 +116,7 @@ def tokenize_call(request: pb.TokenizeRequest) -> GenerateCall:
 
 
 def _tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
+    refuse_more("tools", tools, MAX_TOOLS)
     return tuple(Tool(one.name, one.description, one.parameters_json) for one in tools)
 
 
@@ -104,7 +125,10 @@ def _prompt(request: Any) -> str | list[ChatMessage] | list[int] | None:
     if kind == "prompt":
         return str(request.prompt)
     if kind == "chat":
-        return [_message(one) for one in request.chat.messages]
+        messages = request.chat.messages
+        refuse_more("messages", messages, MAX_MESSAGES)
+        refuse_more_parts("messages", sum([len(one.tool_calls) for one in messages]))
+        return [_message(one) for one in messages]
     return list(request.token_ids.ids) if kind == "token_ids" else None
 
 
@@ -249,5 +273,6 @@ def resume_to_proto(token: str, positions: Sequence[Position]) -> pb.ResumeReque
 
 
 def positions_from_proto(request: pb.ResumeRequest) -> list[Position]:
-    """Return the client's place in each sample, in order."""
+    """Return the client's place in each sample, in order. Raises ApiError for more than any answer has."""
+    refuse_more("positions", request.others, MAX_POSITIONS)
     return [Position(at.next_index, at.text_bytes) for at in (request, *request.others)]

@@ -8,6 +8,7 @@ no protobuf, or holds invalid UTF-8, is the caller's fault and is told so.
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,6 +28,7 @@ from router.config import FrontLimits
 from router.front.access import OPEN, as_tenant, let_in, tenant_for, tenant_of
 from router.front.api import SESSION_HEADER, ApiError, GenerateCall, GenerateEvent, Started, invalid
 from router.front.frontend import Frontend
+from router.front.large_bodies import LargeBodies
 from router.front.validate import served
 from router.grpc.calls import CallLimit
 from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto, sampling_to_proto, tokenize_call
@@ -55,14 +57,16 @@ class Service:
         certificates: ServerCertificates | None = None,
         *,
         has_vllm: bool = False,
+        bodies_bytes: int = FrontLimits().bodies_bytes,
     ) -> None:
         """`has_vllm`: vLLM's engine protocol is spoken, too. Without `certificates` there is no TLS. Health and
-        reflection need no credential beyond what TLS asks."""
+        reflection need no credential beyond what TLS asks. `bodies_bytes` of messages may wait to be parsed."""
         self._frontend = frontend
         self._authenticator = authenticator
         self._certificates = certificates
         self._ready = ready
         self._has_vllm = has_vllm
+        self._large = LargeBodies(bodies_bytes)
         self._health = health.aio.HealthServicer()
         self._serving: bool | None = None
         self._server: grpc.aio.Server | None = None
@@ -125,7 +129,7 @@ class Service:
             from router.grpc.vllm.service import SERVICE as VLLM
             from router.grpc.vllm.service import VllmEngineService
 
-            other = VllmEngineService(self._frontend, self._ready, self._caller)
+            other = VllmEngineService(self._frontend, self._ready, self._caller, self._large)
             server.add_generic_rpc_handlers((other.handlers(_single, _streamed),))
             names.append(VLLM)
         reflection.enable_server_reflection(names, server)
@@ -140,23 +144,25 @@ class Service:
         for name in ("", SERVICE):
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
-    def _generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
+    async def _generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
         caller = self._caller(context)
-        call = as_tenant(_parse(data, context.time_remaining()), caller)
+        parsed = await self._large.parse(lambda body: _parse(body, context.time_remaining()), data)
+        call = as_tenant(parsed, caller)
         metadata = dict(context.invocation_metadata() or ())
         trace, session = sound(str(metadata.get(HEADER, ""))), str(metadata.get(SESSION_HEADER, ""))
         label = call.request_id or _label(context)
         call = msgspec.structs.replace(call, traceparent=trace, session=session, request_id=label)
         return self._frontend.generate(call)
 
-    def _resume(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
+    async def _resume(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
         tenant = tenant_of(self._caller(context))
-        request = _message(pb.ResumeRequest, data)
+        request = await self._message(pb.ResumeRequest, data)
         return self._frontend.resume(request.resume_token, positions_from_proto(request), tenant)
 
     async def _cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
         tenant = tenant_of(self._caller(context))
-        await self._frontend.cancel(_message(pb.CancelRequest, data).resume_token, tenant)
+        request = await self._message(pb.CancelRequest, data)
+        await self._frontend.cancel(request.resume_token, tenant)
         return pb.CancelResponse()
 
     async def _list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
@@ -165,14 +171,15 @@ class Service:
 
     async def _get_model(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
         self._caller(context)
-        name, names = _message(pb.GetModelRequest, data).name, self._frontend.names
+        request, names = await self._message(pb.GetModelRequest, data), self._frontend.names
+        name = request.name
         if name not in names:
             raise ApiError("NOT_FOUND", f"name: it is not served here, {served(names)}", "name")
         return pb.GetModelResponse(model=self._model(name))
 
     async def _tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
         caller = self._caller(context)
-        request = _message(pb.TokenizeRequest, data)
+        request = await self._message(pb.TokenizeRequest, data)
         try:
             call = tokenize_call(request)
         except FieldError as error:
@@ -185,10 +192,14 @@ class Service:
 
     async def _detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> Message:
         caller = self._caller(context)
-        request = _message(pb.DetokenizeRequest, data)
+        request = await self._message(pb.DetokenizeRequest, data)
         model = request.model if request.HasField("model") else None
         tenant = tenant_for(caller, request.tenant)
         return pb.DetokenizeResponse(text=await self._frontend.detokenize(list(request.token_ids), model, tenant))
+
+    async def _message(self, kind: Any, data: bytes) -> Any:
+        """Return a message of `kind`. Raises ApiError."""
+        return await self._large.parse(partial(_message, kind), data)
 
     def _model(self, name: str) -> pb.Model:
         model = self._frontend.model
@@ -209,22 +220,24 @@ class Service:
         return let_in(self._authenticator, shown[0] if len(shown) == 1 else "ambiguous" if shown else "", names)
 
 
-def _streaming(events: Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerator[GenerateEvent, None]]) -> Any:
+def _streaming(
+    events: Callable[[bytes, grpc.aio.ServicerContext], Awaitable[AsyncGenerator[GenerateEvent, None]]],
+) -> Any:
     """A handler that sends what `events` yields as messages, and what it raises as a status."""
 
     async def answer(data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
         try:
-            async with aclosing(events(data, context)) as stream:
+            async with aclosing(await events(data, context)) as stream:
                 async for event in stream:
                     if isinstance(event, Started):
                         named = _label(context) or event.request_id
                         await context.send_initial_metadata(((LABEL_KEY, named),))
                     yield event_to_proto(event).SerializeToString()
         except ApiError as error:
-            await _abort(context, error)
+            _refuse(context, error)
         except Exception:
             log.exception("a request failed")
-            await _abort(context, ApiError("INTERNAL", "the router failed on this request"))
+            _refuse(context, ApiError("INTERNAL", "the router failed on this request"))
 
     return grpc.unary_stream_rpc_method_handler(answer)
 
@@ -238,10 +251,10 @@ def _streamed(messages: Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerat
                 async for message in stream:
                     yield message.SerializeToString()
         except ApiError as error:
-            await _abort(context, error)
+            _refuse(context, error)
         except Exception:
             log.exception("a call failed")
-            await _abort(context, ApiError("INTERNAL", "the router failed on this call"))
+            _refuse(context, ApiError("INTERNAL", "the router failed on this call"))
 
     return grpc.unary_stream_rpc_method_handler(answer)
 
@@ -253,10 +266,10 @@ def _single(reply: Callable[[bytes, grpc.aio.ServicerContext], Awaitable[Message
         try:
             return (await reply(data, context)).SerializeToString()
         except ApiError as error:
-            await _abort(context, error)
+            _refuse(context, error)
         except Exception:
             log.exception("a call failed")
-            await _abort(context, ApiError("INTERNAL", "the router failed on this call"))
+            _refuse(context, ApiError("INTERNAL", "the router failed on this call"))
         return b""
 
     return grpc.unary_unary_rpc_method_handler(answer)
@@ -286,9 +299,12 @@ def _within(call: GenerateCall, remaining_s: float | None) -> GenerateCall:
     return msgspec.structs.replace(call, timeout_s=min(max(remaining_s, 1e-3), 86_400.0))
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: ApiError) -> None:
-    code = grpc.StatusCode[error.code]
-    await context.abort(code, error.message, trailing_metadata(error, _label(context)))
+def _refuse(context: grpc.aio.ServicerContext, error: ApiError) -> None:
+    """Let a call end with an error's status. gRPC's own `abort` raises an exception and keeps it, with every frame and
+    so the request, until the collector comes by."""
+    context.set_code(grpc.StatusCode[error.code])
+    context.set_details(error.message)
+    context.set_trailing_metadata(trailing_metadata(error, _label(context)))
 
 
 def _label(context: grpc.aio.ServicerContext) -> str:

@@ -1,12 +1,18 @@
 """Reads the bodies of requests under limits, before anything parses them: each one's size, and that of all together.
 
 A body is refused as soon as its length is declared, or is too long without having been declared. What is being received
-counts against the budget of all bodies as it comes, so that many clients who send slowly hold no more than that.
+of large ones counts against the budget of all as it comes, so that many clients who send slowly hold no more than that.
+Beyond it, the address that has sent most loses its largest: who comes to a full house is seldom who has filled it.
+Small ones are bounded by the number of connections.
 """
+
+import asyncio
+from collections import Counter
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.front.large_bodies import LARGE_BYTES, LargeBodies
 from router.http.answers import json_response
 from router.http.formats import early_envelope
 
@@ -31,10 +37,14 @@ class BodyRefusal(Exception):
 
 
 class Bodies:
-    # Mutable state: bytes of bodies that have been received in part.
+    """`large` parses those that are complete; as many bytes as may be received may wait for it."""
+
+    # Mutable state: the address and the bytes of every large body that is being received, and their sum.
 
     def __init__(self, budget_bytes: int) -> None:
+        self.large = LargeBodies(budget_bytes)
         self._budget_bytes = budget_bytes
+        self._held: dict[asyncio.Timeout, tuple[str, int]] = {}
         self._held_bytes = 0
 
     def __repr__(self) -> str:
@@ -45,19 +55,43 @@ class Bodies:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > BODY_LIMIT_BYTES:
             raise _too_large()
+        address = request.client.host if request.client is not None else ""
         chunks = bytearray()
+        mine = asyncio.timeout(None)
         try:
-            async for chunk in request.stream():
-                chunks += chunk
-                self._held_bytes += len(chunk)
-                if len(chunks) > BODY_LIMIT_BYTES:
-                    raise _too_large()
-                if self._held_bytes > self._budget_bytes:
-                    message = "too many bodies are being received"
-                    raise BodyRefusal(503, message, "server_error", "unavailable")
+            async with mine:
+                async for chunk in request.stream():
+                    chunks += chunk
+                    if len(chunks) > BODY_LIMIT_BYTES:
+                        raise _too_large()
+                    if len(chunks) > LARGE_BYTES:
+                        self._hold(mine, address, len(chunks))
             return bytes(chunks)
+        except TimeoutError as error:
+            message = "too many bodies are being received"
+            raise BodyRefusal(503, message, "server_error", "unavailable") from error
         finally:
-            self._held_bytes -= len(chunks)
+            self._let_go(mine)
+
+    def _hold(self, mine: asyncio.Timeout, address: str, size_bytes: int) -> None:
+        """Count a body, and end the time of whatever has to go for it."""
+        self._let_go(mine)
+        self._held[mine] = (address, size_bytes)
+        self._held_bytes += size_bytes
+        while self._held_bytes > self._budget_bytes:
+            sent = Counter[str]()
+            for address, size_bytes in self._held.values():
+                sent[address] += size_bytes
+            ((most, _),) = sent.most_common(1)
+            of_it = [one for one, (address, _) in self._held.items() if address == most]
+            victim = max(of_it, key=lambda one: self._held[one][1])
+            self._let_go(victim)
+            if victim is mine:
+                raise TimeoutError
+            victim.reschedule(asyncio.get_running_loop().time())
+
+    def _let_go(self, body: asyncio.Timeout) -> None:
+        self._held_bytes -= self._held.pop(body, ("", 0))[1]
 
 
 def _too_large() -> BodyRefusal:

@@ -4,7 +4,16 @@ from typing import Literal
 
 import msgspec
 
-from router.front.api import ChatMessage, Tool, ToolCall, ToolChoice, invalid
+from router.front.api import (
+    ChatMessage,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    invalid,
+    refuse_more,
+    refuse_more_parts,
+)
+from router.front.validate import MAX_MESSAGES, MAX_TOOLS
 from router.http.fields import refuse_unsupported
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -82,8 +91,15 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     audio: object = None
 
 
-def chat_message(message: Message, path: str) -> ChatMessage:
-    """Return the message that is found at `path`. Raises `ApiError` INVALID_ARGUMENT with the path of what is wrong."""
+def chat_messages(messages: list[Message]) -> list[ChatMessage]:
+    """Return a chat's messages. Raises `ApiError` INVALID_ARGUMENT with the path of what is wrong."""
+    refuse_more("messages", messages, MAX_MESSAGES)
+    parts = sum([len(one.content) for one in messages if isinstance(one.content, list)])
+    refuse_more_parts("messages", parts + sum([len(one.tool_calls or ()) for one in messages]))
+    return [_message(one, f"messages[{i}]") for i, one in enumerate(messages)]
+
+
+def _message(message: Message, path: str) -> ChatMessage:
     role = ROLES.get(message.role)
     if role is None:
         raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}")
@@ -112,6 +128,7 @@ def chat_message(message: Message, path: str) -> ChatMessage:
 
 
 def chat_tools(fields: list[ToolField] | None) -> tuple[Tool, ...]:
+    refuse_more("tools", fields, MAX_TOOLS)
     made = []
     for at, field in enumerate(fields or ()):
         function = field.function

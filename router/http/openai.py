@@ -20,9 +20,9 @@ import msgspec
 
 from engine.plan import MAX_LOGPROBS
 from engine.types import EarlyStopping
-from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid
-from router.front.validate import MAX_COUNT
-from router.http.chat_fields import ChoiceField, Message, ToolField, chat_choice, chat_message, chat_tools, raw_text
+from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, invalid, refuse_more
+from router.front.validate import MAX_ALLOWED_IDS, MAX_BIASES, MAX_COUNT, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from router.http.chat_fields import ChoiceField, Message, ToolField, chat_choice, chat_messages, chat_tools, raw_text
 from router.http.constraint_fields import ConstraintFields, requested_constraint
 from router.http.fields import FieldsReader
 
@@ -43,6 +43,11 @@ _SAME = (
 """Fields that a call has under the same name, and with the same values."""
 MAX_CHOICES = 128
 """Answers to several prompts, with their samples."""
+_MOST = {
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "logit_bias": MAX_BIASES,
+    "allowed_token_ids": MAX_ALLOWED_IDS,
+}
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -174,7 +179,7 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
     limit, other = request.max_tokens, request.max_completion_tokens
     if limit is not None and other is not None and limit != other:
         raise invalid("max_tokens", "disagrees with max_completion_tokens; send one of them")
-    messages = [chat_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+    messages = chat_messages(request.messages)
     return _parsed(request, messages, other if limit is None else limit, label, timeout_s, created)
 
 
@@ -251,6 +256,10 @@ def _parsed(
     if request.allowed_token_ids == []:
         raise invalid("allowed_token_ids", "must name at least one token")
     stop, options = request.stop, request.stream_options or StreamOptions()
+    if isinstance(stop, list):
+        refuse_more("stop", stop, MAX_STOP_STRINGS)
+    for name, most in _MOST.items():
+        refuse_more(name, getattr(request, name), most)
     timeouts_s = [_timeout(one_s, "timeout") for one_s in (header_timeout_s, request.timeout) if one_s is not None]
     form = HttpForm(
         chat=isinstance(request, ChatRequest),
@@ -362,6 +371,8 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
         several: list[str | list[int]] = [ids]
         is_whole = len(ids) == len(prompt)
     else:
+        if len(prompt) > MAX_CHOICES:
+            raise invalid("prompt", f"asks for {len(prompt)} answers; at most {MAX_CHOICES}")
         kind = str if isinstance(prompt[0], str) else list
         several = [item for item in prompt if isinstance(item, str | list) and isinstance(item, kind)]
         is_whole = len(several) == len(prompt)

@@ -159,7 +159,8 @@ class _Generate:
         try:
             header = request.headers.get("x-request-timeout-s")
             timeout_s = None if header is None else timeout_from(header, "x-request-timeout-s")
-            parsed = self._parse(body, label=label, timeout_s=timeout_s, created=int(time.time()))
+            parse = partial(self._parse, label=label, timeout_s=timeout_s, created=int(time.time()))
+            parsed = await self._bodies.large.parse(parse, body)
             call = as_tenant(parsed.call, caller_of(request))
             if parsed.form.api and request.headers.get(RESUMABLE_HEADER, "") == "1":
                 raise invalid(RESUMABLE_HEADER, "is for /v1/chat/completions and /v1/completions")

@@ -83,7 +83,7 @@ class TokenRoutes:
         return await self._answered(request, self._count, "messages")
 
     async def _count(self, request: Request, body: bytes) -> object:
-        call = as_tenant(parse_count(body), caller_of(request))
+        call = as_tenant(await self._bodies.large.parse(parse_count, body), caller_of(request))
         return {"input_tokens": len((await self._frontend.tokenize(call)).ids)}
 
     async def detokenize(self, request: Request) -> Response:
@@ -104,7 +104,7 @@ class TokenRoutes:
             return error_response(error, api=api)
 
     async def _tokenize(self, request: Request, body: bytes) -> object:
-        parsed, options = parse_tokenize(body)
+        parsed, options = await self._bodies.large.parse(parse_tokenize, body)
         call = as_tenant(parsed.call, caller_of(request))
         strings = bool(options.return_token_strs)
         found = await self._frontend.tokenize(call, add_special=options.add_special_tokens, strings=strings)
@@ -112,6 +112,6 @@ class TokenRoutes:
         return TokenizeReply(len(found.ids), context_tokens, found.ids, found.strings if strings else None)
 
     async def _detokenize(self, request: Request, body: bytes) -> object:
-        asked = IDS.read(body)
+        asked = await self._bodies.large.parse(IDS.read, body)
         tenant = tenant_for(caller_of(request), asked.tenant or "")
         return {"prompt": await self._frontend.detokenize(asked.tokens, asked.model, tenant, "tokens")}

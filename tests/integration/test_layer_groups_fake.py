@@ -356,3 +356,15 @@ def test_the_preempted_are_swapped(ahead: bool) -> None:
     swapping = cluster.decode.swapping
     assert swapping.choices["swap"] >= 1 and swapping.ways["swap"] >= 1, (swapping.choices, swapping.ways)
     _whole(cluster)
+
+
+@pytest.mark.parametrize("prefill_blocks", [24, 40])
+def test_a_prompt_that_the_prefill_pool_cannot_hold_with_its_windows_is_computed_here(prefill_blocks: int) -> None:
+    """Guards a prompt of twenty blocks, which the router sends to a pool of 24, where it takes 31 with its windows,
+    against being refused for that: the decode worker has room for it."""
+    rng = random.Random(1)
+    cluster = _cluster(False, blocks=200, prefill_blocks=prefill_blocks, local_chunk_tokens=8)
+    record = _record("a", [rng.randrange(256) for _ in range(80)], max_tokens=6)
+    (answer,) = cluster.run([record])
+    assert answer.ended is not None and answer.ended.fault is None and answer.tokens == _want(record)
+    assert (answer.ended.stats.migrated_blocks == 0) == (prefill_blocks == 24)

@@ -62,6 +62,8 @@ OWN_ENDS = 0.15
 """Share of the requests without a grammar that name tokens which end them."""
 CONSTRAINED = 0.3
 """Share of the requests that are held to a constraint."""
+SHARED = 0.3
+"""Share of the schedules whose tenants have shares of the cache."""
 WINDOWS: tuple[tuple[int, ...], ...] = (*[()] * 8, (3,), (6,), (9, 5), (20, 2))
 """The layer groups with a window that a schedule may have."""
 MIN_OVERLAP = 4
@@ -131,6 +133,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     _search(plan, Random(f"searches {seed}"))
     _constrain(plan, Random(f"constraints {seed}"))
     _end(plan, Random(f"ends {seed}"))
+    _share(plan, Random(f"shares {seed}"))
     return plan
 
 
@@ -182,6 +185,14 @@ def _end(plan: Plan, rng: Random) -> None:
             ends = drawn.setdefault(record.group, ends)
         if record.constraint is None:
             ask.record = replace(record, stop_token_ids=ends[0], min_tokens=ends[1])
+
+
+def _share(plan: Plan, rng: Random) -> None:
+    """Give tenants shares of the cache in some of the plans."""
+    if rng.random() < SHARED:
+        shares = {ask.record.namespace: rng.choice((0.0, 0.1, 0.3, 0.6)) for ask in plan.asks}
+        for ask in plan.asks:
+            ask.record = replace(ask.record, cache_share=shares[ask.record.namespace])
 
 
 def _search(plan: Plan, rng: Random) -> None:

@@ -46,7 +46,7 @@ from telemetry.audit import AuditError
 from tests.integration.fake_device import fake_device
 from tests.secrets_of_tests import SECRETS
 from tests.telemetry.pages import samples
-from transfer.handoff.commands import Connect, Disconnect
+from transfer.handoff.commands import Connect, Disconnect, Unreachable
 from transfer.mover import Mover
 from worker.backlog import RECORDS_PER_TURN
 from worker.config import DecodeConfig, PrefillConfig
@@ -323,6 +323,19 @@ def test_the_way_to_a_reader_is_closed_before_its_newer_one_is_made(reading: Rea
     renewal = reading.answer().renewal
     reading.source.hear([FrameIn(reading.stream(), encode([reading.hello(renewal)]))])
     assert [type(command) for command in reading.commands] == [Connect, Disconnect, Connect]
+
+
+def test_a_reader_that_nothing_can_be_sent_to_comes_again_by_a_new_way(reading: Reading) -> None:
+    """Guards a prefill worker that could not make its way to a reader once, for want of a descriptor, and failed every
+    handoff from then on: nobody ended the stream, so nobody made another way."""
+    source, reader = reading.source, reading.reader.parts.info.incarnation
+    source.hear([FrameIn(reading.stream(), encode([reading.hello()]))])
+    renewal = reading.answer().renewal
+    source.hear([Unreachable(reader, "no descriptor is free"), Unreachable(reader, "again")])
+    assert reading.sent.count(None) == 1, "its stream has ended"
+    source.hear([FrameIn(reading.stream(), encode([reading.hello(renewal)]))])
+    assert reading.answer() and [type(c) for c in reading.commands] == [Connect, Disconnect, Connect]
+    source.hear([Unreachable(Incarnation(77), "a stranger")])
 
 
 def test_a_reader_that_says_too_much_holds_up_nobody(reading: Reading) -> None:

@@ -302,9 +302,11 @@ class MoverGroup:
 
     def _cut(self, chunk: _Moving) -> Iterator[Told]:
         """A part could not be posted, so the chunk is never offered, and nobody will come for what other parts have
-        sent: their connections end, and what is outstanding there with them."""
+        sent: their connections end, and what is outstanding there with them. The next chunks need new ones."""
         for name, (rank, _) in chunk.waiting.items():
             yield ToRank(rank, Disconnect(name.decode))
+        if chunk.waiting:
+            yield Unreachable(chunk.command.peer, f"a part was not sent: {chunk.error}")
 
     def check(self) -> None:
         """Raise AssertionError if a chunk is kept whose parts have all ended, a part leads nowhere, or it is not known

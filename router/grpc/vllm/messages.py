@@ -11,7 +11,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from engine.constraints.text import JSON_OBJECT, choices_constraint
 from engine.types import Constraint, ConstraintKind, FieldError, SamplingParams, TokenLogprobs
-from router.front.api import ApiError, Finished, GenerateCall, invalid
+from router.front.api import ApiError, Finished, GenerateCall, invalid, refuse_more
+from router.front.validate import MAX_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 _NEUTRAL_AT_0 = ("top_p", "repetition_penalty")
 _PLAIN = ("top_k", "min_p", "frequency_penalty", "presence_penalty")
@@ -20,6 +21,7 @@ _KINDS = {
     "regex": ConstraintKind.REGEX,
     "grammar": ConstraintKind.LARK,
 }
+_MOST = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "logit_bias": MAX_BIASES}
 _REFUSED = ("mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
 
 
@@ -34,6 +36,8 @@ def call_from_vllm(request: Any) -> GenerateCall:
     if kind is None:
         raise invalid("input", "one of tokenized and text must be set")
     asked = request.sampling_params
+    for name, most in _MOST.items():
+        refuse_more(name, getattr(asked, name), most)
     field = asked.WhichOneof("constraint")
     optional = {
         name: getattr(asked, name)

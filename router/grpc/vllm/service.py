@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ from engine.types import SamplingParams
 from router.front.access import as_tenant, tenant_of
 from router.front.api import Delta, Finished, GenerateCall, Started, invalid
 from router.front.frontend import Frontend
+from router.front.large_bodies import LargeBodies
 from router.grpc.vllm.messages import SampleSoFar, call_from_vllm, unsupported
 from telemetry.build import VERSION
 from telemetry.tracing import HEADER, sound
@@ -56,11 +58,13 @@ class VllmEngineService:
         frontend: Frontend,
         ready: Callable[[], bool],
         caller: Callable[[grpc.aio.ServicerContext], Caller],
+        large: LargeBodies,
     ) -> None:
         """`caller` says who calls, or raises ApiError."""
         self._frontend = frontend
         self._ready = ready
         self._caller = caller
+        self._large = large
         self._running: dict[str, set[_Running]] = {}
         self._began_s = time.monotonic()
         self._received_s = 0.0
@@ -88,7 +92,7 @@ class VllmEngineService:
     async def generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
         """Answer one request. Raises ApiError."""
         caller = self._caller(context)
-        request = _message(vllm.GenerateRequest, data)
+        request = await self._large.parse(partial(_message, vllm.GenerateRequest), data)
         call = as_tenant(call_from_vllm(request), caller)
         metadata = dict(context.invocation_metadata() or ())
         call = msgspec.structs.replace(call, traceparent=sound(str(metadata.get(HEADER, ""))))
@@ -138,7 +142,7 @@ class VllmEngineService:
 
     async def _abort(self, data: bytes, context: grpc.aio.ServicerContext) -> Any:
         tenant = tenant_of(self._caller(context))
-        for name in _message(vllm.AbortRequest, data).request_ids:
+        for name in (await self._large.parse(partial(_message, vllm.AbortRequest), data)).request_ids:
             for running in self._running.get(name, ()):
                 if tenant in (None, running.tenant):
                     running.is_aborted = True

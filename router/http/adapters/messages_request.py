@@ -5,7 +5,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from engine.types import Constraint, ConstraintKind
-from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, Tool, ToolCall, ToolChoice, invalid
+from router.front.api import (
+    ChatMessage,
+    GenerateCall,
+    HttpForm,
+    SamplingOverrides,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    invalid,
+    refuse_more,
+    refuse_more_parts,
+)
+from router.front.validate import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOOLS
 from router.http.chat_fields import raw_text
 from router.http.fields import FieldsReader
 from router.http.openai import Int, Parsed
@@ -121,6 +133,7 @@ COUNTING = FieldsReader(CountRequest, UNSUPPORTED)
 def parse_messages(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
     """Read a `/v1/messages` body. Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault."""
     request = MESSAGES.read(body)
+    refuse_more("stop_sequences", request.stop_sequences, MAX_STOP_STRINGS)
     if request.seed is not None and not 0 <= request.seed < 2**64:
         raise invalid("seed", "must fit in 64 bits")
     form = _form(label, created)
@@ -165,6 +178,9 @@ def _form(label: str = "", created: int = 0) -> HttpForm:
 def _call(request: CountRequest, form: HttpForm) -> GenerateCall:
     if not request.messages:
         raise invalid("messages", "at least one message is needed")
+    refuse_more("messages", request.messages, MAX_MESSAGES)
+    refuse_more_parts("messages", _parts(request.system) + sum([_parts(one.content) for one in request.messages]))
+    refuse_more("tools", request.tools, MAX_TOOLS)
     messages = []
     if request.system:
         messages.append(ChatMessage("system", _text(request.system, "system")))
@@ -199,6 +215,13 @@ def _choice(choice: AnthropicChoice | None) -> ToolChoice:
     if choice.type == "tool" and not choice.name:
         raise invalid("tool_choice.name", "is required")
     return ToolChoice("required", (choice.name or "") if choice.type == "tool" else "")
+
+
+def _parts(content: str | list[MessageBlock] | None) -> int:
+    """Return the number of blocks, those in blocks included."""
+    if not isinstance(content, list):
+        return 0
+    return len(content) + sum([len(one.content) for one in content if isinstance(one.content, list)])
 
 
 def _text(content: str | list[MessageBlock], path: str) -> str:

@@ -6,7 +6,19 @@ import msgspec
 
 from engine.constraints.text import JSON_OBJECT
 from engine.types import Constraint, ConstraintKind
-from router.front.api import ChatMessage, GenerateCall, HttpForm, SamplingOverrides, Tool, ToolCall, ToolChoice, invalid
+from router.front.api import (
+    ChatMessage,
+    GenerateCall,
+    HttpForm,
+    SamplingOverrides,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    invalid,
+    refuse_more,
+    refuse_more_parts,
+)
+from router.front.validate import MAX_TOOLS
 from router.http.chat_fields import raw_text
 from router.http.fields import FieldsReader, refuse_unsupported
 from router.http.openai import Int, Parsed
@@ -26,7 +38,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 with by its id; `store` absent means false."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MAX_ITEMS = 8192
-"""Items of an input: those of one turn are joined, and joining what is already long takes its length each time."""
 _OF_ITEMS = {"encrypted_content": ()}
 
 
@@ -120,6 +131,7 @@ def parse_response(body: bytes, *, label: str = "", timeout_s: float | None = No
     request = RESPONSES.read(body)
     if request.seed is not None and not 0 <= request.seed < 2**64:
         raise invalid("seed", "must fit in 64 bits")
+    refuse_more("tools", request.tools, MAX_TOOLS)
     messages = [ChatMessage("system", request.instructions)] if request.instructions else []
     messages += _turns(request.input)
     if not messages or not request.input:
@@ -192,13 +204,14 @@ def _choice(choice: str | ResponsesChoice | None) -> ToolChoice:
 
 
 def _turns(given: str | list[InputItem]) -> list[ChatMessage]:
-    """Return the input as turns of a chat. Calls, and what was thought before them, belong to the assistant's turn that
-    they follow each other in."""
+    """Return the input as turns of a chat."""
     if isinstance(given, str):
         return [ChatMessage("user", given)] if given else []
     if len(given) > MAX_ITEMS:
         raise invalid("input", f"at most {MAX_ITEMS} items are allowed, not {len(given)}")
-    turns: list[ChatMessage] = []
+    lists = [part for item in given for part in (item.content, item.output, item.summary) if isinstance(part, list)]
+    refuse_more_parts("input", sum(map(len, lists)))
+    turns: list[ChatMessage | AssistantTurn] = []
     for at, item in enumerate(given):
         path = f"input[{at}]"
         refuse_unsupported(item, _OF_ITEMS, path)
@@ -209,41 +222,45 @@ def _turns(given: str | list[InputItem]) -> list[ChatMessage]:
                     raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
                 content = _text(item.content, f"{path}.content")
                 if role == "assistant":
-                    _assistant(turns, content=content)
+                    _assistant(turns).contents.append(content)
                 else:
                     turns.append(ChatMessage(role, content))
             case "reasoning":
-                _assistant(turns, reasoning=_text(item.content or item.summary or "", f"{path}.content"))
+                thought = _text(item.content or item.summary or "", f"{path}.content")
+                _assistant(turns, thinks=bool(thought)).thoughts.append(thought)
             case "function_call":
                 if not item.name:
                     raise invalid(f"{path}.name", "is required")
-                _assistant(turns, call=ToolCall(item.name, item.arguments or "", item.call_id or ""))
+                _assistant(turns).calls.append(ToolCall(item.name, item.arguments or "", item.call_id or ""))
             case "function_call_output":
                 result = _text(item.output, f"{path}.output")
                 turns.append(ChatMessage("tool", result, tool_call_id=item.call_id or ""))
             case _:
                 known = "message, reasoning, function_call and function_call_output"
                 raise invalid(f"{path}.type", f"only {known} are supported")
-    return [turn if turn.content is not None or turn.tool_calls else _with(turn, content="") for turn in turns]
+    return [turn.message() if isinstance(turn, AssistantTurn) else turn for turn in turns]
 
 
-def _assistant(
-    turns: list[ChatMessage], content: str | None = None, reasoning: str = "", call: ToolCall | None = None
-) -> None:
-    """Add to the assistant's turn under way, or begin one."""
-    last = turns[-1] if turns and turns[-1].role == "assistant" else None
-    if last is None or (reasoning and (last.content is not None or last.tool_calls)):
-        last = ChatMessage("assistant", None)
+class AssistantTurn(msgspec.Struct):
+    """The items of one turn, which are joined once, at its end. Calls, and what was thought before them, belong to the
+    turn that they follow each other in."""
+
+    contents: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+
+    def message(self) -> ChatMessage:
+        content = "\n".join(self.contents) if self.contents or not self.calls else None
+        return ChatMessage("assistant", content, tool_calls=tuple(self.calls), reasoning="".join(self.thoughts))
+
+
+def _assistant(turns: list[ChatMessage | AssistantTurn], *, thinks: bool = False) -> AssistantTurn:
+    """Return the assistant's turn under way, or begin one: as it also does where it thinks again after an answer."""
+    last = turns[-1] if turns else None
+    if not isinstance(last, AssistantTurn) or (thinks and (last.contents or last.calls)):
+        last = AssistantTurn()
         turns.append(last)
-    if content is not None:
-        last = _with(last, content=content if last.content is None else f"{last.content}\n{content}")
-    if call is not None:
-        last = _with(last, tool_calls=(*last.tool_calls, call))
-    turns[-1] = _with(last, reasoning=last.reasoning + reasoning)
-
-
-def _with(turn: ChatMessage, **fields: Any) -> ChatMessage:
-    return msgspec.structs.replace(turn, **fields)
+    return last
 
 
 def _text(content: str | list[ItemPart] | None, path: str) -> str:

@@ -81,14 +81,14 @@ def test_after_so_many_attempts_another_worker_is_asked_for() -> None:
     ("code", "reason"),
     [
         ("UNAVAILABLE", None),
-        ("OUT_OF_RANGE", FinishReason.ERROR),
+        ("INVALID_ARGUMENT", FinishReason.ERROR),
         ("DEADLINE_EXCEEDED", FinishReason.DEADLINE),
     ],
 )
 def test_what_any_worker_would_answer_ends_the_request(
     code: str, reason: FinishReason | None
 ) -> None:
-    """Guards the pool: a prompt that is too long for all would be tried with each of them."""
+    """Guards the pool: what all would refuse would be tried with each of them."""
     bench = Fetching()
     bench.place("a", PROMPT, POOL)
     bench.tell(FromPeer(P, PrefillFailed(bench.asked().handoff, Fault(code, "why"))))
@@ -98,10 +98,12 @@ def test_what_any_worker_would_answer_ends_the_request(
     assert bench.of(Stop), "whatever becomes of it, that worker is told that nobody reads"
 
 
-@pytest.mark.parametrize(("code", "was_full"), [("RESOURCE_EXHAUSTED", True), ("UNAVAILABLE", False)])
-def test_a_worker_with_a_full_line_is_not_blamed(code: str, was_full: bool) -> None:
-    """Guards a healthy worker against being ejected for its load, and the router against a sick one that is taken for
-    a busy one."""
+@pytest.mark.parametrize(
+    ("code", "was_full"), [("RESOURCE_EXHAUSTED", True), ("OUT_OF_RANGE", True), ("UNAVAILABLE", False)]
+)
+def test_a_worker_with_a_full_line_or_a_small_pool_is_not_blamed(code: str, was_full: bool) -> None:
+    """Guards a healthy worker against being ejected for its load or its size, and the router against a sick one that is
+    taken for a busy one; and a prompt that others can read against being refused for the size of one pool."""
     bench = Fetching()
     bench.place("a", PROMPT, POOL)
     bench.tell(FromPeer(P, PrefillFailed(bench.asked().handoff, Fault(code, "why"))))

@@ -2,13 +2,17 @@
 can share. Tokens are compared in tests/integration/test_layer_groups_fake.py, block tables in
 tests/engine/kv/test_windows.py."""
 
+from typing import Any
+
 import pytest
 
 from decode_worker.scheduler.events import FromPeer, PeerDown
-from decode_worker.scheduler.request import RequestState
+from decode_worker.scheduler.request import NO_PREFILL, RequestState
 from engine import identity
 from engine.identity import in_group
+from engine.kv.block_pool import BlockState
 from engine.kv.groups import GONE, LayerGroup, migrated, place
+from engine.kv.lease import Lease
 from engine.kv.tiers.commands import Loaded, Store, Stored, TierLoad
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import BlockOffer, Cancel, Ended, Handoff, Offer, UsePrefill
@@ -338,3 +342,60 @@ def test_what_was_copied_for_a_request_is_loaded_whatever_it_costs(swapped: bool
     bench.tiers.cost.host_s = 1_000.0
     bench.scheduler.plan(1.0)
     assert request.state is (RequestState.LOADING if swapped else RequestState.HANDOFF)
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_lease_that_was_exchanged_for_nothing_is_the_one_that_is_filled(
+    here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards blocks that others share against being written again. A preempted request comes back without a match,
+    since a nearly full pool has no room for one that leaves enough to others; it exchanges its lease for one that goes
+    on behind what a lower tier brings, for which there is no room either; and what it has then begins with cached
+    blocks."""
+    bench, head = GroupedTiers(preemption="swap", local_chunk_tokens=1), list(range(8))
+    kv, prompt = bench.scheduler.kv, [*head, *range(20, 34)]
+    assert bench.place("before", [*head, 50], max_tokens=1)
+    while bench.step() is not None:
+        pass
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    request, handoff = bench.request("a"), bench.asked().handoff
+    bench.offer(handoff, 0, bench.wanted())
+    bench.name_token(handoff)
+    costs = bench.scheduler.swapping.costs
+    costs.store_s, costs.pool_s = 0.001, 1_000.0
+    if here:
+        request.prefill.worker = NO_PREFILL
+    bench.scheduler.preemption.preempt([request], bench.now)
+    for store in [command for command in bench.tiers.take_commands() if isinstance(command, Store)]:
+        bench.tell(Stored(store.number, len(store.blocks), 0.1))
+    nodes = kv.cache.match(b"", head, 8).nodes
+    kept = {node.block for node in nodes} | {block for node in nodes for block in node.windows or ()}
+    for block in [block for _, line in list(kv.cache.shares.lines()) for block in list(line)]:
+        if block in kept:  # the latest used: the others are driven out
+            kv.cache.shares.let_go(b"", block)
+    while kv.matched_tokens(b"", prompt, 21) > 8:
+        kv._evict(b"")
+    bench.tiers.take_commands()
+    acquire, exchange, exchanged = kv.acquire, kv.exchange, list[tuple[int, int]]()
+
+    def unmatched(namespace: bytes, tokens: list[int], *, match_limit: int, **more: Any) -> Lease | None:
+        return acquire(namespace, tokens, match_limit=0, **more)
+
+    def noted(lease: Lease, *more: Any) -> Lease:
+        monkeypatch.setattr(kv, "acquire", lambda *given, **how: None if how["behind"] else acquire(*given, **how))
+        other = exchange(lease, *more)
+        exchanged.append((len(lease.path), other.cached_tokens))
+        return other
+
+    monkeypatch.setattr(kv, "acquire", unmatched)
+    monkeypatch.setattr(kv, "exchange", noted)
+    bench.scheduler.plan(1.0)
+    assert exchanged == [(0, 8)], "it has come back as the docstring says"
+    assert request.lease.cached_tokens == 8
+    if here:
+        assert request.known == 8
+    else:
+        assert request.have_blocks == 2 and bench.asked().have_tokens == 8
+        targets = bench.scheduler.prefills.handoffs._targets(request)
+        written = {rows.target for target in targets.values() for rows in target.rows}
+        assert written and all(kv.pool.state(block) is BlockState.RESERVED for block in written)

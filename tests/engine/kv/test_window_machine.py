@@ -53,11 +53,12 @@ class WindowMachine(RuleBasedStateMachine):
         super().__init__()
         self.live: list[Request] = []
 
-    @initialize(windows=windows)
-    def open(self, windows: list[int]) -> None:
+    @initialize(windows=windows, share=st.sampled_from([0.0, 0.1, 0.5]))
+    def open(self, windows: list[int], share: float) -> None:
         groups = (LayerGroup((0,)), *(LayerGroup((at,), window) for at, window in enumerate(windows, 1)))
         self.groups = groups
         self.kv = KVCacheManager(BLOCKS, SIZE, "m", groups=groups, ahead_tokens=CHUNK)
+        self.kv.entitle(b"tenant", share)
         self.memory: list[list[Slot | None]] = [[None] * SIZE for _ in range(BLOCKS)]
 
     def _is_idle(self) -> bool:

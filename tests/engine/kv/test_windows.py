@@ -766,3 +766,23 @@ def test_of_a_window_that_is_let_go_the_tail_goes_first() -> None:
     ((_, line),) = kv.cache.shares.lines()
     for table in tables:
         assert [block for block in line if block in table] == table
+
+
+def test_a_tenant_beyond_its_share_gives_no_more_than_it_has() -> None:
+    """Guards the engine against a KeyError: with a block that a tenant gives go those of its windows, so fewer are left
+    to give than were counted before."""
+    kv = KVCacheManager(64, 4, "m", groups=(LayerGroup((0, 1)), LayerGroup((2, 3), 9)), ahead_tokens=8)
+    kv.entitle(b"tenant", 0.25)
+    tokens = list(range(100, 120))
+    first = kv.acquire(b"tenant", tokens, match_limit=0, room_tokens=20, grow_tokens=20)
+    assert first is not None
+    kv.reach(first, 0, 20)
+    kv.copied(first)
+    kv.commit(first, tokens)
+    kv.slide(first, 20)
+    kv.release(first)
+    kv.check()
+    idle = kv.cache.idle
+    second = kv.acquire(b"tenant", [], match_limit=0, room_tokens=60, grow_tokens=60)
+    kv.check()
+    assert second is not None and kv.cache.idle < idle, "it had to give some"

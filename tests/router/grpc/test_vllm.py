@@ -213,6 +213,15 @@ def test_what_is_not_served_is_refused(asked: Any, field: str) -> None:
     assert (raised.value.code, raised.value.field) == ("INVALID_ARGUMENT", field)
 
 
+def test_lists_are_counted_before_they_are_read() -> None:
+    """Guards the event loop, as the test of the other protocol does (tests/router/test_large_bodies.py)."""
+    biases = dict.fromkeys(range(1025), 1.0)
+    for field, many in (("stop", ["a"] * 17), ("stop_token_ids", [1] * 65), ("logit_bias", biases)):
+        with pytest.raises(ApiError, match="at most") as refused:
+            call_from_vllm(vllm.GenerateRequest(text="x", sampling_params=vllm.SamplingParams(**{field: many})))
+        assert refused.value.field == field
+
+
 def test_constraints_are_ours() -> None:
     for given, constraint in (
         (vllm.SamplingParams(json_schema="{}"), Constraint(ConstraintKind.JSON_SCHEMA, "{}")),

@@ -131,19 +131,50 @@ def test_a_client_without_room_is_told_so_and_answers_are_not_given_up() -> None
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
 
 
+UNFINISHED = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {BODY_LIMIT_BYTES}\r\n\r\n".encode()
+
+
+def asked(port: int, chars: int) -> int:
+    return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x" * chars}).status_code
+
+
 def test_bodies_that_are_received_have_a_budget() -> None:
     """Guards memory from many bodies, each within its limit, that are never finished."""
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {BODY_LIMIT_BYTES}\r\n\r\n".encode()
-    with serving(FakeFrontend(), FrontLimits(bodies_bytes=100_000)) as port:
+    with serving(FakeFrontend(), FrontLimits(bodies_bytes=200_000)) as port:
         with connected(port) as first, connected(port) as second:
-            first.sendall(head + b"x" * 90_000)
+            first.sendall(UNFINISHED + b"x" * 150_000)
             time.sleep(0.2)
-            second.sendall(head + b"x" * 20_000)
-            answer = second.recv(1000)
+            second.sendall(UNFINISHED + b"x" * 90_000)
+            answer = first.recv(1000)
             assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer
-        content = {"prompt": "x" * 80_000}
+            second.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                second.recv(1000)
+        wait_for(lambda: asked(port, 180_000) == 200)
 
-        def fits() -> bool:
-            return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=content).status_code == 200
 
-        wait_for(fits)
+def test_half_sent_bodies_keep_nobody_out() -> None:
+    """Guards everybody from sixteen clients that send all of a body but its end: they filled the budget for a minute,
+    and each newcomer was refused."""
+    with serving(FakeFrontend(), FrontLimits(bodies_bytes=300_000)) as port, ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connected(port)).sendall(UNFINISHED + b"x" * 99_999)
+        time.sleep(0.2)
+        assert [asked(port, chars) for chars in (10, 90_000)] == [200, 200]
+
+
+def test_the_address_that_has_sent_most_loses_its_largest_body() -> None:
+    """Guards a client with a long prompt from another that holds many bodies, each smaller than its own."""
+    with serving(FakeFrontend(), FrontLimits(bodies_bytes=400_000)) as port, ExitStack() as stack:
+        held = []
+        for chars in (80_000, 100_000, 90_000):
+            other = socket.create_connection(("127.0.0.1", port), timeout=10, source_address=("127.0.0.2", 0))
+            held.append(stack.enter_context(other))
+            other.sendall(UNFINISHED + b"x" * chars)
+        time.sleep(0.2)
+        assert asked(port, 200_000) == 200
+        assert held[1].recv(100).startswith(b"HTTP/1.1 503")
+        for other in (held[0], held[2]):
+            other.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                other.recv(100)

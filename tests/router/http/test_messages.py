@@ -236,7 +236,7 @@ def test_anthropics_own_client() -> None:
     ("method", "content", "headers", "status", "kind"),
     [
         ("POST", b" " * (4 * 1024 * 1024 + 1), {}, 413, "request_too_large"),
-        ("POST", b" " * 65, {}, 503, "overloaded_error"),
+        ("POST", b" " * (65 * 1024), {}, 503, "overloaded_error"),
         ("GET", b"", {}, 405, "invalid_request_error"),
         ("POST", b"{}", {"origin": "https://a.example", "content-type": "text/plain"}, 415, "invalid_request_error"),
     ],

@@ -165,11 +165,13 @@ def test_a_chunk_is_offered_with_the_digests_of_all_parts() -> None:
 
 
 def test_what_can_never_be_offered_is_not_waited_for() -> None:
-    """Guards against a send that waits for ever for a reader who is never told of it."""
+    """Guards against a send that waits for ever for a reader who is never told of it, and against a way that is cut for
+    all that follows, unheard of."""
     group = joined(even(2), even(2))
     first, second = (one.command.move.handoff for one in group.submit(send()))  # type: ignore[union-attr]
     assert not group.heard(0, Posted(first, 0, (11, 12)))
-    assert group.heard(1, Sent(second, 0, "no way", 0.0)) == [ToRank(0, Disconnect(PEER))]
+    told = group.heard(1, Sent(second, 0, "no way", 0.0))
+    assert told == [ToRank(0, Disconnect(PEER)), Unreachable(PEER, "a part was not sent: at rank 1: no way")]
     assert group.heard(0, Sent(first, 0, "disconnected", 0.1)) == [Sent(SERVED, 0, "at rank 1: no way", 0.1)]
     group.check()
 
