@@ -50,6 +50,8 @@ CANCEL_CLAIM_S = 1.0
 """The same where the stream is only to be ended."""
 CLAIM_AGAIN_S = 0.2
 CLAIM_LOOK_S = 0.005
+MAX_TOKEN_CHARS = 64
+"""No router has made a longer resume token; theirs have 22."""
 MAX_CLAIMS, MAX_TENANT_CLAIMS = 256, 64
 """Clients whose tokens are looked for at a time, in all and of one tenant."""
 
@@ -389,7 +391,7 @@ class Frontend:
         if samples is not None:
             self._resumables.forget(token)
             self._abandon(samples)
-        if self._settled.is_set():
+        if self._settled.is_set() or len(token) > MAX_TOKEN_CHARS:
             return samples is not None
         self._unwanted[token] = tenant
         return True

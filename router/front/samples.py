@@ -51,10 +51,16 @@ class Samples:
         return None not in self._streams
 
     def put(self, index: int, stream: SampleStream) -> None:
+        """Take a sample's stream, in the place of an earlier one. A reader is sent away: nothing comes any more to what
+        it reads."""
         before = self._streams[index]
         if before is not None:
             before.replaced()
         self._streams[index] = stream
+        if self.reader is not None:
+            self.reader.is_outdated = True
+            self.reader = self.changed.deliver = None
+            self.changed.call()
 
     def drop(self, index: int) -> None:
         """Forget a sample that another router goes on with; whoever reads it now keeps what it has."""
@@ -101,11 +107,12 @@ class SamplesReader:
     on with is still read here to where it was left.
     """
 
-    # Mutable state: whether it has begun, whether it is known, whether somebody waits for the next event, whose turn it
-    # is, and which samples have ended.
+    # Mutable state: whether it has begun, whether it is known, whether one of its streams was replaced, whether
+    # somebody waits for the next event, whose turn it is, and which samples have ended.
 
     __slots__ = (
-        "_ended", "_has_started", "_is_awaited", "_outlet", "_readers", "_samples", "_turn", "is_known", "streams",
+        "_ended", "_has_started", "_is_awaited", "_outlet", "_readers", "_samples", "_turn", "is_known",
+        "is_outdated", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -126,11 +133,14 @@ class SamplesReader:
         self._ended: set[int] = set()
         self._has_started = False
         self.is_known = is_known
+        self.is_outdated = False
 
     async def next(self) -> Started | tuple[int, Delta | Complete] | None:
         """Return `Started`, then events with their sample's index; the last of a sample is Complete, and None is the
         end. Raises ApiError for a request of which a sample failed."""
         while True:
+            if self.is_outdated:
+                raise ApiError("UNAVAILABLE", "this stream goes on at another worker; resume it")
             if self._samples.reader is not self:
                 raise ApiError(RESUMED_ELSEWHERE.code, RESUMED_ELSEWHERE.message)
             if not self._has_started:

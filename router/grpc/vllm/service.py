@@ -25,7 +25,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from access.tenants import Caller
 from engine.types import SamplingParams
-from router.front.access import as_tenant
+from router.front.access import as_tenant, tenant_of
 from router.front.api import Delta, Finished, GenerateCall, Started, invalid
 from router.front.frontend import Frontend
 from router.front.large_bodies import LargeBodies
@@ -141,10 +141,10 @@ class VllmEngineService:
                     yield sample.complete("abort", prompt_tokens)
 
     async def _abort(self, data: bytes, context: grpc.aio.ServicerContext) -> Any:
-        caller = self._caller(context)
+        tenant = tenant_of(self._caller(context))
         for name in (await self._large.parse(partial(_message, vllm.AbortRequest), data)).request_ids:
             for running in self._running.get(name, ()):
-                if not caller.is_known or running.tenant == caller.tenant_for(""):
+                if tenant in (None, running.tenant):
                     running.is_aborted = True
                     running.task.cancel()
         return vllm.AbortResponse()
@@ -170,18 +170,18 @@ class VllmEngineService:
         )
 
     async def _server_info(self, data: bytes, context: grpc.aio.ServicerContext) -> Any:
-        self._caller(context)
+        caller = self._caller(context)
         return vllm.GetServerInfoResponse(
-            active_requests=self._count(),
-            last_receive_timestamp=self._received_s,
+            active_requests=self._count(caller),
+            last_receive_timestamp=0.0 if caller.role == "tenant" else self._received_s,
             uptime_seconds=time.monotonic() - self._began_s,
             server_type="vllm-grpc",
             data_parallel_size=1,
         )
 
     async def _loads(self, data: bytes, context: grpc.aio.ServicerContext) -> Any:
-        self._caller(context)
-        load = vllm.SchedulerLoad(num_running_reqs=self._count(), num_total_reqs=self._count())
+        count = self._count(self._caller(context))
+        load = vllm.SchedulerLoad(num_running_reqs=count, num_total_reqs=count)
         now = datetime.now(UTC).isoformat()
         return vllm.GetLoadsResponse(timestamp=now, version=VERSION, dp_rank_count=1, loads=[load])
 
@@ -201,8 +201,10 @@ class VllmEngineService:
 
         return refuse
 
-    def _count(self) -> int:
-        return sum(map(len, self._running.values()))
+    def _count(self, caller: Caller) -> int:
+        """Return how many requests are under way, to a tenant its own: figures of all together are a monitor's."""
+        running = [one for named in self._running.values() for one in named]
+        return sum(caller.role != "tenant" or one.tenant == caller.tenant for one in running)
 
 
 def archive(files: Mapping[str, str]) -> bytes:

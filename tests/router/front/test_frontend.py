@@ -311,6 +311,32 @@ def test_an_orphan_is_kept_for_its_client() -> None:
     assert bench.hub.left == ["r.1", "r"]
 
 
+def test_a_reader_does_not_stay_with_a_placement_that_another_has_replaced() -> None:
+    """Guards a reader that waits for ever, at a stream to which nothing comes, and an answer that is given up while
+    somebody reads it: a worker that answers a claim late has a later placement."""
+
+    async def body() -> None:
+        bench = Bench()
+        bench.front.revive(orphan(samples=1), bench.now)
+        events = bench.front.resume("t")
+        assert isinstance(await anext(events), Started)
+        waiting: asyncio.Task[GenerateEvent] = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        later = bench.front.revive(msgspec.structs.replace(orphan(samples=1), placement=2), bench.now)
+        assert later is not None
+        with pytest.raises(ApiError) as caught:
+            await waiting
+        assert caught.value.code == "UNAVAILABLE"
+        later.tokens([65], bench.now)
+        async with aclosing(bench.front.resume("t")) as again:
+            assert isinstance(await anext(again), Started)
+            bench.now += WINDOW_S
+            bench.front.tick()
+            assert bench.hub.left == [] and (await anext(again)).token_ids == (65,)  # type: ignore[union-attr]
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     "odd",
     [
@@ -365,6 +391,19 @@ def test_what_was_cancelled_before_it_turned_up_is_not_revived() -> None:
         bench.front.tick()
         assert not await bench.front.cancel("t")
         assert await bench.front.cancel("u") and bench.hub.left == ["r"] and not await bench.front.cancel("u")
+
+    run(body())
+
+
+def test_a_token_that_no_router_made_is_not_kept() -> None:
+    """Guards the memory of a router that has just started: it kept whatever clients wanted to end."""
+
+    async def body() -> None:
+        bench = Bench(settled=False)
+        assert not await bench.front.cancel("x" * (frontend.MAX_TOKEN_CHARS + 1)) and not bench.front._unwanted
+        made = Bench().front._intake.take(GenerateCall(prompt="x", resumable=True))
+        token = (await made).token
+        assert len(token) == 22 and await bench.front.cancel(token) and list(bench.front._unwanted) == [token]
 
     run(body())
 

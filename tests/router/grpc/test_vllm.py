@@ -6,6 +6,7 @@ import hashlib
 import io
 import zipfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from access.config import AccessConfig
 from engine.constraints.text import JSON_OBJECT, choices_constraint
 from engine.messages import Cancel, Place
 from engine.types import Constraint, ConstraintKind, TokenLogprobs
@@ -26,6 +28,7 @@ from router.grpc.vllm import service
 from router.grpc.vllm.messages import call_from_vllm, output_logprobs
 from tests.router.fake_cluster import FakeWorkers, until
 from tests.router.grpc.test_service import with_cluster
+from tests.router.test_credentials import Keys
 
 IDS = [*b"hello world", 256]
 PROMPT = vllm.TokenizedInput(input_ids=[104, 105])
@@ -159,6 +162,39 @@ def test_what_a_gateway_wants_to_know(engine: Callable[[Speak], None]) -> None:
             assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     engine(speak)
+
+
+def test_a_tenant_is_told_of_its_own_requests_and_a_monitor_of_all(runner: asyncio.Runner, tmp_path: Path) -> None:
+    """Guards how much others ask, which only who may read metrics is told; and a monitor that would end what it counts,
+    which was told of a fault of ours."""
+    keys = Keys(tmp_path)
+
+    async def body(client: Client, workers: FakeWorkers) -> None:
+        workers.slow_s = 5.0
+
+        def by(key: str) -> dict[str, Any]:
+            return {"metadata": (("authorization", f"Bearer {key}"),)}
+
+        async with grpc.aio.insecure_channel(client._address) as channel:
+            stub = VllmEngineStub(channel)
+            call = stub.Generate(vllm.GenerateRequest(request_id="a", tokenized=PROMPT, stream=True), **by(keys.acme))
+            await until(lambda: any(isinstance(r, Place) for r in workers.got))
+            for key, count, is_told in ((keys.acme, 1, False), (keys.globex, 0, False), (keys.monitor, 1, True)):
+                load = (await stub.GetLoads(vllm.GetLoadsRequest(), **by(key))).loads[0]
+                info = await stub.GetServerInfo(vllm.GetServerInfoRequest(), **by(key))
+                assert (load.num_running_reqs, load.num_total_reqs, info.active_requests) == (count,) * 3
+                assert bool(info.last_receive_timestamp) is is_told
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Abort(vllm.AbortRequest(request_ids=["a"]), **by(keys.monitor))
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            await stub.Abort(vllm.AbortRequest(request_ids=["a"]), **by(keys.globex))
+            assert not any(isinstance(r, Cancel) for r in workers.got)
+            await stub.Abort(vllm.AbortRequest(request_ids=["a"]), **by(keys.acme))
+            await until(lambda: any(isinstance(r, Cancel) for r in workers.got))
+            call.cancel()
+
+    access = AccessConfig(keys_file=str(keys.path))
+    runner.run(with_cluster(body, vllm_protocol=True, access=access))
 
 
 @pytest.mark.parametrize(
