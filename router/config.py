@@ -30,7 +30,7 @@ class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_s: float = 60.0
     """The time for a request's body, over HTTP."""
     idle_s: float = 75.0
-    """The time that a connection without a request is kept."""
+    """The time that a connection without a request is kept; over HTTP also one whose client leaves an answer unread."""
     keepalive_s: float = 20.0
     """Over gRPC: how long a connection with a request may be silent before its client is asked whether it is there, and
     then how long it has to answer."""
@@ -105,7 +105,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenize_threads: int = 2
     """Threads for text of more than `tokenize_inline_bytes`."""
     tokenize_budget_bytes: int = 16 * 1024 * 1024
-    """Text that may be in those threads' hands or wait for them; a request beyond it is refused, and may come again."""
+    """Text that may be in those threads' hands or wait for them; beyond it the longest that waits is refused, and may
+    come again."""
     worker_silent_s: float = 10.0
     """A worker that has not reported for this long gets no new requests. It is not given up: a step may be long."""
     worker_hung_s: float = 30.0

@@ -4,7 +4,8 @@ Tokenizing costs memory and time by the token, several hundred bytes and some mi
 how many tokens its text has. So a text that could be much longer than the context is counted first, piece by piece, and
 refused as soon as it cannot fit; only what fits, nearly, is tokenized in one pass, which alone gives the ids that the
 model was trained on. After every piece the shortest text that waits has its turn, and a caller that has left costs no
-more than the piece under way.
+more than the piece under way. Where the budget is full, the longest text that waits is refused in place of a
+shorter one: so long texts keep out no short one.
 """
 
 import asyncio
@@ -70,11 +71,13 @@ class TokenizingPool:
 
     At most `budget_bytes` of text, what waits included, is held at a time; a single text is taken whatever its size."""
 
-    # Mutable state: bytes of text held, idle threads, and a heap of those that wait: (bytes, order, turn).
+    # Mutable state: bytes of each text that is held, by its order, and their sum; idle threads, and a heap of those
+    # that wait: (bytes, order, turn).
 
     def __init__(self, threads: int, budget_bytes: int) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self._budget_bytes = budget_bytes
+        self._held: dict[int, int] = {}
         self._held_bytes = 0
         self._idle = threads
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
@@ -85,10 +88,11 @@ class TokenizingPool:
 
     async def run(self, steps: Steps[T], size_bytes: int) -> T:
         """Return what `steps` return; raises what they raise, and ApiError(UNAVAILABLE) without room in the budget."""
-        if self._held_bytes and self._held_bytes + size_bytes > self._budget_bytes:
-            raise ApiError("UNAVAILABLE", "too much text waits to be tokenized", retry_after_s=RETRY_AFTER_S)
-        self._held_bytes += size_bytes
+        if self._held_bytes:
+            self._make_room(size_bytes)
         order = next(self._order)
+        self._held[order] = size_bytes
+        self._held_bytes += size_bytes
         try:
             while True:
                 await self._turn(size_bytes, order)
@@ -96,11 +100,28 @@ class TokenizingPool:
                 if made is not None:
                     return made
         finally:
-            self._held_bytes -= size_bytes
+            self._let_go(order)
 
     def close(self) -> None:
         """Let go of the threads, each after its step."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Refuse the longest text that waits for the sake of a new one, if it is longer: without it there is room.
+        Raises ApiError otherwise."""
+        if self._held_bytes + size_bytes <= self._budget_bytes:
+            return
+        longest = max([one for one in self._waiting if not one[2].done()], default=None)
+        if longest is None or longest[0] <= size_bytes:
+            raise _no_room()
+        self._waiting.remove(longest)
+        heapq.heapify(self._waiting)
+        _, order, turn = longest
+        self._let_go(order)
+        turn.set_exception(_no_room())
+
+    def _let_go(self, order: int) -> None:
+        self._held_bytes -= self._held.pop(order, 0)
 
     async def _turn(self, size_bytes: int, order: int) -> None:
         """Wait for a thread. A text of fewer bytes comes first, of equals the older one."""
@@ -112,7 +133,7 @@ class TokenizingPool:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._leave()
             raise
 
@@ -135,6 +156,10 @@ class TokenizingPool:
             if not turn.done():
                 self._idle -= 1
                 turn.set_result(None)
+
+
+def _no_room() -> ApiError:
+    return ApiError("UNAVAILABLE", "too much text waits to be tokenized", retry_after_s=RETRY_AFTER_S)
 
 
 def _advance(steps: Steps[T]) -> T | None:

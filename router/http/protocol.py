@@ -2,7 +2,8 @@
 
 A client has `header_s` for the handshake of https, as long for the head of a request, from its first byte or from the
 connection on, `body_s` for its body, and `idle_s` between requests. Whoever sends slowly gets 408; a new connection
-that finds no room (`ConnectionTable`) gets 503 and time to read it.
+that finds no room (`ConnectionTable`) gets 503 and time to read it. Whoever has left so much of an answer unread that
+no more is written, and then reads none of it for `idle_s`, is cut off.
 
 A client that has shut its sending side down is answered. To the server it looks like one that has closed the whole
 connection, until something is sent that its host refuses. So the answer's first bytes, which are the same whatever the
@@ -10,8 +11,11 @@ answer is, are sent ahead of it, one at a time, and a refused one ends the reque
 """
 
 import asyncio
+import fcntl
 import socket
 import ssl
+import sys
+import termios
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -70,7 +74,8 @@ class SharedFront:
 
 class FrontProtocol(CertificateProtocol, CountedProtocol):
     # Mutable state: whether it counts already; what the client owes (`_owes` is "head", "body" or nothing) and the
-    # timer for that; whether it was refused, or has shut its side down, and how often it was looked at since.
+    # timer for that; the timer for what it has left unread; whether it was refused, or has shut its side down, and how
+    # often it was looked at since.
 
     def __init__(self, shared: SharedFront, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -79,6 +84,7 @@ class FrontProtocol(CertificateProtocol, CountedProtocol):
         self._is_refused = False
         self._owes = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
         self._looks = 0
 
@@ -122,9 +128,40 @@ class FrontProtocol(CertificateProtocol, CountedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone()
         self._owe("", 0.0)
+        self._stop_waiting()
         super().connection_lost(exc)
         # They lead back to this connection, which would stay until the collector looks at everything.
         self.app_state, self.scope, self.cycle = {}, None, None  # type: ignore[assignment]
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting()
+
+    def _wait_for_reading(self) -> None:
+        self._unread_timer = self.loop.call_later(self._shared.limits.idle_s, self._look_again, self._unread_bytes())
+
+    def _look_again(self, before_bytes: int) -> None:
+        """End a connection whose client has read nothing since; another has as long again."""
+        if self._unread_bytes() < before_bytes:
+            self._wait_for_reading()
+        else:
+            self.transport.abort()
+
+    def _unread_bytes(self) -> int:
+        """Return what the client's host has not taken: in our buffer, and in the kernel's, which takes no more of ours
+        until a third of it is free."""
+        connection = self.transport.get_extra_info("socket")
+        in_kernel = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        return int(self.transport.get_write_buffer_size()) + int.from_bytes(in_kernel, sys.byteorder)
+
+    def _stop_waiting(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:

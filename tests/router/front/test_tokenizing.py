@@ -112,6 +112,25 @@ def test_text_beyond_the_budget_is_refused_and_may_come_again() -> None:
     asyncio.run(run())
 
 
+def test_a_longer_text_that_waits_makes_room_for_a_shorter_one() -> None:
+    """Guards everybody's prompts from one tenant's long texts, which filled the budget: all others were refused."""
+
+    async def run() -> list[object]:
+        gate = threading.Event()
+        pool = TokenizingPool(1, 1000)
+        sizes = [100, 600, 250, 700, 200]
+        texts = [asyncio.create_task(pool.run(work([], str(size), gate), size)) for size in sizes]
+        await asyncio.sleep(0)
+        assert repr(pool) == "TokenizingPool(550 bytes, 2 waiting, 0 idle)"
+        gate.set()
+        ends = await asyncio.gather(*texts, return_exceptions=True)
+        assert repr(pool) == "TokenizingPool(0 bytes, 0 waiting, 1 idle)"
+        pool.close()
+        return [end.code if isinstance(end, ApiError) else end for end in ends]
+
+    assert asyncio.run(run()) == ["100", "UNAVAILABLE", "250", "UNAVAILABLE", "200"]
+
+
 def test_a_caller_that_left_costs_no_more_than_the_step_under_way() -> None:
     """Guards against tokenizing for nobody, and against a thread that is never given back."""
 

@@ -4,7 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import pytest
@@ -178,3 +178,34 @@ def test_the_address_that_has_sent_most_loses_its_largest_body() -> None:
             other.settimeout(0.1)
             with pytest.raises(TimeoutError):
                 other.recv(100)
+
+
+LONG = (STARTED, *[Delta("x" * 65_536, (7,))] * 384, FINISHED)
+"""An answer of 24 MiB: more than the hosts of both ends keep for their programs."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_does_not_read_its_answer_is_cut_off(stream: bool) -> None:
+    """Guards room for others: an answer that nobody read to its end held its connection for ever, past all limits."""
+    frontend = FakeFrontend(*LONG)
+    with serving(frontend, FrontLimits(idle_s=0.5)) as port, connected(port) as client:
+        client.sendall(request({"prompt": "hi", "stream": stream}))
+        wait_for(lambda: bool(frontend.calls))
+        assert not stream or frontend.open == 1
+        wait_for(lambda: frontend.open == 0)
+        time.sleep(1.5)
+        got = 0
+        with suppress(ConnectionResetError):
+            while chunk := client.recv(1 << 20):
+                got += len(chunk)
+        assert 0 < got < 384 * 65_536
+
+
+def test_a_client_that_reads_slowly_is_not() -> None:
+    """Guards slow lines: each look finds that something was read, though our buffer is as full as before."""
+    with serving(FakeFrontend(*LONG), FrontLimits(idle_s=0.5)) as port, connected(port) as client:
+        client.sendall(request({"prompt": "hi", "stream": True}))
+        for _ in range(20):
+            assert client.recv(50_000)
+            time.sleep(0.1)
+        assert read_all(client).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
