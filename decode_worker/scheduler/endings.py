@@ -151,7 +151,7 @@ class Endings:
         """Have all that is not cached of a request filled in, in another lease than it has; it is preempted, with those
         that wait for its prompt, where there is no room for it now."""
         self.kv.release(request.lease)
-        lease = self.admission.acquire(request.record, request.tokens)
+        lease = self.admission.acquire(request.record, request.tokens, match_limit=request.match_limit)
         if lease is None:
             self.preemption.preempt([request, *self.prefills.forks.waiting(request)], now)
             return []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.scheduler.events import FromPeer, PeerDown
+from decode_worker.scheduler.events import FromPeer, PeerDown, Unloaded
 from decode_worker.scheduler.request import NO_PREFILL, RequestState
 from engine import identity
 from engine.identity import in_group
@@ -294,6 +294,25 @@ def test_of_a_load_in_part_nothing_is_used() -> None:
     load = bench.load()
     bench.tell(Loaded(load.number, len(load.places) - 1, 0.1, 0.0))
     assert bench.request("a").state is RequestState.HANDOFF and bench.asked().have_tokens == 0
+
+
+@pytest.mark.parametrize("scores", [None, 0])
+def test_who_begins_again_shares_only_what_it_need_not_compute(
+    scores: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards blocks that others read: a prompt whose log probabilities are still to be told is computed from its first
+    token, and not into what it shares."""
+    bench, prompt = GroupedTiers(), list(range(22))
+    assert bench.place("a", prompt, POOL, max_tokens=20, prompt_logprobs=scores)
+    request = bench.request("a")
+    assert bench.place("before", prompt, max_tokens=1)
+    while bench.step() is not None:
+        pass
+    kv = bench.scheduler.kv
+    assert kv.matched_tokens(b"", prompt, 21) == 21
+    monkeypatch.setattr(bench.scheduler.prefills, "begin", lambda request, now: [])  # it has begun before
+    bench.scheduler.endings.settle([Unloaded(request)], bench.now)
+    assert request.lease.cached_tokens == (20 if scores is None else 0)
 
 
 @pytest.mark.parametrize(("spare", "state"), [(1, RequestState.HANDOFF), (2, RequestState.LOADING)])
