@@ -213,7 +213,7 @@ def test_a_template_and_a_message_make_no_control_token_together(before: str, co
 
 @pytest.mark.parametrize("is_normalized", [False, True])
 def test_control_tokens_of_normalized_text_are_found_anywhere(is_normalized: bool) -> None:
-    """Guards Llama 2's first tokenizer.json, whose control tokens are looked for in normalized text, behind a normalizer
+    """Guards Llama 2's first tokenizer.json, whose control tokens are looked for in normalized text, with a normalizer
     that puts a space before it: marks behind the first were found nowhere, became bytes, and these could be read."""
     made = files("sentence piece")
     whole = json.loads(made.tokenizer)
