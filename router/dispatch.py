@@ -241,6 +241,10 @@ class Links:
                 if str(error) != refused:
                     log.error("worker %s is refused: %s", peer.name, error)
                 refused, pause_s = str(error), PAUSE_S[1]
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                log.warning("the stream to worker %s was cut: it has read nothing for too long", peer.name)
             except Exception:
                 log.exception("the stream to worker %s failed", peer.name)
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
@@ -297,6 +301,9 @@ class Links:
         if not records or not isinstance(records[0], WorkerInfo):
             raise msgspec.ValidationError("the first record is not WorkerInfo")
         info = records[0]
+        sizes = (info.block_size - 1, info.context_tokens - 1, info.blocks, info.chunk_tokens, info.growth_tokens or 0)
+        if min(*sizes, info.host_blocks, info.disk_blocks) < 0:
+            raise msgspec.ValidationError(f"{info.name!r} says that it has sizes which none can have")
         if not party.is_called(info.role, info.name, info.incarnation):
             raise HandshakeError(f"it has proven to be {party}, and says that it is {info.name!r}")
         model = info.fingerprint.partition("/")[0]

@@ -30,7 +30,8 @@ class Progress:
 
     def take(self, response: pb.GenerateResponse) -> bool:
         """Note an event; False if the caller has seen it already (a resumed stream begins with Started again, and ends
-        with Finished of every sample). Raises ApiError for an event of a sample that there is not."""
+        with Finished of every sample), or this client does not know its kind. Raises ApiError for an event of a sample
+        that there is not."""
         self._lost, self._pause_s = None, PAUSE_S[0]
         kind = response.WhichOneof("event")
         if kind == "started":
@@ -39,6 +40,8 @@ class Progress:
                 self.positions = [pb.Position() for _ in range(max(1, response.started.samples))]
             self.token, self.has_begun = response.started.resume_token, True
             return is_new
+        if kind is None:
+            return False  # of a newer server
         event = response.delta if kind == "delta" else response.finished
         if not 0 <= event.sample < len(self.positions):
             raise ApiError("INTERNAL", f"the server sent an event of sample {event.sample}")

@@ -46,10 +46,12 @@ class Reading:
         self._ends_s = time.monotonic() + request.timeout_s if request.HasField("timeout_s") else None
         self._asks_again = False
         self.progress = Progress(token)
-        self.stream = self._read_on() if token else self._asked()
+        self.stream: Any = None
+        """Opened when the first event is asked for: what nobody has begun to read need not be cancelled."""
 
     def events(self) -> Generator[pb.GenerateResponse, None, None]:
         """Yield what the server sends, ending with Finished of the last sample. Raises ApiError."""
+        self.stream = self._begun()
         try:
             while True:
                 try:
@@ -71,6 +73,7 @@ class Reading:
 
     async def aevents(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Like `events`, on the running event loop; close it with `aclosing` to cancel."""
+        self.stream = self._begun()
         try:
             while True:
                 try:
@@ -116,6 +119,9 @@ class Reading:
             self.stream = self._read_on()
         except (ValueError, grpc.aio.UsageError) as error:
             raise ApiError("CANCELLED", "the client was closed") from error
+
+    def _begun(self) -> Any:
+        return self._read_on() if self.progress.token else self._asked()
 
     def _read_on(self) -> Any:
         request = self.progress.resume_request().SerializeToString()

@@ -277,9 +277,11 @@ def to_record(
     field = prompt_field(call.prompt)
     if not tokens:
         raise FieldError(field, "must not be empty")
+    # Several prompts are answered as one, which their values share.
+    prompts = 1 if call.form is None else call.form.prompts
     values = 0 if call.prompt_logprobs is None else len(tokens) * (call.prompt_logprobs + 1)
-    if values > MAX_PROMPT_VALUES:
-        raise FieldError("prompt_logprobs", TOO_MANY_VALUES.format(values, MAX_PROMPT_VALUES))
+    if values > (most := MAX_PROMPT_VALUES // prompts):
+        raise FieldError("prompt_logprobs", TOO_MANY_VALUES.format(values, most))
     room = model.context_tokens - len(tokens)
     if room < 1:
         holds = f"has {len(tokens)} tokens; the context holds {model.context_tokens}"
@@ -292,8 +294,8 @@ def to_record(
             f"{model.context_tokens}; at most {room} are possible",
         )
     values = 0 if call.logprobs is None else call.n * max_tokens * (call.logprobs + 1)
-    if values > MAX_OUTPUT_VALUES:
-        raise FieldError("logprobs", TOO_LONG_TO_TELL.format(values, MAX_OUTPUT_VALUES))
+    if values > (most := MAX_OUTPUT_VALUES // prompts):
+        raise FieldError("logprobs", TOO_LONG_TO_TELL.format(values, most))
     return RequestRecord(
         request=request,
         tokens=tokens,

@@ -8,7 +8,7 @@ leaves as soon as a worker has the request, since it carries the token. Silence 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Protocol, TypeVar
@@ -90,7 +90,7 @@ class WholeAnswer:
                     elif isinstance(item, Finished):
                         ends.append(item)
                 ends.sort(key=lambda end: end.sample)
-                body = body_of(started, form, answers, ends, self._token_bytes)
+                body = await _in_turns(body_of(started, form, answers, ends, self._token_bytes))
                 headers = {"content-type": "application/json", "x-request-id": label}
                 response = Response(body, headers=headers)
         except ApiError as error:
@@ -292,6 +292,17 @@ def _internal(what: str) -> ApiError:
     """Log our own fault, with the exception being handled if there is one; the caller learns no details."""
     log.error(what, exc_info=True)
     return ApiError("INTERNAL", "the server failed on this request")
+
+
+async def _in_turns(steps: Generator[None, None, T]) -> T:
+    """Return what `steps` return; after each, the event loop does what else there is to do."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
+        await asyncio.sleep(0)
 
 
 async def while_connected(work: Awaitable[T], receive: Receive) -> T | None:

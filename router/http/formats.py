@@ -1,6 +1,6 @@
 """The formats in which an answer to one HTTP request is written, by its form. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -52,14 +52,15 @@ def body_of(
     answers: Sequence[Sequence[Delta]],
     ends: Sequence[Finished],
     token_bytes: TokenBytes,
-) -> bytes:
+) -> Generator[None, None, bytes]:
+    """Write a whole answer. Yields where others may have the event loop."""
     match form.api:
         case "messages":
             return whole_message(started, form, answers, ends)
         case "responses":
             return whole_response(started, form, answers, ends)
         case _:
-            return whole(started, form, answers, ends, token_bytes)
+            return (yield from whole(started, form, answers, ends, token_bytes))
 
 
 def shape_of(path: str) -> str:

@@ -1,8 +1,8 @@
 """Writes what the two OpenAI routes answer: JSON bodies, and errors in OpenAI's envelope. Pure."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Generator, Sequence
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -36,6 +36,8 @@ _FIELDS = {
 """This front's names of fields that have another name behind the frontend."""
 _INNER_BYTES = bytes(range(0x80, 0xC0))
 """All bytes of UTF-8 that begin no character."""
+PIECE_TOKENS = 64
+"""With 20 alternatives so many tokens of a chat take about ten milliseconds to write."""
 _TIMES = ("ttft_s", "itl_mean_s", "itl_p99_s", "e2e_s")
 
 
@@ -76,14 +78,16 @@ def whole(
     answers: Sequence[Sequence[Delta]],
     ends: Sequence[Finished],
     token_bytes: TokenBytes,
-) -> bytes:
+) -> Generator[None, None, bytes]:
     """An answer at once: all output and the account of every sample, in order of prompts and samples. The figures are
-    those of sample 0."""
+    those of sample 0. Yields between its parts, as log probabilities make megabytes of it."""
     each, choices = len(answers) // form.prompts, list[ReplyChoice]()
     about = [EchoedPrompt(started, form, at, answers[at * each], token_bytes) for at in range(form.prompts)]
     for prompt in range(form.prompts):
         samples = range(prompt * each, (prompt + 1) * each)
         for at in sorted(samples, key=lambda at: -_mean(answers[at]))[: form.best] if form.best else samples:
+            if choices:
+                yield
             deltas, choice = [] if form.is_prompt_only else answers[at], last_choice(ends[at])
             choice.index, text = len(choices), "".join(delta.text for delta in deltas)
             if form.parsing is not None:
@@ -98,12 +102,27 @@ def whole(
                 choice.token_ids = tuple(token for delta in deltas for token in delta.token_ids)
             if form.logprobs is not None:
                 given = [one for delta in deltas for one in delta.logprobs]
-                choice.logprobs = written_logprobs(form, [*about[prompt].given, *given], 0, token_bytes)
+                if form.chat:
+                    json = yield from _encoded_logprobs(given, token_bytes)
+                    choice.logprobs = cast(dict[str, Any], json)
+                else:
+                    choice.logprobs = written_logprobs(form, [*about[prompt].given, *given], 0, token_bytes)
             if form.says_prompt and not form.chat:
                 choice.prompt_logprobs = about[prompt].logprobs
             choices.append(choice)
     told = about[0].logprobs if form.says_prompt and form.chat else msgspec.UNSET
     return encoded(started, form, "chat.completion", choices, usage(ends, form), ends[0], told)
+
+
+def _encoded_logprobs(given: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> Generator[None, None, msgspec.Raw]:
+    """The field `logprobs` of a chat's choice as JSON, of which no more than a piece ever stands as objects."""
+    pieces = []
+    for at in range(0, len(given), PIECE_TOKENS):
+        if at:
+            yield
+        content = chat_logprobs(given[at : at + PIECE_TOKENS], token_bytes)["content"]
+        pieces.append(msgspec.json.encode(content)[1:-1])
+    return msgspec.Raw(b'{"content":[' + b",".join(pieces) + b'],"refusal":null}')
 
 
 class EchoedPrompt:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from msgspec import structs
 
 import router.dispatch
 from access.config import AccessConfig
@@ -37,8 +38,9 @@ from router.core.recovery import TOGETHER_S
 from router.dispatch import RECORD_BYTES, Outbox, _end, _most_bytes
 from router.status.observer import NullObserver
 from tests.access.certificates import make_authority, make_certificate
+from tests.router import fake_cluster
 from tests.router.core.parts import request_record
-from tests.router.fake_cluster import ByteText, FakeWorkers, until
+from tests.router.fake_cluster import ByteText, FakeWorkers, until, worker_info
 from tests.secrets_of_tests import SECRETS
 
 
@@ -125,6 +127,52 @@ def test_a_stranger_is_no_worker(wrong: str, caplog: pytest.LogCaptureFixture) -
 
     with caplog.at_level(logging.ERROR, "router.dispatch"):
         asyncio.run(body())
+
+
+def test_a_worker_whose_stream_was_cut_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a worker that read nothing for a while, whose stream the router ends itself: it was lost for ever."""
+
+    async def body() -> None:
+        workers, app = FakeWorkers(), _app()
+        try:
+            await app.start()
+            await workers.start()
+            await app.set_workers(*workers.peers)
+            await until(app.hub.ready)
+            with monkeypatch.context() as patched:
+                patched.setattr(router.dispatch, "MAX_UNSENT_BYTES", RECORD_BYTES)
+                for _ in range(3):
+                    app._links.send("d0", Cancel(RequestId("r"), 1, FinishReason.CANCELLED))
+            await until(lambda: not app.hub.ready())
+            await until(app.hub.ready)
+        finally:
+            await app.stop(0.0)
+            await workers.stop()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("wrong", [{"block_size": 0}, {"blocks": -1}, {"context_tokens": 0}, {"growth_tokens": -1}])
+def test_a_worker_of_impossible_sizes_is_none(wrong: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards all requests of a router against one worker by whose sizes nothing can be divided."""
+    make = worker_info
+    monkeypatch.setattr(fake_cluster, "worker_info", lambda *a, **more: structs.replace(make(*a, **more), **wrong))
+
+    async def body() -> None:
+        workers, app = FakeWorkers(), _app()
+        try:
+            await app.start()
+            await workers.start()
+            await app.set_workers(*workers.peers)
+            await asyncio.sleep(0.5)
+            assert not workers.hellos and not app.hub.ready() and not app.hub.core.registry.role("decode")
+            monkeypatch.setattr(fake_cluster, "worker_info", make)
+            await until(app.hub.ready)
+        finally:
+            await app.stop(0.0)
+            await workers.stop()
+
+    asyncio.run(body())
 
 
 def test_a_worker_without_tls_is_refused_where_streams_have_it(

@@ -216,6 +216,27 @@ def test_leaving_cancels(cluster: Callable[..., None]) -> None:
     cluster(body)
 
 
+@pytest.mark.parametrize("kind", [SyncClient, AsyncClient])
+def test_what_nobody_has_begun_to_read_is_not_asked_for(kind: type, cluster: Callable[..., None]) -> None:
+    """Guards a worker against answers of streams that were left before their first event: nothing cancels those."""
+
+    async def body(address: str, workers: FakeWorkers) -> None:
+        def leave() -> None:
+            with SyncClient(address) as client:
+                client.stream("x").close()
+                assert client.generate("y").text
+
+        if kind is SyncClient:
+            await asyncio.to_thread(leave)
+        else:
+            async with AsyncClient(address) as client:
+                await client.stream("x").aclose()
+                assert (await client.generate("y")).text
+        assert sum(isinstance(r, Place) for r in workers.got) == 1
+
+    cluster(body)
+
+
 def test_a_secret_is_not_shown() -> None:
     assert "sesame" not in repr(ClientSecrets(api_key="sesame"))
     assert ClientSecrets(api_key="sesame").metadata == (("authorization", "Bearer sesame"),)

@@ -79,6 +79,14 @@ def test_it_is_over_when_every_sample_is_and_no_end_is_told_twice() -> None:
     assert progress.take(finished(0)) and progress.is_over
 
 
+def test_an_event_of_a_kind_that_it_does_not_know_ends_nothing() -> None:
+    """Guards older clients against a newer server: such an event was taken for the end of the answer."""
+    progress = Progress()
+    assert progress.take(pb.GenerateResponse(started=pb.Started(samples=1, resume_token="t")))
+    assert not progress.take(pb.GenerateResponse()) and not progress.is_over
+    assert progress.take(pb.GenerateResponse(finished=pb.Finished())) and progress.is_over
+
+
 def test_pauses_grow_up_to_a_bound_and_shrink_when_something_comes() -> None:
     """Guards against a storm of attempts at a router that is down, and slow returns after a short cut."""
     progress = begun()

@@ -1,6 +1,7 @@
 """The intake: one pass from a call to its record. Single fields are tried in tests/router/http/test_fuzz.py."""
 
 import asyncio
+import json
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from router.front.api import ApiError, ChatMessage, GenerateCall, SamplingOverri
 from router.front.intake import Arrival, Intake
 from router.front.namespaces import CacheNamespaces
 from router.front.resume import unpack
+from router.http.openai import parse_completion
 from tests.engine.text.chats import chat
 from tests.router.fake_cluster import ByteText
 
@@ -44,6 +46,28 @@ def test_a_chat_becomes_a_whole_record() -> None:
     context = unpack(record.context)
     assert context is not None and context.token == arrival.token != ""
     assert (context.stop, context.chat) == (("x",), arrival.chat) == (("x",), chat([("user", "hi")]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "prompts", "field"),
+    [
+        (400, {"echo": True, "logprobs": 20, "max_tokens": 1}, 7, ""),
+        (400, {"echo": True, "logprobs": 20, "max_tokens": 1}, 8, "prompt_logprobs"),
+        (10, {"logprobs": 20, "max_tokens": 100}, 124, ""),
+        (10, {"logprobs": 20, "max_tokens": 100}, 125, "logprobs"),
+    ],
+)
+def test_several_prompts_share_the_values_of_one_answer(
+    tokens: int, fields: dict[str, object], prompts: int, field: str
+) -> None:
+    """Guards the event loop from answers of 128 times as many values as are allowed, and memory."""
+    call = parse_completion(json.dumps({"prompt": [[1] * tokens] * prompts, **fields}).encode()).calls[0]
+    if not field:
+        assert take(call).record.prompt_tokens == tokens
+        return
+    with pytest.raises(ApiError) as refused:
+        take(call)
+    assert (refused.value.code, refused.value.field) == ("INVALID_ARGUMENT", field)
 
 
 def test_what_ends_with_its_connection_needs_no_context() -> None:

@@ -9,8 +9,11 @@ import json
 import msgspec
 import pytest
 
+from engine.types import TokenLogprobs
 from router.front.api import ApiError, Delta, HttpForm
-from router.http.openai_reply import error_reply, last_choice, usage, whole
+from router.front.tokenizing import at_once
+from router.http.logprobs import chat_logprobs
+from router.http.openai_reply import PIECE_TOKENS, error_reply, last_choice, usage, whole
 from tests.router.http.fakes import ANSWER, CHAT, FINISHED, HI, STARTED, TEXT, FakeFrontend, ask, refusal, token_bytes
 
 FORM = HttpForm(chat=False, include_usage=True, return_token_ids=False, created=7)
@@ -121,7 +124,7 @@ def test_samples_share_one_prompt_and_their_figures_are_those_of_the_first() -> 
         "total_tokens": 10,
         "prompt_tokens_details": {"cached_tokens": 3},
     }
-    body = json.loads(whole(STARTED, FORM, [[Delta("a", (1,))], [Delta("b", (2,))]], ends, token_bytes))
+    body = json.loads(at_once(whole(STARTED, FORM, [[Delta("a", (1,))], [Delta("b", (2,))]], ends, token_bytes)))
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "a"), (1, "b")]
     assert (body["headrace"]["timing"]["e2e_s"], body["created"]) == (0.2, 7)
     assert all("token_ids" not in choice for choice in body["choices"])
@@ -132,3 +135,24 @@ def test_only_answers_of_a_search_have_a_score() -> None:
     for score in None, 0.0, -1.5:
         choice = json.loads(msgspec.json.encode(last_choice(msgspec.structs.replace(FINISHED, beam_score=score))))
         assert choice.get("beam_score", "none") == ("none" if score is None else score)
+
+
+def test_a_long_answer_is_written_in_pieces() -> None:
+    """Guards the event loop from a chat's log probabilities, sixteen megabytes of which took it two seconds; joined,
+    the pieces are what was written in one."""
+    given = tuple(TokenLogprobs(97 + at % 20, -0.5, ((98, -1.0),)) for at in range(2 * PIECE_TOKENS + 1))
+    form = msgspec.structs.replace(FORM, chat=True, logprobs=1)
+    answers = [[Delta("a", (1,), 0, given[:5]), Delta("b", (1,), 0, given[5:])], [Delta("", (), 1, ())]]
+    ends = [FINISHED, msgspec.structs.replace(FINISHED, sample=1)]
+    steps = whole(msgspec.structs.replace(STARTED, samples=2), form, answers, ends, token_bytes)
+    pauses = 0
+    try:
+        while True:
+            next(steps)
+            pauses += 1
+    except StopIteration as end:
+        body = json.loads(end.value)
+    assert pauses == 2 + 1, "between three pieces of one sample, and before the other"
+    first, second = body["choices"]
+    assert first["logprobs"] == json.loads(msgspec.json.encode(chat_logprobs(given, token_bytes)))
+    assert second["logprobs"] == {"content": [], "refusal": None}

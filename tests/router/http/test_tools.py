@@ -9,6 +9,7 @@ import pytest
 from engine.types import FinishReason
 from router.front.api import Delta, Finished, HttpForm, Started
 from router.front.parsers.choose import Parsing
+from router.front.tokenizing import at_once
 from router.http.openai_reply import whole
 from router.http.openai_stream import StreamWriter, positions
 from tests.router.http.fakes import FINISHED
@@ -59,7 +60,7 @@ def joined(given: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_a_streamed_answer_is_the_whole_one(size: int) -> None:
     """Guards every client that puts deltas together: index, name and id once, the arguments in pieces."""
-    body = json.loads(whole(STARTED, FORM, [deltas(size)], [END], no_bytes))
+    body = json.loads(at_once(whole(STARTED, FORM, [deltas(size)], [END], no_bytes)))
     message = body["choices"][0]["message"]
     arguments = '{"city": "Köln"}'
     assert (message["reasoning_content"], message["content"]) == ("hm, é", "I look.")
@@ -77,11 +78,11 @@ def test_a_streamed_answer_is_the_whole_one(size: int) -> None:
 
 
 def test_a_turn_that_only_calls_has_no_content() -> None:
-    body = json.loads(whole(STARTED, FORM, [deltas(9, CALL)], [END], no_bytes))
+    body = json.loads(at_once(whole(STARTED, FORM, [deltas(9, CALL)], [END], no_bytes)))
     message = body["choices"][0]["message"]
     assert message["content"] is None and message["reasoning_content"] is None
     cut = msgspec.structs.replace(END, reason=FinishReason.LENGTH)
-    body = json.loads(whole(STARTED, FORM, [deltas(9, CALL)], [cut], no_bytes))
+    body = json.loads(at_once(whole(STARTED, FORM, [deltas(9, CALL)], [cut], no_bytes)))
     assert body["choices"][0]["finish_reason"] == "length"
 
 
@@ -96,7 +97,7 @@ def test_only_one_call_is_given_where_one_is_asked_for() -> None:
     form = msgspec.structs.replace(FORM, parsing=msgspec.structs.replace(PARSING, single=True))
     assert len(joined(chunks(streamed(deltas(5), END, form)))["calls"]) == 1
     started = msgspec.structs.replace(STARTED, form=form)
-    message = json.loads(whole(started, form, [deltas(5)], [END], no_bytes))["choices"][0]["message"]
+    message = json.loads(at_once(whole(started, form, [deltas(5)], [END], no_bytes)))["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
 
 
