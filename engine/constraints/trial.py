@@ -32,9 +32,12 @@ STEPS = 24
 """Tokens of the answer that a trial makes up, to see masks being made."""
 
 
-def try_out(question: ConstraintTrial, vocabulary: LLTokenizer) -> TrialVerdict:
-    """Compile a constraint, and make up the beginning of an answer. Nothing is raised."""
+def try_out(question: ConstraintTrial, vocabulary: LLTokenizer | FieldError) -> TrialVerdict:
+    """Compile a constraint, and make up the beginning of an answer. Nothing is raised. With a model that no constraint
+    can be kept with, the error that says so stands for its vocabulary."""
     try:
+        if isinstance(vocabulary, FieldError):
+            raise vocabulary
         check_constraint(question.constraint)
         constraint = _in_lark(question.constraint)
         _walk(compile_constraint(constraint, vocabulary), vocabulary)
@@ -69,7 +72,9 @@ def _walk(matcher: LLMatcher, vocabulary: LLTokenizer) -> None:
         matcher.consume_token(int(allowed[random.randrange(len(allowed))]))
 
 
-def serve(read: BinaryIO, write: BinaryIO, vocabulary: LLTokenizer, begins: Callable[[], None]) -> None:
+def serve(
+    read: BinaryIO, write: BinaryIO, vocabulary: LLTokenizer | FieldError, begins: Callable[[], None]
+) -> None:
     """Answer questions until there are no more. `begins` is called at each."""
     decoder = msgspec.msgpack.Decoder(ConstraintTrial)
     while len(header := read.read(LENGTH.size)) == LENGTH.size:
@@ -96,7 +101,11 @@ def main(folder: str) -> None:
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    vocabulary = load_vocabulary(Path(folder))
+    vocabulary: LLTokenizer | FieldError
+    try:
+        vocabulary = load_vocabulary(Path(folder))
+    except FieldError as error:
+        vocabulary = error
     threading.stack_size(STACK_BYTES)
     ready = LENGTH.pack(0)
     sys.stdout.buffer.write(ready)

@@ -1,5 +1,6 @@
 """The tokens of a model as `llguidance` knows them: which bytes each of them stands for, and which end an answer."""
 
+import json
 from pathlib import Path
 
 from llguidance import LLTokenizer
@@ -15,7 +16,10 @@ def load_vocabulary(model_dir: Path) -> LLTokenizer:
     settings = files.settings
     if not settings.stop_ids:
         raise FieldError("constraint", "this model has no token that ends an answer")
+    whole = json.loads(files.tokenizer)
+    # Added tokens past the embedding, as Gemma 3's for images, cannot be drawn, and the library would refuse them.
+    whole["added_tokens"] = [token for token in whole["added_tokens"] if token["id"] < settings.vocab_size]
     try:
-        return LLTokenizer(files.tokenizer, n_vocab=settings.vocab_size, eos_token=sorted(settings.stop_ids))
+        return LLTokenizer(json.dumps(whole), n_vocab=settings.vocab_size, eos_token=sorted(settings.stop_ids))
     except ValueError as error:
         raise FieldError("constraint", f"this model's tokenizer is of no known kind: {error}") from error

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Iterable
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.normalizers import Normalizer
 
 _OPEN, _CLOSE, _DIGITS = "\ue000", "\ue001", 0xE100
 _ESCAPED = re.compile(r"\\+u(e[01][0-9a-f]{2})")
@@ -31,6 +32,7 @@ class ControlTokens:
     They are those that the tokenizer calls special, and those that end an answer whatever it calls them."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Iterable[int]) -> None:
+        """Raises ValueError for a tokenizer with gaps among its ids: the library would give one of them twice."""
         tokenizer = _with_special(tokenizer, frozenset(ends))
         added = tokenizer.get_added_tokens_decoder()
         controls = {token.content: index for index, token in added.items() if token.special}
@@ -38,10 +40,14 @@ class ControlTokens:
         private = {name: _private(drawn + at) for at, name in enumerate(controls)}
         self._marks = {name: f"{_OPEN}{number}{_CLOSE}" for name, number in private.items()}
         self._hidden = {name: f"{_CLOSE}{number}{_OPEN}" for name, number in private.items()}
-        tokenizer.add_tokens([_like(added[index], self._marks[name]) for name, index in controls.items()])
+        taken = tokenizer.get_vocab(with_added_tokens=True).values()
+        normalizer = tokenizer.normalizer
+        tokenizer.add_tokens([_like(added[index], self._marks[name], normalizer) for name, index in controls.items()])
         tokenizer.encode_special_tokens = True
         self.tokenizer = tokenizer
         self._ids = {tokenizer.token_to_id(self._marks[name]): index for name, index in controls.items()}
+        if not self._ids.keys().isdisjoint(taken):
+            raise ValueError("ids are missing among those of its tokens, which leaves none for marks")
         self.marks = frozenset(index for index in self._ids if index is not None)
         """Ids of the marks, which no text is to show: the model's vocabulary may have room for them."""
         # Where names overlap, the tokenizer takes the first, and of several there the longest.
@@ -100,13 +106,18 @@ def _with_special(tokenizer: Tokenizer, ends: frozenset[int]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(whole))
 
 
-def _like(token: AddedToken, mark: str) -> AddedToken:
-    """A token that is found as `token` is, by another name. Where it must be a whole word, `mark` has seen to that."""
+def _like(token: AddedToken, mark: str, normalizer: Normalizer | None) -> AddedToken:
+    """A token that is found as `token` is, by another name. Where it must be a whole word, `mark` has seen to that.
+
+    The library normalizes the name of a token that it looks for in normalized text. A name with a space put before it,
+    as by SentencePiece's normalizers, would be found at the beginning of a text alone: elsewhere a mark would be text,
+    that whoever decodes the prompt could read."""
+    is_kept = normalizer is None or normalizer.normalize_str(mark) == mark
     return AddedToken(
         mark,
         lstrip=token.lstrip,
         rstrip=token.rstrip,
-        normalized=token.normalized,
+        normalized=token.normalized and is_kept,
         special=False,
     )
 

@@ -29,8 +29,8 @@ from engine.text.files import TextFiles, TextSettings, turn_ends
 MOST_CHARACTERS = 4096
 """The longest token that is taken: every place where one can be cut is looked at."""
 
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
-"""Values of `tokenizer.ggml.token_type`: the first two are matched in the text before anything else."""
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(2, 7)
+"""Values of `tokenizer.ggml.token_type`: control and user-defined ones are matched in the text before anything else."""
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -191,7 +191,9 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
 def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
     if len(vocabulary.scores) != len(vocabulary.tokens):
         raise ModelError(vocabulary.path, "tokenizer.ggml.scores does not fit the tokens")
-    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    # Merges make letters into words, never into a token that no text stands for.
+    apart = {token for kind in (UNKNOWN, CONTROL, BYTE) for token in vocabulary.tokens_of(kind)}
+    ids = {token: index for index, token in enumerate(vocabulary.tokens) if token not in apart}
     ranked = [
         (-vocabulary.scores[index], index, ids[token[:cut]], token[:cut], token[cut:])
         for token, index in ids.items()

