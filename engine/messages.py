@@ -420,6 +420,10 @@ class Handoff(msgspec.Struct, frozen=True, order=True):
     decode: Incarnation
     prefill: Incarnation
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.decode < 1 << 64 and 0 <= self.prefill < 1 << 64):
+            raise ValueError(f"{self.decode} and {self.prefill} are no two lives")
+
 
 class HandoffMessage(Record):
     """Base of what the two sides say of one handoff."""
@@ -499,12 +503,20 @@ class BlockOffer(msgspec.Struct, frozen=True):
     more: list[int] = []
     """Where a block lies in, or goes to, several pools: the digests of its further parts (`transfer.ranks.group`)."""
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.source < 1 << 63 and 0 <= self.generation < 1 << 64):
+            raise ValueError(f"block {self.source} at generation {self.generation} is none")
+
 
 class Offer(HandoffMessage):
     """Blocks of one chunk, ready to be read (shm) or on their way (tcp)."""
 
     seq: int
     blocks: list[BlockOffer]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seq < 1 << 32:
+            raise ValueError(f"a chunk has a number of 32 bits, not {self.seq}")
 
 
 class FirstToken(HandoffMessage, kw_only=True):

@@ -74,6 +74,7 @@ HANDOFF_DROPS = {
         "first token: unknown handoff": "It is from an earlier attempt, placement or life.",
         "first token: stopped": "Its handoff has failed: the next attempt names a token of its own.",
         "first token: duplicate": "Said twice.",
+        "first token: impossible": "It, or its account, cannot be: its worker has failed, and another is asked.",
         "prefill failed: unknown handoff": "It is from an earlier attempt, placement or life.",
         "prefill failed: stopped": "Its handoff has failed before.",
     },

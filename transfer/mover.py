@@ -175,11 +175,11 @@ class Mover:
                 except Exception as error:
                     self._on_event(Received(move.handoff, move.seq, _describe(error), 0.0, 0))
             case PostScrap():
-                # A peer that is gone has nothing to drain.
-                route = self._routes.get(command.peer)
-                if route is not None:
-                    ticket = route.transport.recv(command.peer, command.move, None)
-                    self._scraps.add((route.transport.name, ticket))
+                try:
+                    self._scrap(command)
+                except Exception as error:
+                    # What comes on its way from now on is not what is waited for.
+                    self._on_event(Unreachable(command.peer, _describe(error)))
             case CancelRecv(handoff, seq) | CancelSend(handoff, seq):
                 key = self._tickets.get((handoff, seq))
                 if key is not None:
@@ -223,6 +223,12 @@ class Mover:
         nbytes = len(command.blocks) * route.incoming.block_bytes
         self._recvs[key] = (command, landing, nbytes, started_s)
         self._tickets[command.move.handoff, command.move.seq] = key
+
+    def _scrap(self, command: PostScrap) -> None:
+        route = self._routes.get(command.peer)
+        if route is not None:  # a peer that is gone has nothing to drain
+            ticket = route.transport.recv(command.peer, command.move, None)
+            self._scraps.add((route.transport.name, ticket))
 
     def _ended(self, key: _Key, completion: Completion) -> None:
         error = "" if completion.outcome is Outcome.DONE else completion.error or "cancelled"

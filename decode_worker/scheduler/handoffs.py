@@ -10,6 +10,7 @@ history by then: the next attempt's prompt includes it, and it is never drawn ag
 may be released only after `KVReceived` or `Freed`. `StartPrefill` leaves over the stream of `decode_worker/peer.py`.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,8 +32,8 @@ from engine import identity
 from engine.identity import in_group
 from engine.kv.groups import migrated, place
 from engine.kv.manager import KVCacheManager
-from engine.messages import FirstToken, Handoff, Offer, PeerAddress, PrefillFailed, StartPrefill
-from engine.types import Incarnation
+from engine.messages import Fault, FirstToken, Handoff, Offer, PeerAddress, PrefillFailed, StartPrefill
+from engine.types import DrawnToken, Incarnation
 from transfer.handoff.commands import Arrived, Broken, Emit, ExpectedBlock, Fenced, Received, Rows
 from transfer.handoff.commands import Command as TransferCommand
 from transfer.handoff.conversion import landed_blocks, landed_tokens, rows_by_block
@@ -83,6 +84,7 @@ class Handoffs:
     incarnation: Incarnation
     """This worker's incarnation."""
     fingerprint: str
+    vocab: int
     migrated: list[Migrated] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     _open: dict[Handoff, Request] = field(default_factory=dict)
@@ -204,6 +206,20 @@ class Handoffs:
                 results.append(Unserved(request))
         return results
 
+    def fault(self, message: FirstToken) -> Fault | None:
+        """Return how its worker has failed where it names what no step could take in, or an account that cannot be."""
+        request = self._open.get(message.handoff)
+        if request is None:
+            return None
+        named = [one for token in message.drawn for one in _named(token)]
+        told = [one for scored in message.prompt_logprobs for one in _named(scored)]
+        are_ids = all(0 <= token < self.vocab for token in [*named, *told])
+        are_spans = all(0.0 <= span_s < math.inf for span_s in (message.queue_s, message.run_s))
+        if are_ids and are_spans and 0 <= message.cached_tokens <= request.prefill.handoff_tokens:
+            return None
+        self.dropped["first token: impossible"] += 1
+        return Fault("INTERNAL", "the prefill worker names a first token, or an account of it, that cannot be")
+
     def first_token(self, message: FirstToken) -> Request | None:
         """Return the request whose first token this is; None if it comes late or twice."""
         request = self._open.get(message.handoff)
@@ -316,3 +332,8 @@ class Handoffs:
             assert request.state is RequestState.CONNECTING and not request.lease.released
         for handoff in self.receiver.unfinished:
             assert handoff in self._open, f"{handoff} is received for nobody"
+
+
+def _named(token: DrawnToken) -> list[int]:
+    """Return the ids that are said with a token, its own first."""
+    return [token] if isinstance(token, int) else [token.token, *(other for other, _ in token.top)]

@@ -46,6 +46,7 @@ from engine.messages import (
     Finish,
     FirstToken,
     Place,
+    PrefillFailed,
     Release,
     RouterHello,
     Taken,
@@ -82,7 +83,7 @@ class DecodeScheduler:
     ) -> None:
         self.kv, self.receiver, self.leaving = kv, receiver, False
         self.batch, self.swapping = Batch(config, kv, stop_ids, compiled, drafter), Swapping(config, kv)
-        handoffs = Handoffs(kv, receiver, incarnation, fingerprint)
+        handoffs = Handoffs(kv, receiver, incarnation, fingerprint, vocab)
         self.prefills = Prefills(name, config, kv, handoffs, Forks(kv), self.batch, self.swapping)
         self.admission = Admission(name, config, kv, vocab, context_tokens, self.prefills, compiled, adapters)
         self.preemption = Preemption(config, kv, self.batch, self.swapping, self.prefills, self.admission)
@@ -125,7 +126,10 @@ class DecodeScheduler:
                 return self._from_router(link, message, now)
             case RouterLost(link):
                 return self.endings.router_lost(link, now)
-            case FromPeer(_, FirstToken() as message):
+            case FromPeer(peer, FirstToken() as message):
+                fault = self.prefills.handoffs.fault(message)
+                if fault is not None:
+                    return self.handle(FromPeer(peer, PrefillFailed(message.handoff, fault)), now)
                 request = self.prefills.handoffs.first_token(message)
                 if request is None:
                     return []

@@ -1,9 +1,23 @@
-"""Frames of records: how several become one."""
+"""Frames of records: how several become one, and numbers that are in none."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
-from engine.messages import Cancel, Tokens, decode_router_frame, decode_worker_frame, encode, joined
-from engine.types import FinishReason, RequestId
+from engine.messages import (
+    BlockOffer,
+    Cancel,
+    Handoff,
+    Offer,
+    Tokens,
+    decode_from_prefill_frame,
+    decode_router_frame,
+    decode_worker_frame,
+    encode,
+    joined,
+)
+from engine.types import BlockId, FinishReason, Incarnation, RequestId
 
 R = RequestId("r")
 
@@ -24,3 +38,29 @@ def test_what_is_no_list_of_records_is_joined_to_nothing() -> None:
     with pytest.raises(ValueError, match="list of records"):
         joined([encode([cancel]), b"\x81\xa1a\x01"])
     assert decode_router_frame(joined([encode([cancel])])) == [cancel]
+
+
+@pytest.mark.parametrize(
+    ("path", "number"),
+    [
+        (("seq",), 1 << 32),
+        (("seq",), -1),
+        (("handoff", "decode"), -1),
+        (("handoff", "prefill"), -1),
+        (("blocks", 0, "source"), -1),
+        (("blocks", 0, "source"), 1 << 63),
+        (("blocks", 0, "generation"), -1),
+    ],
+)
+def test_an_offer_with_a_number_that_cannot_be_is_no_frame(path: tuple[Any, ...], number: int) -> None:
+    """Guards a worker whose transfer thread packs these numbers, for every chunk."""
+    handoff = Handoff(RequestId("r"), 1, 1, Incarnation(1), Incarnation(2))
+    offer = Offer(handoff, 0, [BlockOffer(BlockId(0), 1, 0, 4, 5)])
+    said = msgspec.to_builtins([offer])
+    assert decode_from_prefill_frame(msgspec.msgpack.encode(said)) == [offer]
+    inner = said[0]
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = number
+    with pytest.raises(msgspec.ValidationError):
+        decode_from_prefill_frame(msgspec.msgpack.encode(said))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode_worker.scheduler.events import FromPeer
@@ -111,7 +112,8 @@ def test_what_a_decode_worker_drops_of_its_prefill_workers_words() -> None:
     while not stalls[0].applied:
         assert cluster.turn()
     failed = PrefillFailed(H, Fault("UNAVAILABLE", "lost"))
-    say(_first_token(GONE), PrefillFailed(GONE, failed.fault), failed, failed, _first_token(H))
+    none = msgspec.structs.replace(_first_token(H), token=-1)
+    say(_first_token(GONE), PrefillFailed(GONE, failed.fault), none, failed, failed, _first_token(H))
     assert answer.tokens == [], "a token of a failed attempt was believed"
     cluster.hub.release()
     while answer.ended is None:

@@ -302,7 +302,7 @@ def test_a_life_that_cannot_be_is_lost(make_rig: Any) -> None:
     nobody = Incarnation(-1)
     every = whole(rig.layout)
     rig.transport.connect(nobody, Endpoint(transport="tcp", details=peer.details), every, every)
-    move = Move(Handoff(RequestId("r"), 1, 1, Incarnation(ME), nobody), 0, remote=((BlockId(0), 0),))
+    move = Move(Handoff(RequestId("r"), 1, 1, Incarnation(ME), peer.me), 0, remote=((BlockId(0), 0),))
     ticket = rig.transport.recv(nobody, move, None)
     (ended,) = rig.transport.poll(0.0)
     assert (ended.ticket, ended.outcome) == (ticket, Outcome.LOST) and "no " in ended.error

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.messages import Endpoint, Handoff
@@ -16,13 +17,17 @@ from transfer.handoff.commands import (
     Broken,
     Connect,
     Fenced,
+    MoverCommand,
     MoverDied,
+    PostRecv,
+    PostScrap,
     Received,
     Settled,
     Unreachable,
 )
 from transfer.handoff.negotiation import Agreement
 from transfer.host.loopback import FaultKind, ScriptedFault
+from transfer.transport import Move
 
 
 @pytest.fixture
@@ -222,6 +227,35 @@ def test_a_peer_that_breaks_a_transport_costs_itself_alone(make_pair: Callable[.
     pair.decode.mover.submit(Connect(Incarnation(5), Endpoint(transport="shm"), Agreement(LAYOUT)))
     pair.turn()
     assert isinstance(told := pair.events[-1], Unreachable) and "unthought of" in str(told)
+
+
+def test_what_nobody_wants_and_cannot_be_drained_costs_its_peer_alone(make_pair: Callable[..., Pair]) -> None:
+    """Guards against a number in an offer that ends the worker which does not want it."""
+    pair = make_pair("tcp")
+    pair.decode.mover.submit(PostScrap(PREFILL, Move(H, 1 << 32)))
+    pair.turn()
+    assert isinstance(told := pair.events[-1], Unreachable) and told.peer == PREFILL and "4294967295" in told.error
+    assert pair.decode.mover.outstanding == 0
+
+
+@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+def test_a_landing_that_raises_anything_fails_alone(make_pair: Callable[..., Pair], kind: str) -> None:
+    """Guards against a number in an offer that ends the thread where a block is checked, and with it the worker."""
+    pair = make_pair(kind)
+    submit = pair.decode.mover.submit
+
+    def forge(command: MoverCommand) -> None:
+        if isinstance(command, PostRecv):
+            blocks = tuple(msgspec.structs.replace(block, generation=-1) for block in command.blocks)
+            command = msgspec.structs.replace(command, blocks=blocks)
+        submit(command)
+
+    pair.decode.mover.submit = forge  # type: ignore[method-assign]
+    pair.start(1)
+    pair.offer(0)
+    pair.until(lambda: any(isinstance(told, Broken) for told in pair.told))
+    assert "argument out of range" in str(pair.told[-1])
+    assert any(isinstance(event, Unreachable) for event in pair.events) == (kind == "tcp")
 
 
 def test_a_bad_command_fails_alone(make_pair: Callable[..., Pair]) -> None:

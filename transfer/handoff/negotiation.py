@@ -27,6 +27,11 @@ WIRED = ("nccl", "tcp")
 MAX_PEER_RANKS = 256
 """The most ranks with a pool that a peer may have: more than a host has devices. Each costs both sides work."""
 
+MAX_CONVERTED_BYTES = 64 << 20
+MAX_CONVERTED_TIMES = 64
+"""A block that travels has no more bytes than one of these allows, the second of a block of the other worker's size:
+the receiver of a block of another size keeps all of it beside its pool."""
+
 TOLD_CHARACTERS = 400
 """The most that a refusal repeats of one value: it is logged, and a peer's may be as long as a whole message."""
 
@@ -67,6 +72,10 @@ def negotiate(mine: Hello, theirs: Hello) -> Agreement:
         raise NegotiationError(f"there is no digest {mine.digest!r}")
     if not common_heads(here, there):
         raise NegotiationError(f"it holds {_heads(there)}, this worker {_heads(here)}")
+    small, large = sorted(unit(*pair).block_bytes for pair in ((here, there), (there, here)))
+    if large > max(MAX_CONVERTED_BYTES, MAX_CONVERTED_TIMES * small):
+        sizes = f"its blocks have {there.block_size} tokens, this worker's {here.block_size}"
+        raise NegotiationError(f"{sizes}: one of {large} bytes is too large to be converted")
     for hello in (mine, theirs):
         if hello.wire not in WIRES:
             raise NegotiationError(f"there is no form {_cut(hello.wire)!r} to travel in")

@@ -142,7 +142,8 @@ class HostPullTransport(PullTransport[HostPool, Landing]):
             budget -= len(some)
             try:
                 self._copy(pull, some)
-            except TransferError as error:
+            except Exception as error:
+                # Whatever is in an offer may cost its own receive, never this thread.
                 self._finish(pull, Outcome.FAILED, f"{type(error).__name__}: {error}")
                 continue
             if pull.ended == len(pull.move.remote):

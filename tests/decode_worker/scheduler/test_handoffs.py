@@ -2,6 +2,8 @@
 Accounts of attempts are tried in test_accounts.py, blocks of unequal sizes and what is dropped in
 tests/transfer/test_drops.py, and every fault at every step in tests/sim."""
 
+from typing import Any
+
 import pytest
 
 from decode_worker.scheduler.events import ConnectPeer, FromPeer, PeerDown, PeerUp
@@ -11,17 +13,21 @@ from engine.messages import (
     BlockOffer,
     Ended,
     Fault,
+    FirstToken,
     NeedPrefill,
     Offer,
     PeerAddress,
     PrefillFailed,
     Stop,
+    Tokens,
+    UsePrefill,
 )
-from engine.types import BlockId, FinishReason, Incarnation
+from engine.types import BlockId, FinishReason, Incarnation, RequestId, TokenLogprobs
 from tests.decode_worker.scheduler.bench import POOL, Fetching, P
 from transfer.handoff.commands import Received
 
 PROMPT = list(range(10))
+VOCAB = 1000
 
 
 def test_a_peer_is_reached_before_it_is_asked_and_asked_again_in_its_next_life() -> None:
@@ -126,6 +132,38 @@ def test_late_words_of_a_handoff_change_nothing_and_are_counted() -> None:
         "first token: unknown handoff": 1,
         "prefill failed: unknown handoff": 1,
     }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token": -5},
+        {"token": VOCAB},
+        {"more": [9, 1 << 32]},
+        {"logprobs": TokenLogprobs(9, -0.5, ((9, -0.5), (1 << 32, -2.0)))},
+        {"prompt_logprobs": [TokenLogprobs(-1, -0.5)]},
+        {"cached_tokens": -1},
+        {"cached_tokens": len(PROMPT) + 1},
+        {"queue_s": -0.1},
+        {"run_s": float("nan")},
+        {"run_s": float("inf")},
+    ],
+    ids=str,
+)
+def test_who_names_a_first_token_that_cannot_be_has_failed(wrong: dict[str, Any]) -> None:
+    """Guards the engine from a token that no step can look up, and all accounts from one that is no number: the request
+    goes on with another worker."""
+    bench = Fetching()
+    bench.place("a", PROMPT, POOL)
+    handoff = bench.asked().handoff
+    sound = {"token": VOCAB - 1, "chunks": 1, "queue_s": 0.0, "run_s": 0.0, "cached_tokens": len(PROMPT)}
+    bench.tell(FromPeer(P, FirstToken(handoff=handoff, **{**sound, **wrong})))
+    assert bench.of(NeedPrefill) and not bench.of(Tokens)
+    assert bench.request("a").tokens == PROMPT
+    assert bench.scheduler.prefills.handoffs.dropped == {"first token: impossible": 1}
+    bench.router(UsePrefill(RequestId("a"), 1, POOL))
+    bench.tell(FromPeer(P, FirstToken(handoff=bench.asked().handoff, **sound)))
+    assert bench.request("a").tokens == [*PROMPT, VOCAB - 1]
 
 
 def test_what_was_forced_behind_a_first_token_is_computed_before_it_counts() -> None:

@@ -79,6 +79,20 @@ def test_blocks_that_do_not_fit_are_refused(theirs: KVLayout, why: str) -> None:
         negotiate(_hello(_layout(range(2))), _hello(theirs))
 
 
+@pytest.mark.parametrize(
+    ("mine", "theirs", "fits"),
+    [(1, 131_072, True), (1, 131_073, False), (131_073, 1, False), (4_096, 64 * 4_096, True), (4_096, 1 << 36, False)],
+)
+def test_a_block_that_nobody_has_memory_for_is_refused(mine: int, theirs: int, fits: bool) -> None:
+    """Guards the memory of a receiver, which converts a block of another size in a buffer of that size."""
+    here, there = _hello(_layout(range(4), block_size=mine)), _hello(_layout(block_size=theirs))
+    if fits:
+        assert negotiate(here, there).layout.block_size == theirs
+        return
+    with pytest.raises(NegotiationError, match=f"have {theirs} tokens, this worker's {mine}: .* too large"):
+        negotiate(here, there)
+
+
 def test_a_hello_that_is_no_layout_is_refused() -> None:
     """Guards the stream's thread from a peer that says anything at all."""
     strange = msgspec.structs.replace(_hello(_layout()), layout={"kv_heads": "all"})

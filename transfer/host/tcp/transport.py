@@ -210,7 +210,8 @@ class TcpTransport:
         before = peer.incoming.scrapped_bytes
         try:
             self._completions.add(peer.incoming.read())
-        except (OSError, TransferError) as error:
+        except Exception as error:
+            # Whatever is in an offer or comes of it may cost its own connection, never this thread.
             self._lose_incoming(peer, f"connection lost: {error}")
             return
         finally:
