@@ -7,6 +7,7 @@ defaults, so neighbours of different versions still talk.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, TypeVar
 
 import msgspec
@@ -103,6 +104,15 @@ class Load(Record, kw_only=True):
     moved: dict[str, bytes] = {}  # by highest tier, short identities (`HeldRun`) of blocks that went there since then
     leaving: bool = False  # it takes nothing new, and ends when it holds nothing more
     silent: list[Incarnation] = []  # lost readers for whom blocks have been in quarantine for `escalate_s`
+
+    @property
+    def is_sound(self) -> bool:
+        """True if these are figures that a worker can have: nothing can be compared with what is no number."""
+        pool = self.free_blocks, self.cached_blocks, self.active_blocks, self.reserved_blocks, self.quarantined_blocks
+        work = self.promised_blocks, self.waiting_requests, self.waiting_tokens, self.running_requests
+        by_name = self.s_per_block, self.s_per_loaded_block, self.s_per_spared_token
+        times_s = [self.s_per_token, self.s_per_prompt_token, *(s for times in by_name for s in times.values())]
+        return min(*pool, *work) >= 0 and all(0.0 <= seconds < inf for seconds in times_s)
 
 
 # router -> decode worker

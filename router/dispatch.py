@@ -28,6 +28,7 @@ from engine.messages import (
     DecodeRecord,
     HoldingTold,
     LifeOfProcess,
+    Load,
     PeerAddress,
     Place,
     ProcessesTold,
@@ -285,7 +286,10 @@ class Links:
                 await _end(writer)
 
     async def _hear(self, worker: WorkerInfo, records: Sequence[DecodeRecord]) -> None:
-        """Tell the hub, so many records at a time that clients do not wait for a worker that says too much."""
+        """Tell the hub, so many records at a time that clients do not wait for a worker that says too much. Raises
+        ValidationError for a report that is not sound."""
+        if any(isinstance(record, Load) and not record.is_sound for record in records):
+            raise msgspec.ValidationError("its report has figures that no worker can have")
         for at in range(0, len(records), RECORDS_AT_ONCE):
             if at:
                 await asyncio.sleep(0)

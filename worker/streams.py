@@ -199,16 +199,16 @@ class Readers:
         name = choose(self.transports, host, process.host)
         transport = self.transports[name]
         renewal = os.urandom(RENEWAL_BYTES)
-        ranks = next((len(endpoint.ranks) for endpoint in hello.endpoints if endpoint.transport == name), 0)
-        endpoints = [transport.describe(peer, ranks or 1)]
-        answer = msgspec.structs.replace(self.hello, endpoints=endpoints, renewal=renewal)
         try:
-            agreement = negotiate(answer, hello)
+            agreement = negotiate(self.hello, hello)
         except NegotiationError as error:
             log.error("decode worker %s is refused: %s", hello.info.name, error)
             stream.refused = True
-            stream.say([msgspec.structs.replace(answer, endpoints=[])])
+            stream.say([msgspec.structs.replace(self.hello, endpoints=[], renewal=renewal)])
             return
+        ranks = next((len(endpoint.ranks) for endpoint in hello.endpoints if endpoint.transport == name), 0)
+        endpoints = [transport.describe(peer, ranks or 1)]
+        answer = msgspec.structs.replace(self.hello, endpoints=endpoints, renewal=renewal)
         # 4. It could never be known to be dead.
         try:
             watch = ProcessWatch(process.pid) if process.host == host else None

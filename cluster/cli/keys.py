@@ -109,7 +109,9 @@ def _described(tenant: Tenant) -> str:
 
 @contextmanager
 def _changed(path: Path) -> Iterator[CredentialTable]:
-    """Give the file's content to be changed, and write it. Others who do so meanwhile wait. Raises ConfigError."""
+    """Give the file's content to be changed, and write it: the file that a symbolic link leads to, and not the link.
+    Others who do so meanwhile wait. Raises ConfigError."""
+    path = Path(os.path.realpath(path))
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

@@ -58,7 +58,10 @@ class ProcessChild:
         self._secrets_set: queue.Queue[bool] = queue.Queue()
         self._numbers = itertools.count()
         self._asked: dict[int, queue.SimpleQueue[Told]] = {}
-        self._sending = threading.Lock()
+        self._calling = threading.Condition()
+        self._unsent: dict[type[ToChild] | int, bytes] = {}
+        self._hears = True
+        """Both under `_calling`: the lines that are still to be written, in their order, and whether anybody reads."""
         self._condemned: list[Verdict] | None = None
         """The router's latest answer; None while it cannot be asked: before it is up, and while an answer is due."""
         self._process = subprocess.Popen(
@@ -69,8 +72,10 @@ class ProcessChild:
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name=spec.name, daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"{spec.name} calls", daemon=True)
         self._reader.start()
-        self._send(encode_line(spec))
+        self._writer.start()
+        self._send(spec)
 
     @property
     def pid(self) -> int:
@@ -144,7 +149,7 @@ class ProcessChild:
         if known is None:
             return None
         self._condemned = None
-        self._send(encode_line(WhoIsCondemned()))
+        self._send(WhoIsCondemned())
         return known
 
     def ask(self, what: str, argument: str) -> bytes:
@@ -167,33 +172,52 @@ class ProcessChild:
         self._process.kill()
 
     def stop(self, grace_s: float) -> None:
-        self._send(encode_line(ChildStop(grace_s)))
+        self._send(ChildStop(grace_s))
         try:
             self._process.wait(grace_s + KILL_MARGIN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._reader.join()
+        with self._calling:
+            self._hears = False
+            self._calling.notify()
+        self._writer.join()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 _close(pipe)
 
     def _call(self, call: ToChild) -> None:
-        if not self._send(encode_line(call)):
+        if not self._send(call):
             raise LaunchError(f"{self.spec.name}: {self._death()}")
 
-    def _send(self, line: bytes) -> bool:
-        """Write one line to the child. False when the child is gone, which `failure` explains."""
-        pipe = self._process.stdin
-        if pipe is None or pipe.closed:
-            return False
-        try:
-            with self._sending:
-                pipe.write(line)
-                pipe.flush()
-        except (BrokenPipeError, ValueError):  # gone, or closed by another thread meanwhile
-            return False
+    def _send(self, call: ToChild | ChildSpec) -> bool:
+        """Have one line written to the child, behind those before it. Never blocks: where the child reads nothing, only
+        the latest workers and the latest routers wait for it. False when it is gone, which `failure` explains."""
+        kind = type(call) if isinstance(call, SetWorkers | SetRouters) else next(self._numbers)
+        with self._calling:
+            if not self._hears or self._process.poll() is not None:
+                return False
+            self._unsent.pop(kind, None)
+            self._unsent[kind] = encode_line(call)
+            self._calling.notify()
         return True
+
+    def _write(self) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        while True:
+            with self._calling:
+                self._calling.wait_for(lambda: self._unsent or not self._hears)
+                if not self._hears:
+                    return
+                line = self._unsent.pop(next(iter(self._unsent)))
+            try:
+                while line:
+                    line = line[os.write(pipe.fileno(), line) :]
+            except BrokenPipeError:
+                with self._calling:
+                    self._hears = False
 
     def _read(self) -> None:
         pipe = self._process.stdout

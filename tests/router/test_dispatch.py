@@ -4,6 +4,7 @@ real processes, in `tests/chaos`."""
 import asyncio
 import logging
 from collections.abc import Sequence
+from math import inf, nan
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ from router.status.observer import NullObserver
 from tests.access.certificates import make_authority, make_certificate
 from tests.router import fake_cluster
 from tests.router.core.parts import request_record
-from tests.router.fake_cluster import ByteText, FakeWorkers, until, worker_info
+from tests.router.fake_cluster import ByteText, FakeWorkers, load, until, worker_info
 from tests.secrets_of_tests import SECRETS
 
 
@@ -167,6 +168,35 @@ def test_a_worker_of_impossible_sizes_is_none(wrong: dict[str, int], monkeypatch
             await asyncio.sleep(0.5)
             assert not workers.hellos and not app.hub.ready() and not app.hub.core.registry.role("decode")
             monkeypatch.setattr(fake_cluster, "worker_info", make)
+            await until(app.hub.ready)
+        finally:
+            await app.stop(0.0)
+            await workers.stop()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"s_per_token": nan}, {"s_per_token": -1e9}, {"s_per_block": {"p0": inf}}, {"waiting_tokens": -5}]
+)
+def test_a_worker_whose_report_no_worker_can_make_gets_nothing(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards all requests of a router against one worker that seems to be infinitely quick, or that compares with
+    nobody."""
+    make = load
+    monkeypatch.setattr(fake_cluster, "load", lambda **more: structs.replace(make(**more), **wrong))
+
+    async def body() -> None:
+        workers, app = FakeWorkers(), _app()
+        try:
+            await app.start()
+            await workers.start()
+            await app.set_workers(*workers.peers)
+            await until(lambda: bool(workers.hellos))
+            await asyncio.sleep(0.5)
+            assert not app.hub.ready()
+            monkeypatch.setattr(fake_cluster, "load", make)
             await until(app.hub.ready)
         finally:
             await app.stop(0.0)

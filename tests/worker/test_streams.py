@@ -20,6 +20,7 @@ from engine.messages import (
     Handoff,
     Hello,
     LifeOfProcess,
+    RankEndpoint,
     Stop,
     WorkerInfo,
     decode_from_prefill_frame,
@@ -27,6 +28,7 @@ from engine.messages import (
 )
 from engine.types import Incarnation, RequestId
 from transfer.handoff.commands import Connect, ReaderDead, ReaderEvent, ReaderLost, ReaderUp
+from transfer.handoff.negotiation import MAX_PEER_RANKS
 from worker.rpc import FrameIn, StreamEnded
 from worker.streams import ATTACH, LISTED_S, READ, Readers, ReaderStream, RouterStream, methods
 
@@ -160,6 +162,17 @@ def test_a_reader_that_does_not_fit_is_told_why_and_is_none() -> None:
     assert answer_of(sent).info.model == "m"
     bench.readers.send(READER, [Stop(HANDOFF)])
     assert len(sent) == 1 and bench.end(stream) == []
+
+
+def test_nothing_is_made_for_more_ranks_than_a_peer_may_have() -> None:
+    """Guards the engine from seconds of work, and an answer of megabytes, for one frame."""
+    bench = Bench()
+    bench.readers.transports["tcp"].describe = None  # type: ignore[method-assign, assignment]
+    stream, sent = bench.stream()
+    ranks = [RankEndpoint(first_head=0, kv_heads=2, details=[])] * (MAX_PEER_RANKS + 1)
+    many = msgspec.structs.replace(hello(host="there"), endpoints=[Endpoint(transport="tcp", ranks=ranks)])
+    assert bench.say(stream, many) == [] and stream.refused
+    assert not answer_of(sent).endpoints
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,10 @@ WIRED = ("nccl", "tcp")
 """The transports on which blocks travel; on the others the receiver reads them where they lie."""
 
 
+MAX_PEER_RANKS = 256
+"""The most ranks with a pool that a peer may have: more than a host has devices. Each costs both sides work."""
+
+
 class NegotiationError(Exception):
     """The two workers do not fit; the message names what differs, with both values."""
 
@@ -40,6 +44,9 @@ class Agreement(msgspec.Struct, frozen=True):
 
 def negotiate(mine: Hello, theirs: Hello) -> Agreement:
     """Raises NegotiationError if blocks cannot move between the two."""
+    ranks = max((len(endpoint.ranks) for endpoint in theirs.endpoints), default=0)
+    if ranks > MAX_PEER_RANKS:
+        raise NegotiationError(f"it has {ranks} ranks, and may have {MAX_PEER_RANKS}")
     _same("protocol", mine.protocol, theirs.protocol)
     _same("model", mine.info.model, theirs.info.model)
     _same("model fingerprint", mine.info.fingerprint, theirs.info.fingerprint)

@@ -28,7 +28,7 @@ may have several; while none of them has, it is no group at all (`is_one`). What
 called what the workers call it: commands and reports pass, and nothing is kept of them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -328,13 +328,17 @@ def heads_of(endpoint: Endpoint, layout: KVLayout) -> list[range]:
     if not endpoint.ranks:
         return [layout.heads]
     found = [range(rank.first_head, rank.first_head + rank.kv_heads) for rank in endpoint.ranks]
-    each = [heads for at, heads in enumerate(found) if heads not in found[:at]]
-    if not all(found) or [head for heads in each for head in heads] != list(layout.heads):
-        raise ValueError(f"the peer's ranks have KV heads {_list(found)}, which are not {_list([layout.heads])}")
+    each = list(dict.fromkeys(found))
+    # Borders, since a peer may name any number of heads.
+    stops = [heads.stop for heads in each]
+    follow = [heads.start for heads in each] == [layout.heads.start, *stops[:-1]]
+    if not (all(found) and follow and stops[-1] == layout.heads.stop):
+        wrong = f"the first of {len(found)} has {_name(found[0])}, the last {_name(found[-1])}"
+        raise ValueError(f"the peer's ranks do not share out KV heads {_name(layout.heads)}: {wrong}")
     if not all(rank.details for rank in endpoint.ranks):
         raise ValueError("a rank of the peer does not say how it is reached")
     return found
 
 
-def _list(ranges: Iterable[range]) -> str:
-    return ", ".join(f"{heads.start} to {heads.stop - 1}" for heads in ranges)
+def _name(heads: range) -> str:
+    return f"{heads.start} to {heads.stop - 1}"

@@ -90,6 +90,17 @@ def test_two_who_add_at_once_lose_nothing(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "keys.json").read_text())["keys"]) == 24
 
 
+def test_a_link_to_the_file_stays_one_and_the_file_is_changed(tmp_path: Path) -> None:
+    # Renaming over the link would revoke nothing for a router that reads the file by its own name.
+    (tmp_path / "data").mkdir()
+    file, link = tmp_path / "data" / "keys.json", tmp_path / "keys.json"
+    add_credential(file, "acme", "", {})
+    link.symlink_to(file)
+    remove_credential(link, "acme")
+    assert link.is_symlink() and list(file.parent.iterdir()) == [file]
+    assert json.loads(file.read_text()) == {"tenants": {}, "keys": [], "certificates": []}
+
+
 def test_a_mode_that_was_given_is_kept(tmp_path: Path) -> None:
     """Guards a router of another user, which cannot read the file any more once a key was added."""
     file = tmp_path / "keys.json"

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,15 +17,18 @@ import msgspec
 import pytest
 
 from cluster.config import ClusterConfig
+from cluster.processes.child import SetWorkers, encode_line
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import SHARED_MEMORY, descendants, mapped_segments, running
 from cluster.processes.process_launcher import ProcessLauncher
 from cluster.processes.ray_child import RayChild
 from cluster.processes.ray_launcher import RayLauncher, imported_ray
-from cluster.processes.spec import ChildSpec, Launcher, LaunchError
+from cluster.processes.spec import ChildSpec, Launcher, LaunchError, Sealed
 from cluster.processes.supervisor import RestartConfig
 from engine.config import EngineConfig
+from engine.messages import PeerAddress
 from router.config import RouterConfig
+from tests.chaos.faults import freeze, frozen
 from worker.config import PrefillConfig
 
 FAKES = {
@@ -224,6 +228,41 @@ def test_a_stubborn_child_is_killed_and_a_slow_one_given_up() -> None:
     ):
         cluster.start()
     assert children() <= before
+
+
+def test_a_frozen_router_holds_nobody_up() -> None:
+    """Guards the thread that watches the cluster, and that alone ends a frozen router: the pipe there holds 64 KiB, and
+    a write of more would wait as long as the router is frozen."""
+    peers = [PeerAddress(f"decode-{number}", f"127.0.0.1:{number}") for number in range(1, 4000)]
+    assert len(encode_line(SetWorkers([], peers))) > 1 << 17
+    settings, secrets = msgspec.to_builtins(CONFIG.router), Sealed.of((bytes(32),))
+    spec = ChildSpec(kind="router", name="router", factory=FAKES["router"], config=settings, secrets=secrets)
+    child = ProcessLauncher().launch(spec)
+    assert child.started_within(60.0) is not None
+
+    def announce() -> None:
+        for _ in range(20):
+            child.set_workers([], peers)
+        child.set_workers([], [])
+
+    watcher = threading.Thread(target=announce, daemon=True)
+    with frozen(child.pid):
+        assert child.condemned() == []
+        watcher.start()
+        watcher.join(5.0)
+        held_up = watcher.is_alive()
+        assert child.condemned() is None
+        waiting = 0 if held_up else len(child._unsent)
+    watcher.join()
+    assert not held_up and 0 < waiting <= 2
+    # What it was told last counts.
+    assert not child.ready()
+    child.set_workers([], peers)
+    assert child.ready()
+    freeze(child.pid)
+    child.set_workers([], peers)
+    child.stop(0.0)
+    assert child.failure() == "killed by SIGKILL"
 
 
 # As the kernel cuts their names.

@@ -7,10 +7,11 @@ import msgspec
 import pytest
 
 from engine.kv.layout import KVLayout
-from engine.messages import Hello, WorkerInfo
+from engine.messages import Endpoint, Hello, RankEndpoint, WorkerInfo
 from engine.types import Incarnation
 from transfer.handoff.negotiation import (
     AS_STORED,
+    MAX_PEER_RANKS,
     WP64,
     Agreement,
     NegotiationError,
@@ -21,6 +22,8 @@ from transfer.handoff.negotiation import (
     negotiate,
     unit,
 )
+
+RANK = RankEndpoint(first_head=0, kv_heads=4, details=[{}])
 
 
 def _layout(heads: range = range(4), **changes: Any) -> KVLayout:
@@ -81,6 +84,17 @@ def test_a_hello_that_is_no_layout_is_refused() -> None:
     strange = msgspec.structs.replace(_hello(_layout()), layout={"kv_heads": "all"})
     with pytest.raises(NegotiationError, match="is not a KV layout"):
         negotiate(_hello(_layout()), strange)
+
+
+def test_a_peer_has_no_more_ranks_than_a_host() -> None:
+    """Guards both sides from work that grows with what a peer says."""
+    fits, over = (
+        msgspec.structs.replace(_hello(_layout()), endpoints=[Endpoint(transport="shm", ranks=[RANK] * ranks)])
+        for ranks in (MAX_PEER_RANKS, MAX_PEER_RANKS + 1)
+    )
+    assert negotiate(fits, fits)
+    with pytest.raises(NegotiationError, match="it has 257 ranks, and may have 256"):
+        negotiate(fits, over)
 
 
 def test_what_travels_is_the_senders_block_of_the_common_heads() -> None:

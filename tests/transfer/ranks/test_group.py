@@ -1,5 +1,6 @@
 """The parts of blocks between ranks, and one mover made of many."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from transfer.handoff.commands import (
     Sent,
     Unreachable,
 )
-from transfer.handoff.negotiation import Agreement
+from transfer.handoff.negotiation import MAX_PEER_RANKS, Agreement
 from transfer.ranks.group import HeadsPart, MoverGroup, ToRank, heads_of, part_of, parts
 from transfer.transport import Move
 
@@ -200,10 +201,22 @@ def test_an_offer_with_too_few_digests_fails() -> None:
 @pytest.mark.parametrize("heads", [[range(3)], [range(3), range(2, 6)], [range(3, 6), range(3)], [range(0), range(6)]])
 def test_ranks_that_have_not_the_heads_of_their_worker_are_refused(heads: list[range]) -> None:
     """Guards against a peer whose ranks leave a head out, or send it twice."""
-    with pytest.raises(ValueError, match="which are not 0 to 5"):
+    with pytest.raises(ValueError, match="do not share out KV heads 0 to 5"):
         heads_of(endpoint(heads), LAYOUT)
     (told,) = MoverGroup(even(2)).submit(Connect(PEER, endpoint(heads), Agreement(LAYOUT)))
     assert isinstance(told, Unreachable) and told.peer == PEER
+
+
+def test_ranks_cost_by_their_number_and_not_by_that_of_their_heads() -> None:
+    """Guards the memory of a worker from a hello of a few hundred bytes."""
+    ranks = endpoint([range(1 << 20)] * MAX_PEER_RANKS)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="0 to 1048575") as raised:
+            heads_of(ranks, LAYOUT)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20 and len(str(raised.value)) < 200
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_rank_whose_peer_or_mover_is_lost_is_the_workers() -> None:
