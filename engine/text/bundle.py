@@ -132,6 +132,7 @@ class TextModel:
         tool_template = "" if self._tool_template is self._template else self._tool_template.source
         return TextFiles.load(self.model_dir).with_templates(self._template.source, tool_template).as_hugging_face()
 
-    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
-        """Return a detokenizer for one answer. Control tokens are skipped, but for those whose names are in `shown`."""
-        return self._detokenizers.make(shown)
+    def detokenizer(self, shown: frozenset[str] = frozenset(), *, continues: bool = False) -> Detokenizer:
+        """Return a detokenizer for one answer. Control tokens are skipped, but for those whose names are in `shown`.
+        `continues`: the answer's text goes on with one, and keeps the space before its first word."""
+        return self._detokenizers.make(shown, continues=continues)
