@@ -62,7 +62,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     head, if both workers say the same and store more than 8 bits; less precise, for slow networks (docs/handoff.md).
     Transports that read the sender's memory themselves move blocks as they are stored."""
     tcp_host: str = ""
-    """The address the tcp transport listens on and tells its peers; empty means the worker's own."""
+    """The address the tcp transport listens on and tells its peers, or a name that this host finds it by; empty means
+    the worker's own."""
     escalate_s: float = 5.0
     """A lost reader for whom blocks have been in quarantine for this long is called silent, to the router."""
     stall_s: float = 10.0

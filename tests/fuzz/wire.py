@@ -1,5 +1,6 @@
 """What peers say: frames between workers and routers, endpoints, greetings, frames of blocks, control messages."""
 
+import fcntl
 import os
 import socket
 from collections.abc import Callable
@@ -128,8 +129,9 @@ def _shm_endpoint(data: bytes) -> None:
 @cache
 def _pool() -> dict[str, int]:
     """A pool of four blocks in this process's memory, as it is told to peers."""
-    fd = os.memfd_create("pool")
+    fd = os.memfd_create("pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(fd, header_bytes(4) + 4 * BLOCK_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     found = os.fstat(fd)
     told = PoolFileDetails(os.getpid(), fd, found.st_dev, found.st_ino, 4, BLOCK_BYTES)
     return msgspec.structs.asdict(told)

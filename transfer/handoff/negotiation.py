@@ -27,6 +27,9 @@ WIRED = ("nccl", "tcp")
 MAX_PEER_RANKS = 256
 """The most ranks with a pool that a peer may have: more than a host has devices. Each costs both sides work."""
 
+TOLD_CHARACTERS = 400
+"""The most that a refusal repeats of one value: it is logged, and a peer's may be as long as a whole message."""
+
 
 class NegotiationError(Exception):
     """The two workers do not fit; the message names what differs, with both values."""
@@ -66,7 +69,7 @@ def negotiate(mine: Hello, theirs: Hello) -> Agreement:
         raise NegotiationError(f"it holds {_heads(there)}, this worker {_heads(here)}")
     for hello in (mine, theirs):
         if hello.wire not in WIRES:
-            raise NegotiationError(f"there is no form {hello.wire!r} to travel in")
+            raise NegotiationError(f"there is no form {_cut(hello.wire)!r} to travel in")
         if not 0.0 <= hello.digest_share <= 1.0:
             raise NegotiationError(f"{hello.digest_share} is no share of blocks to make digests of")
     wire = mine.wire if mine.wire == theirs.wire and here.dtype in DTYPE_BYTES else AS_STORED
@@ -126,12 +129,17 @@ def _layout(hello: Hello) -> KVLayout:
     try:
         return msgspec.convert(hello.layout, KVLayout)
     except msgspec.ValidationError as error:
-        raise NegotiationError(f"{hello.layout} is not a KV layout: {error}") from error
+        raise NegotiationError(f"{_cut(hello.layout)} is not a KV layout: {_cut(error)}") from error
 
 
 def _same(what: str, mine: object, theirs: object) -> None:
     if mine != theirs:
-        raise NegotiationError(f"its {what} is {theirs}, this worker's is {mine}")
+        raise NegotiationError(f"its {what} is {_cut(theirs)}, this worker's is {_cut(mine)}")
+
+
+def _cut(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= TOLD_CHARACTERS else f"{text[:TOLD_CHARACTERS]}... ({len(text)} characters)"
 
 
 def _groups(layout: KVLayout) -> str:

@@ -1,6 +1,7 @@
 """The file behind a worker's pool, as another process of its host finds it: told in an endpoint, mapped read-only. What
 `shm` and `cuda_ipc` share."""
 
+import fcntl
 import mmap
 import os
 from typing import TypeVar
@@ -47,7 +48,8 @@ def peer_pool_file(endpoint: Endpoint, kind: type[PoolFileDetailsT], received: B
 
 class PeerFile:
     """The first `size` bytes of a peer's file, which begins with the generations of its blocks
-    (`engine.storage.paged`). Raises TransferError if it is gone, another, or shorter."""
+    (`engine.storage.paged`). Raises TransferError if it is gone, another, shorter, or
+    might become shorter."""
 
     def __init__(self, file: PoolFileDetails, size: int) -> None:
         self.map = _map(file, size)
@@ -79,8 +81,12 @@ def _map(file: PoolFileDetails, size: int) -> mmap.mmap:
         found = os.fstat(mine)
         if (found.st_dev, found.st_ino) != (file.device, file.inode):
             raise TransferError(f"{path} is another file: the peer is gone")
-        if found.st_size < size:
-            raise TransferError(f"{path} has {found.st_size} bytes, expected {size}")
+        # Before its size is read: to read a page that was cut off ends the reader.
+        if not fcntl.fcntl(mine, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransferError(f"{path} is not sealed against shrinking")
+        has = os.fstat(mine).st_size
+        if has < size:
+            raise TransferError(f"{path} has {has} bytes, expected {size}")
         return mmap.mmap(mine, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
         raise TransferError(f"cannot map {path}: {error}") from error

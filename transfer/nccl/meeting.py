@@ -38,7 +38,6 @@ class Meeting:
     ) -> None:
         listener = listen(host)
         self._incarnation = incarnation
-        self._host = host
         self._stall_s = stall_s
         self._limit_s = limit_s
         self._peers = peers
@@ -54,7 +53,7 @@ class Meeting:
 
     def details(self, peer: Incarnation, block_bytes: int, version: int, gpu: str) -> NcclDetails:
         """Return what `peer` alone is told. From any thread."""
-        address = msgspec.structs.asdict(self._door.address(self._host, block_bytes, peer))
+        address = msgspec.structs.asdict(self._door.address(block_bytes, peer))
         return NcclDetails(**address, version=version, gpu=gpu)
 
     def check(self, endpoint: Endpoint, received: BlockSlice, version: int) -> NcclDetails:
@@ -65,7 +64,7 @@ class Meeting:
         return details
 
     def begin(self, peer: Incarnation, details: NcclDetails, sent: BlockSlice, received: BlockSlice) -> NcclPeer:
-        """Raises TransferError where its host has no address."""
+        """Raises TransferError where its host is no plain address."""
         dial = None
         if self._incarnation < peer:
             now = time.monotonic()

@@ -62,6 +62,10 @@ class _Direction:
     peer_gone: set[int] = field(default_factory=set)
 
 
+MOST_AHEAD = 1 << 14
+"""By how many chunks of a direction the peer may be ahead: what it says of each is kept until it is posted here."""
+
+
 class Pair:
     """One end. `leads`: it picks."""
 
@@ -115,6 +119,8 @@ class Pair:
     def heard(self, said: Ready | Gone) -> Chunk | None:
         """Returns the chunk of which the peer wants no more, if it is posted here. Raises TransferError."""
         direction = self._directions[not said.sends]
+        if said.number >= direction.posted + MOST_AHEAD:
+            raise TransferError(f"the peer speaks of chunk {said.number}: {direction.posted} are posted here")
         if isinstance(said, Gone):
             chunk = direction.chunks.get(said.number)
             direction.peer_ready.pop(said.number, None)

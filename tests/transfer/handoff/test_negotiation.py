@@ -86,6 +86,17 @@ def test_a_hello_that_is_no_layout_is_refused() -> None:
         negotiate(_hello(_layout()), strange)
 
 
+def test_a_refusal_is_no_longer_than_a_few_lines() -> None:
+    """Guards the log against a peer whose hello is refused, and as long as a message may be."""
+    mine, long = _hello(_layout()), "x" * 1_000_000
+    dtype = msgspec.structs.replace(mine, layout={**mine.layout, "dtype": long})
+    unknown = msgspec.structs.replace(mine, layout={long: long})
+    for theirs in (_hello(_layout(), model=long), dtype, unknown, _hello(_layout(), wire=long)):
+        with pytest.raises(NegotiationError, match=r"x{300}") as refused:
+            negotiate(mine, theirs)
+        assert len(str(refused.value)) < 1000
+
+
 def test_a_peer_has_no_more_ranks_than_a_host() -> None:
     """Guards both sides from work that grows with what a peer says."""
     fits, over = (

@@ -6,6 +6,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -42,7 +43,7 @@ class Listening:
         self.admitted: list[Incarnation] = []
         self._inside: list[socket.socket] = []
         self.door = Door(listen("127.0.0.1"), ME, self.reactor, STALL_S, self._admit)
-        self.there = self.door.address("127.0.0.1", 64, ONE)
+        self.there = self.door.address(64, ONE)
 
     def _admit(self, dialer: Incarnation, sock: socket.socket) -> bool:
         self.admitted.append(dialer)
@@ -56,7 +57,7 @@ class Listening:
             sock.close()
 
     def address(self, peer: Incarnation) -> DoorAddress:
-        return self.door.address("127.0.0.1", 64, peer)
+        return self.door.address(64, peer)
 
     def turn(self, turns: int = TURNS) -> None:
         for _ in range(turns):
@@ -159,6 +160,34 @@ def test_what_the_listener_says_is_no_proof_to_it(listening: Listening) -> None:
         assert heard and len(heard) == ANSWER_BYTES
         assert listening.hears(sock, heard[NONCE_BYTES:]) is None
     assert listening.admitted == []
+
+
+def test_a_peer_is_told_an_address_and_never_a_name() -> None:
+    """Guards the transfer thread, which would wait for a name server as long as that does not answer."""
+    reactor = Reactor()
+    door = Door(listen("localhost"), ME, reactor, STALL_S, lambda dialer, sock: False)
+    try:
+        told = door.address(64, ONE)
+        family, (host, port) = resolve(told)
+        assert host == told.host in ("127.0.0.1", "::1") and port == told.port
+        dial((family, (host, port)), STALL_S).close()
+    finally:
+        door.close()
+        reactor.close()
+
+
+def test_a_name_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a worker against a peer that names a host for which no name server answers."""
+    found = socket.getaddrinfo
+
+    def by_number_alone(host: str, *rest: Any, flags: int = 0, **more: Any) -> Any:
+        assert flags & socket.AI_NUMERICHOST, f"a name server is asked for {host}"
+        return found(host, *rest, flags=flags, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", by_number_alone)
+    with pytest.raises(TransferError, match="cannot find 'localhost'"):
+        resolve(DoorAddress("localhost", 4000, "07" * 32, 64))
+    assert resolve(DoorAddress("::1", 4000, "07" * 32, 64)) == (socket.AF_INET6, ("::1", 4000))
 
 
 class Answering:

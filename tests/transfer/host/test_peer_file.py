@@ -1,11 +1,13 @@
 """The file behind a peer's pool, as the peer names it: whatever it names, the answer comes at once."""
 
+import fcntl
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
+from engine.types import BlockId
 from transfer.host.peer_file import PeerFile, PoolFileDetails
 from transfer.transport import TransferError
 
@@ -31,4 +33,22 @@ def test_a_pipe_in_place_of_memory_holds_nobody_up(tmp_path: Path) -> None:
         os.close(os.open(tmp_path / "pipe", os.O_WRONLY | os.O_NONBLOCK))
         thread.join(5.0)
     os.close(reading)
-    assert not hung and "0 bytes, expected 128" in str(errors[0])
+    assert not hung and "cannot map" in str(errors[0])
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK])
+def test_a_file_that_may_shrink_is_not_read(seals: int) -> None:
+    """Guards the reader against SIGBUS, which a page that was cut off after it was mapped ends it with."""
+    fd = os.memfd_create("pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(fd, 128)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        found = os.fstat(fd)
+        told = PoolFileDetails(os.getpid(), fd, found.st_dev, found.st_ino, blocks=1, block_bytes=64)
+        if seals:
+            assert PeerFile(told, 128).generation(BlockId(0)) == 0
+        else:
+            with pytest.raises(TransferError, match="not sealed"):
+                PeerFile(told, 128)
+    finally:
+        os.close(fd)

@@ -1,13 +1,15 @@
 """Both ends of a pair, with every message late, in any interleaving: all chunks end, both mean the same ones."""
 
 from collections import deque
+from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer.nccl.pair import Chunk, ChunkPiece, Pair
+from transfer.nccl.pair import MOST_AHEAD, Chunk, ChunkPiece, Pair
 from transfer.nccl.wire import Go, Gone, Ready, Said
-from transfer.transport import Outcome, Ticket
+from transfer.transport import Outcome, Ticket, TransferError
 
 STEPS = st.lists(
     st.tuples(
@@ -143,3 +145,14 @@ def test_both_ends_carry_out_the_same(steps: list[tuple[str, bool, int]]) -> Non
         assert not side.inbox and not side.launched
         assert all(chunk.is_over for chunk in side.chunks), side.pair
         assert side.pair.is_idle
+
+
+@pytest.mark.parametrize("said", [lambda number: Gone(True, number), lambda number: Ready(True, number, 7)])
+def test_a_peer_is_ahead_by_so_much_at_most(said: Callable[[int], Gone | Ready]) -> None:
+    """Guards the memory of an end whose peer speaks of chunks that nobody will post."""
+    pair = Pair(leads=True)
+    pair.heard(said(MOST_AHEAD - 1))
+    with pytest.raises(TransferError, match="0 are posted here"):
+        pair.heard(said(MOST_AHEAD))
+    pair.post(False, Ticket(1), 7, 1)
+    pair.heard(said(MOST_AHEAD))

@@ -76,11 +76,14 @@ def peer_door(endpoint: Endpoint, kind: type[DoorAddressT], received: BlockSlice
 
 
 def resolve(address: DoorAddress) -> Target:
-    """May wait for a name server where the host is no plain address. Raises TransferError."""
+    """Raises TransferError where the host is no plain address: a name server may not answer for longer than the
+    transfer thread may be away."""
     try:
-        family, _, _, _, found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
     except (OSError, ValueError) as error:  # ValueError: no host could have such a name
-        raise TransferError(f"cannot find {address.host!r}: {error}") from error
+        raise TransferError(f"cannot find {address.host[:100]!r}: {error}") from error
     return family, (str(found[0]), int(found[1]))
 
 
@@ -106,7 +109,8 @@ def check_connected(sock: socket.socket) -> None:
 
 
 def listen(host: str) -> socket.socket:
-    """A listening socket at a port of the system's choice. Raises TransferError."""
+    """A listening socket at a port of the system's choice. May wait for a name server where `host` is no plain address.
+    Raises TransferError."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         listener = socket.create_server((host, 0), family=found[0][0], backlog=128)
@@ -204,7 +208,8 @@ class Door:
         admit: Callable[[Incarnation, socket.socket], bool],
     ) -> None:
         self._listener = listener
-        self._port = int(listener.getsockname()[1])
+        host, port = listener.getsockname()[:2]
+        self._host, self._port = str(host), int(port)
         self._root = secrets.token_bytes(KEY_BYTES)
         self._incarnation = incarnation
         self._reactor = reactor
@@ -214,9 +219,9 @@ class Door:
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         reactor.watch(listener, self._accept)
 
-    def address(self, host: str, block_bytes: int, peer: Incarnation) -> DoorAddress:
+    def address(self, block_bytes: int, peer: Incarnation) -> DoorAddress:
         """Return what `peer` is told of this door, and nobody else. From any thread."""
-        return DoorAddress(host, self._port, self._key_of(peer).hex(), block_bytes)
+        return DoorAddress(self._host, self._port, self._key_of(peer).hex(), block_bytes)
 
     def _key_of(self, peer: Incarnation) -> bytes:
         """Return the key that this peer alone is told. Nobody can make it of another's."""

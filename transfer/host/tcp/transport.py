@@ -60,7 +60,6 @@ class TcpTransport:
         listener = listen(host)
         self._memory = memory
         self._incarnation = incarnation
-        self._host = host
         self._stall_s = stall_s
         self._peers: PeerTable[_Peer] = PeerTable()
         self.scrapped_bytes = 0
@@ -69,12 +68,12 @@ class TcpTransport:
         self._door = Door(listener, incarnation, self._reactor, stall_s, self._admit)
 
     def describe(self, peer: Incarnation) -> Endpoint:
-        address = self._door.address(self._host, self._memory.block_bytes, peer)
+        address = self._door.address(self._memory.block_bytes, peer)
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(address))
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
-        """Remember where `peer` listens; forgets an earlier connection with it. Resolves a host name, so that it may
-        wait for a name server where the endpoint names no plain address."""
+        """Remember where `peer` listens; forgets an earlier connection with it. The endpoint must name a plain
+        address."""
         address = peer_door(endpoint, DoorAddress, received)
         target = resolve(address)
         self.disconnect(peer)
