@@ -68,8 +68,8 @@ class HexText:
     def tokenizer_files(self) -> dict[str, str]:
         return {"tokenizer.json": "{}"}
 
-    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
-        return self._detokenizers.make(shown)
+    def detokenizer(self, shown: frozenset[str] = frozenset(), *, continues: bool = False) -> Detokenizer:
+        return self._detokenizers.make(shown, continues=continues)
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:
         return self._detokenizers.token_bytes(token)

@@ -117,7 +117,7 @@ def _wanted(asked: HubModel, sizes: dict[str, int]) -> list[str]:
     if "config.json" not in sizes:
         raise ModelError(asked.repository, f"has no config.json{_ggufs(sizes)}")
     found = sorted(name for name in sizes if any(fnmatchcase(name, pattern) for pattern in WANTED))
-    return [name for name in found if "/" not in name]
+    return [name for name in found if "/" not in name or name in BESIDE]
 
 
 def _ggufs(sizes: dict[str, int]) -> str:

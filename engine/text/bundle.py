@@ -8,7 +8,6 @@ writer has no template but this. Either can be asked for otherwise (`engine/text
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from tokenizers import Tokenizer
 
 from engine.model.config import ModelConfig, ModelError
@@ -42,10 +41,12 @@ class TextModel:
         self.sampling = settings.sampling or SamplingParams()
         """What its publisher recommends."""
         self._control = control
-        self._template = ChatTemplate(files.template, settings.named_tokens)
+        self._template = self._tool_template = ChatTemplate(files.template, settings.named_tokens)
+        if settings.tool_template:
+            self._tool_template = ChatTemplate(settings.tool_template, settings.named_tokens)
         self._detokenizers = DetokenizerFactory(self._control.tokenizer, self._control.marks)
         self.added_ids = self._detokenizers.added
-        self.dialect = dialect_of(files.template, self._detokenizers.added)
+        self.dialect = dialect_of(files.template + settings.tool_template, self._detokenizers.added)
 
     @staticmethod
     def load(model_dir: Path, template_file: Path | None = None) -> "TextModel":
@@ -54,9 +55,10 @@ class TextModel:
         files = TextFiles.load(model_dir)
         if template_file is not None:
             try:
-                files = msgspec.structs.replace(files, template=template_file.read_text(encoding="utf-8"))
+                template = template_file.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise ModelError(template_file, f"not a chat template (router.chat_template): {error}") from error
+            files = files.with_templates(template)
         try:
             tokenizer = Tokenizer.from_str(files.tokenizer)
             # A tokenizer.json may carry the settings it was trained with; a server must never cut a prompt short.
@@ -91,8 +93,9 @@ class TextModel:
         are marked in it, and where the chat is literal no others. Raises FieldError("messages", ...), and what else
         the template refuses."""
         control = self._control
+        template = self._tool_template if chat.tools else self._template
         try:
-            text = self._template.render(chat, control.hide if chat.is_literal else str)
+            text = template.render(chat, control.hide if chat.is_literal else str)
         except FieldError as error:
             raise FieldError(error.field, control.told(error.message)) from error
         return control.show(control.mark(text))
@@ -126,9 +129,10 @@ class TextModel:
         they lie in a Hugging Face directory. Raises ModelError where the files are gone."""
         if self.model_dir is None:
             raise ModelError(Path(TOKENIZER_FILE), "was not read from a folder")
-        files = msgspec.structs.replace(TextFiles.load(self.model_dir), template=self._template.source)
-        return files.as_hugging_face()
+        tool_template = "" if self._tool_template is self._template else self._tool_template.source
+        return TextFiles.load(self.model_dir).with_templates(self._template.source, tool_template).as_hugging_face()
 
-    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
-        """Return a detokenizer for one answer. Control tokens are skipped, but for those whose names are in `shown`."""
-        return self._detokenizers.make(shown)
+    def detokenizer(self, shown: frozenset[str] = frozenset(), *, continues: bool = False) -> Detokenizer:
+        """Return a detokenizer for one answer. Control tokens are skipped, but for those whose names are in `shown`.
+        `continues`: the answer's text goes on with one, and keeps the space before its first word."""
+        return self._detokenizers.make(shown, continues=continues)

@@ -10,15 +10,21 @@ import codecs
 import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import islice
+from string import ascii_letters
 from typing import Protocol
 
+import msgspec
 from tokenizers import Tokenizer
 
 from engine.text.sentence_pieces import SPACE, PieceDetokenizer, Pieces, PieceTable, byte_of
 
+_LETTERS = frozenset(ascii_letters)
+
 
 class Detokenizer(Protocol):
-    """One per answer. All pushes and the flush, joined, equal decoding all ids at once; special tokens are skipped."""
+    """One per answer. All pushes and the flush, joined, equal decoding all ids at once, or where the answer continues a
+    text, what decoding both adds to it; special tokens are skipped."""
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that these ids complete, perhaps none."""
@@ -41,23 +47,32 @@ class DetokenizerFactory:
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._pieces = Pieces.of(decoder)
-        self._makers: dict[frozenset[int], Callable[[], Detokenizer]] = {}
+        self._makers: dict[tuple[frozenset[int], bool], Callable[[], Detokenizer]] = {}
         self.token_bytes = cache(self._token_bytes)
 
-    def make(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
-        """Return one that skips special tokens, but for those whose names are in `shown`."""
+    def make(self, shown: frozenset[str] = frozenset(), *, continues: bool = False) -> Detokenizer:
+        """Return one that skips special tokens, but for those whose names are in `shown`. `continues`: a text stands
+        before the answer, so that its first word keeps its space."""
         kept = frozenset(index for name, index in self._special.items() if name in shown)
-        maker = self._makers.get(kept)
+        key = kept, continues and not self._is_byte_level
+        maker = self._makers.get(key)
         if maker is None:
-            maker = self._makers[kept] = self._maker(self._skipped - kept)
+            maker = self._makers[key] = self._maker(self._skipped - kept, continues)
         return maker()
 
-    def _maker(self, skipped: frozenset[int]) -> Callable[[], Detokenizer]:
+    def _maker(self, skipped: frozenset[int], continues: bool) -> Callable[[], Detokenizer]:
         if self._is_byte_level:
             return partial(_ByteLevelDetokenizer, _ByteLevelTable(self._tokenizer, skipped))
         if self._pieces is not None:
-            return partial(PieceDetokenizer, PieceTable(self._tokenizer, skipped, self._pieces), self._pieces)
-        return partial(_WindowDetokenizer, self._tokenizer, skipped)
+            pieces = msgspec.structs.replace(self._pieces, stripped=0) if continues else self._pieces
+            return partial(PieceDetokenizer, PieceTable(self._tokenizer, skipped, pieces), pieces)
+        return partial(_WindowDetokenizer, self._tokenizer, skipped, self._letter() if continues else ())
+
+    def _letter(self) -> tuple[int, ...]:
+        """Return a token that is a letter, to stand for the text before an answer."""
+        size = self._tokenizer.get_vocab_size()
+        letters = (token for token in range(size) if (name := self._tokenizer.id_to_token(token)) and name in _LETTERS)
+        return tuple(islice(letters, 1))
 
     def _token_bytes(self, token: int) -> tuple[bytes, bool]:
         """Return the bytes of a token by itself, and whether answers show them."""
@@ -136,11 +151,11 @@ class _ByteLevelDetokenizer:
 class _WindowDetokenizer:
     # `_window[:_shown]` has been shown and is kept as context for what follows: decoders treat the first token of a
     # text differently (they drop its leading space).
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        self._window: list[int] = []
-        self._shown = 0
+        self._window = list(before)
+        self._shown = len(before)
 
     def push(self, ids: Sequence[int]) -> str:
         self._window += [token for token in ids if token not in self._skipped]

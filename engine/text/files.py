@@ -28,7 +28,8 @@ def turn_ends(controls: Collection[str]) -> set[str]:
 
 class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`named_tokens` is what a template may print: bos_token, eos_token, unk_token, pad_token. `sampling` is what the
-    publisher recommends; None: the files say nothing. `tokens`: ids from there on are of no token; 0: not known."""
+    publisher recommends; None: the files say nothing. `tokens`: ids from there on are of no token; 0: not known.
+    `tool_template` renders chats with tools; empty: the template of all others does."""
 
     name: str = ""
     vocab_size: int = 0
@@ -36,6 +37,7 @@ class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     named_tokens: dict[str, str] = {}
+    tool_template: str = ""
     sampling: SamplingParams | None = None
 
 
@@ -58,13 +60,22 @@ class TextFiles(msgspec.Struct, frozen=True):
         )
         return msgspec.structs.replace(self, settings=settings)
 
+    def with_templates(self, template: str, tool_template: str = "") -> "TextFiles":
+        """Return the same, with other templates."""
+        settings = msgspec.structs.replace(self.settings, tool_template=tool_template)
+        return msgspec.structs.replace(self, template=template, settings=settings)
+
     def as_hugging_face(self) -> dict[str, str]:
         """Return contents by name of the files in which others keep the same."""
+        template: object = self.template
+        if tool_template := self.settings.tool_template:
+            named = {"default": self.template, "tool_use": tool_template}
+            template = [{"name": name, "template": text} for name, text in named.items() if text]
         config = {
             **self.settings.named_tokens,
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self.settings.context_tokens,
-            **({"chat_template": self.template} if self.template else {}),
+            **({"chat_template": template} if template else {}),
         }
         return {TOKENIZER_FILE: self.tokenizer, "tokenizer_config.json": msgspec.json.encode(config).decode()}
 

@@ -195,7 +195,8 @@ class Frontend:
                 one = _sample(record, index, call.n)
                 trace = self._hub.journal.received(one.request, call.traceparent, received_s)
                 one = msgspec.structs.replace(one, traceparent=trace)
-            stream = self._stream(samples, one, call.stop, line, deadline_s=deadline_s, admission=admission)
+            output = self._output(arrival.form, call.stop, arrival.continues)
+            stream = self._stream(samples, one, output, line, deadline_s=deadline_s, admission=admission)
             samples.put(index, stream)
             if record.beams is None:
                 self._hub.submit(msgspec.structs.replace(event, record=one), stream)
@@ -207,7 +208,7 @@ class Frontend:
         self,
         samples: Samples,
         record: RequestRecord,
-        stop: tuple[str, ...],
+        output: Output,
         timeline: Timeline,
         *,
         is_adopted: bool = False,
@@ -220,7 +221,7 @@ class Frontend:
         history = OutputHistory(events=is_resumable) if keeps else None
         return SampleStream(
             Started(record.request, self.model.name, record.prompt_tokens),
-            self._output(samples.started.form, stop),
+            output,
             timeline,
             self._observer,
             samples.changed,
@@ -231,12 +232,12 @@ class Frontend:
             history=history,
         )
 
-    def _output(self, form: HttpForm | None, stop: tuple[str, ...]) -> Output:
+    def _output(self, form: HttpForm | None, stop: tuple[str, ...], continues: bool) -> Output:
         parsing = None if form is None else form.parsing
         if parsing is None:
-            return Output(self.model.detokenizer(), stop)
+            return Output(self.model.detokenizer(continues=continues), stop)
         reasoning = parser_of(msgspec.structs.replace(parsing, tools="")) if parsing.reasoning else None
-        return Output(self.model.detokenizer(parsing.marks), stop, reasoning)
+        return Output(self.model.detokenizer(parsing.marks, continues=continues), stop, reasoning)
 
     async def _serve(
         self,
@@ -428,7 +429,8 @@ class Frontend:
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
         # It is let in there already, and its output so far is charged there: what comes from now on is charged here.
         admission = self._limits.take_over(context.tenant, len(orphan.tokens), now)
-        stream = self._stream(samples, record, context.stop, timeline, is_adopted=True, admission=admission)
+        output = self._output(samples.started.form, context.stop, context.continues)
+        stream = self._stream(samples, record, output, timeline, is_adopted=True, admission=admission)
         self._hub.charge(record.request, context.tenant, self._limits.weight(context.tenant), context.session)
         samples.put(record.sample_index, stream)
         self._give_up(self._resumables.detached(context.token, now))

@@ -50,6 +50,8 @@ class Arrival(msgspec.Struct, frozen=True):
     prompt: TokenizedPrompt
     chat: ChatPrompt | None
     token: str
+    continues: bool
+    """The answer goes on with a text, or is what a constraint says to the letter."""
     form: HttpForm | None = None
     """The call's, with how the answer is taken apart."""
     session: Session | None = None
@@ -84,6 +86,7 @@ class Intake:
             if call.constraint is not None:
                 call = await self._constrained(call, call.constraint)
             chat = chat_of(call)
+            continues = chat is None or chat.continue_final or call.constraint is not None
             prompt = await self._tokenize(call, chat)
             form = self._form(call, chat, prompt)
             if call.tool_choice.mode == "required" and form is not None and form.parsing is not None:
@@ -107,6 +110,7 @@ class Intake:
                 samples=call.n,
                 tenant=call.tenant,
                 session=self.namespaces.session(call.tenant, call.session) if call.session else None,
+                continues=continues,
             )
             record = to_record(
                 call,
@@ -121,7 +125,7 @@ class Intake:
             )
         except FieldError as error:
             raise _refusal(error) from error
-        return Arrival(record, prompt, chat, token, form, context.session)
+        return Arrival(record, prompt, chat, token, continues, form, context.session)
 
     def _form(self, call: GenerateCall, chat: ChatPrompt | None, prompt: TokenizedPrompt) -> HttpForm | None:
         """Return the form of the answer, with the parsers that it needs. Raises FieldError for tools whose calls nobody

@@ -39,7 +39,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `chat` is all that was rendered, so that the finished answer is remembered for the next turn;
     `form` is how the answer is written, where the call came over HTTP; `samples` how many of them there are. `tenant`
-    is whose it is: who goes on with it counts and charges it. `session` is the conversation's, if it has a name."""
+    is whose it is: who goes on with it counts and charges it. `session` is the conversation's, if it has a name.
+    `continues`: the answer's first word keeps the space before it."""
 
     token: str
     model: str
@@ -49,6 +50,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     samples: int = 1
     tenant: str = ""
     session: Session | None = None
+    continues: bool = False
 
     def __repr__(self) -> str:
         """Leave out the caller's text, and what lets others read the answer."""

@@ -27,10 +27,16 @@ FILES = {
     "config.json": b"{}",
     "tokenizer.json": b"{}",
     "generation_config.json": b'{"temperature": 0.6}',
+    "special_tokens_map.json": b"{}",
+    "additional_chat_templates/tool_use.jinja": b"tools",
+    "additional_chat_templates/rag.jinja": b"not wanted",
     "model.safetensors": b"weights" * 400_000,
     "README.md": b"not wanted",
     "consolidated.safetensors": b"the same weights again",
     "onnx/model.safetensors": b"in another format",
+}
+NOT_WANTED = {
+    *("additional_chat_templates/rag.jinja", "README.md", "consolidated.safetensors", "onnx/model.safetensors")
 }
 
 
@@ -141,8 +147,8 @@ def test_a_model_is_downloaded_once(fake: FakeHub, locate: Located) -> None:
     assert first.returncode == 0, first.stderr
     *arrived, path = first.stdout.splitlines()
     folder = Path(path)
-    wanted = {"config.json", "tokenizer.json", "generation_config.json", "model.safetensors"}
-    assert {file.name for file in folder.iterdir()} == wanted
+    wanted = FILES.keys() - NOT_WANTED
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()} == wanted
     assert all((folder / name).read_bytes() == FILES[name] for name in wanted)
     total = sum(len(FILES[name]) for name in wanted)
     assert (arrived[0], arrived[-1]) == (f"arrived 0 {total}", f"arrived {total} {total}")

@@ -84,7 +84,7 @@ class ByteText:
     def tokenizer_files(self) -> dict[str, str]:
         return {"tokenizer.json": "{}"}
 
-    def detokenizer(self, shown: frozenset[str] = frozenset()) -> ByteDetokenizer:
+    def detokenizer(self, shown: frozenset[str] = frozenset(), *, continues: bool = False) -> ByteDetokenizer:
         return ByteDetokenizer()
 
     def token_bytes(self, token: int) -> tuple[bytes, bool]:

@@ -72,6 +72,7 @@ class Vocabulary(msgspec.Struct, kw_only=True):
     unknown: int | None = field(name="tokenizer.ggml.unknown_token_id", default=None)
     padding: int | None = field(name="tokenizer.ggml.padding_token_id", default=None)
     template: str = field(name="tokenizer.chat_template", default="")
+    tool_template: str = field(name="tokenizer.chat_template.tool_use", default="")
 
     @staticmethod
     def read(path: Path, get: Callable[[str], object]) -> "Vocabulary":
@@ -144,6 +145,7 @@ def text_files(vocabulary: Vocabulary) -> TextFiles:
     settings = TextSettings(
         stop_ids=tuple(sorted(stop for stop in stops if stop is not None)),
         named_tokens={key: token for key, token in named.items() if token is not None},
+        tool_template=vocabulary.tool_template,
         tokens=_used(vocabulary),
     )
     return TextFiles(tokenizer.to_str(), vocabulary.template, settings)

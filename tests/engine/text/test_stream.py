@@ -56,10 +56,13 @@ BUILDS = {
 }
 
 
+@pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
-def test_stream_equals_decoding_at_once(build: Callable[[], Tokenizer]) -> None:
-    """Guards the stream: bytes lost, doubled or replaced at the borders of pushes, for valid and for absurd output."""
+def test_stream_equals_decoding_at_once(build: Callable[[], Tokenizer], continues: bool) -> None:
+    """Guards the stream: bytes lost, doubled or replaced at the borders of pushes, for valid and for absurd output; and
+    the space before its first word, where it goes on with a text."""
     made = build()
+    before = [made.token_to_id("a")] if continues else []
     factory = DetokenizerFactory(made)
     dice = random.Random(4)
     size = made.get_vocab_size()
@@ -69,13 +72,14 @@ def test_stream_equals_decoding_at_once(build: Callable[[], Tokenizer]) -> None:
         ids: list[int] = []
         for _ in range(dice.randint(1, 12)):
             ids += smiley if dice.random() < 0.2 else [dice.randrange(size)]
-        stream = factory.make()
+        stream = factory.make(continues=continues)
         pushed, start = "", 0
         while start < len(ids):
             step = dice.randint(0, 3)
             pushed += stream.push(ids[start : start + step])
             start += step
-        assert pushed + stream.flush() == made.decode(ids, skip_special_tokens=True), ids
+        told = "a" * len(before) + pushed + stream.flush()
+        assert told == made.decode(before + ids, skip_special_tokens=True), ids
 
 
 @pytest.fixture(scope="module")

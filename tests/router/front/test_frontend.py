@@ -28,7 +28,7 @@ from router.hub import Sink
 from router.status.journal import RouterJournal
 from router.status.observer import NullObserver
 from tests.router.core.parts import request_record
-from tests.router.fake_cluster import END, ByteText
+from tests.router.fake_cluster import END, ByteDetokenizer, ByteText
 
 WINDOW_S = 30.0
 
@@ -377,6 +377,37 @@ def test_what_no_caller_may_ask_no_worker_may_hand_over(what: str) -> None:
     record = msgspec.structs.replace(record, **changes)
     odd = msgspec.structs.replace(orphan(), record=record, tokens=emitted)
     assert Bench().front.revive(odd, 0.0) is None
+
+
+def test_who_goes_on_with_an_answer_writes_the_same_text() -> None:
+    """Guards the space before the first word of an answer that another router had begun."""
+
+    class Spaced(ByteText):
+        def detokenizer(self, shown: frozenset[str] = frozenset(), *, continues: bool = False) -> ByteDetokenizer:
+            made = ByteDetokenizer()
+            if continues:
+                made.push = lambda ids: "".join(f" {chr(token)}" for token in ids)  # type: ignore[method-assign]
+            return made
+
+    async def body() -> None:
+        bench = Bench()
+        bench.front.model = Spaced()
+        events, first = await bench.ask(GenerateCall(prompt="x", resumable=True))
+        bench.hub.answer(bench.hub.names[0], [97])
+        begun = await first
+        told = [event async for event in events]
+        assert isinstance(begun, Started) and told[0] == Delta(" a", (97,))
+        other = Bench()
+        other.front.model = Spaced()
+        kept = Orphan(record=bench.hub.records[0], placement=1, prefill="p0", tokens=[97], age_s=1.0)
+        stream = other.front.revive(kept, other.now)
+        assert stream is not None
+        stream.tokens([97], 1.5)
+        stream.completed(Complete(kept.record.request, FinishReason.LENGTH, RequestStats(), 0), 2.0)
+        resumed = [event async for event in other.front.resume(begun.resume_token)]
+        assert [event.text for event in resumed if isinstance(event, Delta)] == [" a"]
+
+    run(body())
 
 
 def test_what_was_cancelled_before_it_turned_up_is_not_revived() -> None:

@@ -3,10 +3,11 @@
 import asyncio
 import json
 import threading
+from typing import Any
 
 import pytest
 
-from engine.types import SamplingParams
+from engine.types import Constraint, ConstraintKind, SamplingParams
 from router.config import RouterConfig
 from router.front.api import ApiError, ChatMessage, GenerateCall, SamplingOverrides
 from router.front.intake import Arrival, Intake
@@ -17,6 +18,7 @@ from tests.engine.text.chats import chat
 from tests.router.fake_cluster import ByteText
 
 CHAT = [ChatMessage("user", "hi")]
+OPEN = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 class Watched(ByteText):
@@ -46,6 +48,32 @@ def test_a_chat_becomes_a_whole_record() -> None:
     context = unpack(record.context)
     assert context is not None and context.token == arrival.token != ""
     assert (context.stop, context.chat) == (("x",), arrival.chat) == (("x",), chat([("user", "hi")]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "continues"),
+    [
+        ({"prompt": "hi"}, True),
+        ({"prompt": [104, 105]}, True),
+        ({"prompt": CHAT}, False),
+        ({"prompt": CHAT, "truncate_prompt_tokens": 3}, False),
+        ({"prompt": [*CHAT, ChatMessage("assistant", "ho")], **OPEN}, True),
+        ({"prompt": CHAT, "constraint": Constraint(ConstraintKind.REGEX, " yes")}, True),
+    ],
+)
+def test_an_answer_that_goes_on_with_a_text_keeps_its_space(
+    fields: dict[str, Any], continues: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the space before an answer's first word, which vocabularies of SentencePiece's kind strip from a text: it
+    was missing behind a plain prompt, behind a message that the answer goes on with, and in what a constraint says."""
+
+    async def approved(self: Intake, call: GenerateCall, constraint: Constraint) -> GenerateCall:
+        return call
+
+    monkeypatch.setattr(Intake, "_constrained", approved)
+    arrival = take(GenerateCall(**fields, resumable=True))
+    context = unpack(arrival.record.context)
+    assert context is not None and context.continues == arrival.continues == continues
 
 
 @pytest.mark.parametrize(
