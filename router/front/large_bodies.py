@@ -2,6 +2,7 @@
 whatever they hold, half of the event loop's time is left for everything else."""
 
 import asyncio
+import gc
 from bisect import insort
 from collections.abc import Callable
 from itertools import count
@@ -37,11 +38,18 @@ class LargeBodies:
         if len(body) <= LARGE_BYTES:
             return parse(body)
         await self._turn(len(body))
-        loop = asyncio.get_running_loop()
+        loop, collects = asyncio.get_running_loop(), gc.isenabled()
         began_s = loop.time()
+        # No cycles come of a body, and to look for some among a million lists takes longer than to make them.
+        gc.disable()
         try:
             return parse(body)
+        except ApiError as error:
+            error.__traceback__ = None  # its frames hold all that was made
+            raise
         finally:
+            if collects:
+                gc.enable()
             loop.call_later(loop.time() - began_s, self._next)
 
     async def _turn(self, size_bytes: int) -> None:

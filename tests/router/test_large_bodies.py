@@ -5,6 +5,7 @@ import asyncio
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable
 
 import grpc
@@ -160,6 +161,20 @@ def test_large_bodies_are_read_one_at_a_time_with_pauses() -> None:
     first, _, second, third = spans
     for (_, began_s, ended_s), (_, next_s, _) in ((first, second), (second, third)):
         assert next_s - ended_s > 0.9 * (ended_s - began_s)
+
+
+def test_what_is_refused_is_let_go_at_once() -> None:
+    """Guards the event loop and memory from a million lists, that the collector walked while they were made, and that
+    an error kept until it was told."""
+
+    def refuse(body: bytes) -> None:
+        assert not gc.isenabled()
+        raise ApiError("INVALID_ARGUMENT", "too much")
+
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(LargeBodies(0).parse(refuse, bytes(LARGE_BYTES + 1)))
+    assert gc.isenabled()
+    assert "refuse" not in [frame.name for frame in traceback.extract_tb(refused.value.__traceback__)]
 
 
 def test_the_largest_of_too_many_that_wait_is_refused() -> None:
