@@ -305,8 +305,8 @@ class Links:
         if not records or not isinstance(records[0], WorkerInfo):
             raise msgspec.ValidationError("the first record is not WorkerInfo")
         info = records[0]
-        sizes = (info.block_size - 1, info.context_tokens - 1, info.blocks, info.chunk_tokens, info.growth_tokens or 0)
-        if min(*sizes, info.host_blocks, info.disk_blocks) < 0:
+        sizes = info.blocks, info.host_blocks, info.disk_blocks, info.chunk_tokens, info.growth_tokens or 0
+        if info.block_size < 1 or info.context_tokens < 1 or min(sizes) < 0:
             raise msgspec.ValidationError(f"{info.name!r} says that it has sizes which none can have")
         if not party.is_called(info.role, info.name, info.incarnation):
             raise HandshakeError(f"it has proven to be {party}, and says that it is {info.name!r}")

@@ -18,7 +18,8 @@ def load_vocabulary(model_dir: Path) -> LLTokenizer:
         raise FieldError("constraint", "this model has no token that ends an answer")
     whole = json.loads(files.tokenizer)
     # Added tokens past the embedding, as Gemma 3's for images, cannot be drawn, and the library would refuse them.
-    whole["added_tokens"] = [token for token in whole["added_tokens"] if token["id"] < settings.vocab_size]
+    added = whole.get("added_tokens") or ()
+    whole["added_tokens"] = [token for token in added if token["id"] < settings.vocab_size]
     try:
         return LLTokenizer(json.dumps(whole), n_vocab=settings.vocab_size, eos_token=sorted(settings.stop_ids))
     except ValueError as error:

@@ -3,7 +3,8 @@ real processes, in `tests/chaos`."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from math import inf, nan
 from pathlib import Path
 from typing import Any, cast
@@ -134,10 +135,8 @@ def test_a_worker_whose_stream_was_cut_is_dialled_again(monkeypatch: pytest.Monk
     """Guards a worker that read nothing for a while, whose stream the router ends itself: it was lost for ever."""
 
     async def body() -> None:
-        workers, app = FakeWorkers(), _app()
-        try:
-            await app.start()
-            await workers.start()
+        workers = FakeWorkers()
+        async with _serving(workers) as app:
             await app.set_workers(*workers.peers)
             await until(app.hub.ready)
             with monkeypatch.context() as patched:
@@ -146,9 +145,6 @@ def test_a_worker_whose_stream_was_cut_is_dialled_again(monkeypatch: pytest.Monk
                     app._links.send("d0", Cancel(RequestId("r"), 1, FinishReason.CANCELLED))
             await until(lambda: not app.hub.ready())
             await until(app.hub.ready)
-        finally:
-            await app.stop(0.0)
-            await workers.stop()
 
     asyncio.run(body())
 
@@ -160,18 +156,13 @@ def test_a_worker_of_impossible_sizes_is_none(wrong: dict[str, int], monkeypatch
     monkeypatch.setattr(fake_cluster, "worker_info", lambda *a, **more: structs.replace(make(*a, **more), **wrong))
 
     async def body() -> None:
-        workers, app = FakeWorkers(), _app()
-        try:
-            await app.start()
-            await workers.start()
+        workers = FakeWorkers()
+        async with _serving(workers) as app:
             await app.set_workers(*workers.peers)
             await asyncio.sleep(0.5)
             assert not workers.hellos and not app.hub.ready() and not app.hub.core.registry.role("decode")
             monkeypatch.setattr(fake_cluster, "worker_info", make)
             await until(app.hub.ready)
-        finally:
-            await app.stop(0.0)
-            await workers.stop()
 
     asyncio.run(body())
 
@@ -188,19 +179,14 @@ def test_a_worker_whose_report_no_worker_can_make_gets_nothing(
     monkeypatch.setattr(fake_cluster, "load", lambda **more: structs.replace(make(**more), **wrong))
 
     async def body() -> None:
-        workers, app = FakeWorkers(), _app()
-        try:
-            await app.start()
-            await workers.start()
+        workers = FakeWorkers()
+        async with _serving(workers) as app:
             await app.set_workers(*workers.peers)
             await until(lambda: bool(workers.hellos))
             await asyncio.sleep(0.5)
             assert not app.hub.ready()
             monkeypatch.setattr(fake_cluster, "load", make)
             await until(app.hub.ready)
-        finally:
-            await app.stop(0.0)
-            await workers.stop()
 
     asyncio.run(body())
 
@@ -260,11 +246,7 @@ def test_a_decode_worker_that_is_down_is_listed_until_it_is_named_no_more() -> N
 
     async def body() -> None:
         fakes = FakeWorkers(), FakeWorkers("d1", "p1")
-        app = _app()
-        try:
-            await app.start()
-            for workers in fakes:
-                await workers.start()
+        async with _serving(*fakes) as app:
             (prefill, (stays,)), (_, (goes,)) = (workers.peers for workers in fakes)
             await app.set_workers(prefill, [stays, goes])
             await until(lambda: all(app.hub.core.registry.get(peer.name) for peer in (stays, goes)))
@@ -272,12 +254,23 @@ def test_a_decode_worker_that_is_down_is_listed_until_it_is_named_no_more() -> N
             assert goes.name in _listed(app) and app.hub.core.registry.get(goes.name) is None
             await app.set_workers(prefill, [stays])
             assert goes.name not in _listed(app) and stays.name in _listed(app)
-        finally:
-            await app.stop(0.0)
-            for workers in fakes:
-                await workers.stop()
 
     asyncio.run(body())
+
+
+@asynccontextmanager
+async def _serving(*fakes: FakeWorkers) -> AsyncIterator[RouterApp]:
+    """A router that serves, and workers that can be dialled."""
+    app = _app()
+    try:
+        await app.start()
+        for workers in fakes:
+            await workers.start()
+        yield app
+    finally:
+        await app.stop(0.0)
+        for workers in fakes:
+            await workers.stop()
 
 
 def _listed(app: RouterApp) -> list[str]:

@@ -104,6 +104,15 @@ def test_an_added_token_past_the_embedding_costs_no_constraint(tmp_path: Path) -
     assert try_out(ConstraintTrial(Constraint(ConstraintKind.REGEX, "a|b")), vocabulary).constraint is not None
 
 
+def test_a_tokenizer_that_lists_no_added_tokens_costs_no_constraint(tmp_path: Path) -> None:
+    """Guards files that leave the list out, as they may."""
+    file = next(_prepared(tmp_path, (255,)).rglob("tokenizer.json"))
+    whole = json.loads(file.read_text())
+    del whole["added_tokens"]
+    file.write_text(json.dumps(whole))
+    assert load_vocabulary(file.parent).vocab_size == 257
+
+
 def test_a_model_without_an_end_refuses_constraints_in_words(tmp_path: Path) -> None:
     """Guards the caller from an error of the server's (500) where no request of this kind can be served."""
     process = TrialProcess(_prepared(tmp_path, ()))
