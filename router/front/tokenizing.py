@@ -61,7 +61,7 @@ def tokenize_end(encode: Callable[[str], list[int]], text: str, kept: int) -> St
 
 def at_once(steps: Steps[T]) -> T:
     """Run all steps here and now."""
-    while (made := _advance(steps)) is None:
+    while (made := advance(steps)) is None:
         pass
     return made
 
@@ -140,7 +140,7 @@ class TokenizingPool:
     async def _step(self, steps: Steps[T]) -> T | None:
         """Run one step in a thread, which stays taken until the step has ended, whether or not anybody waits."""
         loop = asyncio.get_running_loop()
-        work = self._threads.submit(_advance, steps)
+        work = self._threads.submit(advance, steps)
 
         def ended(_: Future[T | None]) -> None:
             if not loop.is_closed():
@@ -162,7 +162,7 @@ def _no_room() -> ApiError:
     return ApiError("UNAVAILABLE", "too much text waits to be tokenized", retry_after_s=RETRY_AFTER_S)
 
 
-def _advance(steps: Steps[T]) -> T | None:
+def advance(steps: Steps[T]) -> T | None:
     """Run one step; return what was made after the last, else None."""
     try:
         next(steps)

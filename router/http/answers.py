@@ -8,7 +8,7 @@ leaves as soon as a worker has the request, since it carries the token. Silence 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Protocol, TypeVar
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from router.front.api import ApiError, Delta, Finished, GenerateEvent, HttpForm, Started
 from router.front.outlet import Outlet
 from router.front.resume import unknown_token
+from router.front.tokenizing import Steps, advance
 from router.http.formats import EventWriter, body_of, envelope_of, failure_of, in_words_of, writer_of
 from router.http.logprobs import TokenBytes
 from router.http.openai_reply import error_reply
@@ -294,15 +295,11 @@ def _internal(what: str) -> ApiError:
     return ApiError("INTERNAL", "the server failed on this request")
 
 
-async def _in_turns(steps: Generator[None, None, T]) -> T:
+async def _in_turns(steps: Steps[T]) -> T:
     """Return what `steps` return; after each, the event loop does what else there is to do."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            made: T = end.value
-            return made
+    while (made := advance(steps)) is None:
         await asyncio.sleep(0)
+    return made
 
 
 async def while_connected(work: Awaitable[T], receive: Receive) -> T | None:

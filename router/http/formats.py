@@ -1,11 +1,12 @@
 """The formats in which an answer to one HTTP request is written, by its form. Pure."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
+from router.front.tokenizing import Steps
 from router.http.adapters.messages_reply import MessageWriter, anthropic_envelope, anthropic_error, whole_message
 from router.http.adapters.responses_reply import ResponseWriter, whole_response
 from router.http.logprobs import TokenBytes
@@ -52,7 +53,7 @@ def body_of(
     answers: Sequence[Sequence[Delta]],
     ends: Sequence[Finished],
     token_bytes: TokenBytes,
-) -> Generator[None, None, bytes]:
+) -> Steps[bytes]:
     """Write a whole answer. Yields where others may have the event loop."""
     match form.api:
         case "messages":

@@ -1,13 +1,14 @@
 """Writes what the two OpenAI routes answer: JSON bodies, and errors in OpenAI's envelope. Pure."""
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import msgspec
 
 from engine.types import FinishReason, TokenLogprobs
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
+from router.front.tokenizing import Steps
 from router.http.fields import UnknownFieldError
 from router.http.logprobs import TokenBytes, chat_logprobs, completion_logprobs, prompt_logprobs
 from router.http.parsed_answer import PartsReader
@@ -78,7 +79,7 @@ def whole(
     answers: Sequence[Sequence[Delta]],
     ends: Sequence[Finished],
     token_bytes: TokenBytes,
-) -> Generator[None, None, bytes]:
+) -> Steps[bytes]:
     """An answer at once: all output and the account of every sample, in order of prompts and samples. The figures are
     those of sample 0. Yields between its parts, as log probabilities make megabytes of it."""
     each, choices = len(answers) // form.prompts, list[ReplyChoice]()
@@ -114,7 +115,7 @@ def whole(
     return encoded(started, form, "chat.completion", choices, usage(ends, form), ends[0], told)
 
 
-def _encoded_logprobs(given: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> Generator[None, None, msgspec.Raw]:
+def _encoded_logprobs(given: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> Steps[msgspec.Raw]:
     """The field `logprobs` of a chat's choice as JSON, of which no more than a piece ever stands as objects."""
     pieces = []
     for at in range(0, len(given), PIECE_TOKENS):
