@@ -18,6 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,13 +116,21 @@ def measure(
     calls: int = 1,
     wakes_per_s: float = 12_000.0,
     routers: int = 1,
+    apart: bool = False,
 ) -> dict[str, Any]:
     """Return the line of so many routers behind one port, together with `streams` open streams, each of `rate` tokens a
     second; `disturb` says by whom they are disturbed while half of the ages are read. `python` has the fronts of
-    others. Over gRPC, so many `calls` share a connection; `wakes_per_s` is the router's setting of that name.
+    others. Over gRPC, so many `calls` share a connection; `wakes_per_s` is the router's setting of that name. `apart`:
+    the routers have the first processor to themselves, whole with their threads, and nobody has another one's.
     """
+    processors = sorted(os.sched_getaffinity(0))
+    if apart:
+        os.sched_setaffinity(0, processors[1:])
     up = _open(front, workers, bool(disturb), python, wakes_per_s, routers)
     pids = [process.pid for process in up.processes]
+    for task in [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()] if apart else ():
+        with suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            os.sched_setaffinity(int(task.name), processors[:1])
     up.to_fleet.send(min(20.0, 2000.0 / streams))
     time.sleep(0.5)
     empty_bytes, began_cpu_s = rss_bytes(pids), cpu_s(pids)
@@ -178,6 +187,7 @@ def measure(
     for process in (*(process for process, _ in readers), *beside, *up.processes, *up.others):
         process.kill()
         process.join()
+    os.sched_setaffinity(0, processors)
     return {
         "front": front,
         "routers": routers,
@@ -222,6 +232,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--together", action="store_true", help="all streams arrive at once")
+    parser.add_argument("--apart", action="store_true", help="one processor for the routers, the rest for all others")
     parser.add_argument("--disturb", default="", choices=["slow", "prompt"], help="by clients over HTTP")
     options = parser.parse_args()
     lines = [
@@ -238,6 +249,7 @@ def main() -> None:
             options.calls if "grpc" in front else 1,
             options.wakes_per_s,
             routers if front in ("grpc", "sse") else 1,
+            options.apart,
         )
         for routers in figures.numbers(options.routers)
         for front in options.fronts.split(",")

@@ -35,7 +35,7 @@ from engine.messages import (
 from engine.types import FinishReason, RequestId, RequestRecord, TokenLogprobs
 from router.core import events
 from router.core.core import Router
-from router.core.registry import Life
+from router.core.registry import Life, ModelKey
 from router.core.sessions import Session
 from router.roster import Roster
 from router.status.journal import RouterJournal
@@ -139,6 +139,11 @@ class Hub:
     def claim(self, key: bytes, namespace: bytes | None) -> None:
         """Ask the decode workers for the requests of a token's key, whichever router has them."""
         self._handle(events.ClaimWanted(key, namespace))
+
+    @property
+    def kinds(self) -> tuple[ModelKey, ...]:
+        """The kinds of the workers that are connected, by which blocks are named."""
+        return self.core.registry.keys
 
     def is_claiming(self, key: bytes) -> bool:
         """Return True until every decode worker has answered the claim."""

@@ -81,7 +81,7 @@ class Frontend:
     ) -> None:
         self.model = model
         self._limits = limits or TenantLimits(lambda name: Tenant(), config.retry_after_s)
-        self._intake = Intake(model, config, self._limits.tenant)
+        self._intake = Intake(model, config, self._limits.tenant, lambda: hub.kinds)
         self._hub = hub
         self._config = config
         self._clock = clock

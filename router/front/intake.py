@@ -6,17 +6,20 @@ input stops here. The frontend submits the record to the router's core, through 
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
+from engine import identity
 from engine.plan import MAX_OUTPUT_VALUES, MAX_PROMPT_VALUES, TOO_LONG_TO_TELL, TOO_MANY_VALUES
 from engine.text.messages import ChatPrompt
 from engine.types import Constraint, FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
+from router.core.registry import ModelKey
 from router.core.sessions import Session
 from router.front.api import ApiError, GenerateCall, HttpForm, TokenizedText
 from router.front.conversation import Conversations, TokenizedPrompt
@@ -65,9 +68,12 @@ class Intake:
         model: ServedModel,
         config: RouterConfig,
         terms: Callable[[str], CacheTerms] = lambda tenant: OwnCache(),
+        kinds: Callable[[], Sequence[ModelKey]] = tuple,
     ) -> None:
-        """`terms` returns what the record of the tenant of this name says of the cache."""
+        """`terms` returns what the record of the tenant of this name says of the cache, and `kinds` whose blocks a
+        prompt is soon looked for among."""
         self._model = model
+        self._kinds = kinds
         self._config = config
         self.namespaces = CacheNamespaces(config.namespace_key, terms)
         self.conversations = Conversations(model, config.conversation_tokens)
@@ -125,6 +131,7 @@ class Intake:
             )
         except FieldError as error:
             raise _refusal(error) from error
+        await self._name(call, record)
         return Arrival(record, prompt, chat, token, continues, form, context.session)
 
     def _form(self, call: GenerateCall, chat: ChatPrompt | None, prompt: TokenizedPrompt) -> HttpForm | None:
@@ -223,14 +230,26 @@ class Intake:
     ) -> TokenizedPrompt:
         """Return the prompt's ids. Raises FieldError, and ApiError if there is no time or no room to tokenize it."""
         if isinstance(call.prompt, list) and chat is None:
-            return TokenizedPrompt("", [part for part in call.prompt if isinstance(part, int)])
+            return TokenizedPrompt("", list(cast(list[int], call.prompt)))
         size_bytes = chat.size if chat is not None else len(call.prompt)
+        return await self._in_time(call, self._steps(call, chat, add_special), size_bytes)
+
+    async def _name(self, call: GenerateCall, record: RequestRecord) -> None:
+        """Name the blocks of a long prompt in a thread: placing it finds them named (`identity.chain` remembers), and
+        holds up the streams of others half as long. Where there is no time or no room, they are named there."""
+        size_bytes, kinds = identity.TOKEN_BYTES * len(record.tokens), self._kinds()
+        if size_bytes > self._config.tokenize_inline_bytes and kinds:
+            with suppress(ApiError):
+                await self._in_time(call, _one_step(partial(_name_blocks, record, kinds)), size_bytes)
+
+    async def _in_time(self, call: GenerateCall, steps: Steps[T], size_bytes: int) -> T:
+        """Run steps on the prompt here where it is little, else in a thread, within the call's deadline."""
         if size_bytes <= self._config.tokenize_inline_bytes:
-            return at_once(self._steps(call, chat, add_special))
+            return at_once(steps)
         limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self._pool.run(self._steps(call, chat, add_special), size_bytes)
+                return await self._pool.run(steps, size_bytes)
         except TimeoutError as error:
             raise ApiError(DEADLINE.code, "the deadline passed before the prompt was tokenized") from error
 
@@ -349,6 +368,12 @@ def kept_tokens(call: GenerateCall, model: ServedModel, config: RouterConfig) ->
 def _one_step(work: Callable[[], T]) -> Steps[T]:
     yield from ()
     return work()
+
+
+def _name_blocks(record: RequestRecord, kinds: Sequence[ModelKey]) -> int:
+    """Name the full blocks of a prompt as each kind of worker has them, and return how many there are."""
+    chains = [identity.chain(identity.root(record.space, model), record.tokens, size) for model, size in kinds]
+    return sum(map(len, chains))
 
 
 def _refusal(error: FieldError) -> ApiError:

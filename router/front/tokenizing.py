@@ -16,6 +16,7 @@ from itertools import count
 from typing import TypeVar
 
 from engine.types import TooLongError
+from router.background import stand_back
 from router.front.api import ApiError
 
 PIECE_CHARS = 16 * 1024
@@ -75,7 +76,7 @@ class TokenizingPool:
     # that wait: (bytes, order, turn).
 
     def __init__(self, threads: int, budget_bytes: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(threads, "tokenizer", stand_back)
         self._budget_bytes = budget_bytes
         self._held: dict[int, int] = {}
         self._held_bytes = 0

@@ -14,7 +14,7 @@ A duplicate key counts once, with its last value, as in every common JSON reader
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -366,19 +366,12 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
         return [prompt]
     if not prompt:
         return [[]]
-    if isinstance(prompt[0], int):
-        ids = [item for item in prompt if isinstance(item, int)]
-        several: list[str | list[int]] = [ids]
-        is_whole = len(ids) == len(prompt)
-    else:
-        if len(prompt) > MAX_CHOICES:
-            raise invalid("prompt", f"asks for {len(prompt)} answers; at most {MAX_CHOICES}")
-        kind = str if isinstance(prompt[0], str) else list
-        several = [item for item in prompt if isinstance(item, str | list) and isinstance(item, kind)]
-        is_whole = len(several) == len(prompt)
-    if not is_whole:
+    is_one = isinstance(prompt[0], int)
+    if not is_one and len(prompt) > MAX_CHOICES:
+        raise invalid("prompt", f"asks for {len(prompt)} answers; at most {MAX_CHOICES}")
+    if len(set(map(type, prompt))) > 1:  # sooner than asking each of a hundred thousand ids what it is
         raise invalid("prompt", "must be a text or a list of token ids, or a list of either")
-    return several
+    return [cast(list[int], prompt)] if is_one else cast(list[str | list[int]], prompt)
 
 
 def _timeout(seconds: float, field: str) -> float:

@@ -1,6 +1,7 @@
 """Threads beside the router's loop: how long it waits for one that runs Python."""
 
 import asyncio
+import os
 import statistics
 import sys
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.background import give_way_soon
+from router.background import LATER, give_way_soon, stand_back
 
 TICK_S = 0.001
 
@@ -54,3 +55,22 @@ def test_the_loop_waits_for_no_thread_for_long() -> None:
     usual_s, now_s = asyncio.run(body())
     assert usual_s > 0.003, "nothing was in the loop's way"
     assert now_s < usual_s / 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's own priority is Linux's")
+def test_a_thread_that_stands_back_leaves_the_loop_s_priority_alone() -> None:
+    """Guards a router with one processor, of which a long text would take turns as long as the loop's."""
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def work() -> None:
+        for _ in range(2):
+            stand_back()
+            found.append(niceness())
+
+    before, found = niceness(), list[int]()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [max(before, LATER)] * 2 and niceness() == before < LATER

@@ -19,6 +19,7 @@ from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from router.config import RouterConfig
 from router.core.endings import RESUMED_ELSEWHERE
 from router.core.events import Complete, Submit
+from router.core.registry import ModelKey
 from router.core.sessions import Session
 from router.front import frontend
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
@@ -35,6 +36,8 @@ WINDOW_S = 30.0
 
 class FakeHub:
     """Takes notes of what it is told; `sinks` are the clients' sides of what was submitted, by request."""
+
+    kinds: tuple[ModelKey, ...] = ()
 
     def __init__(self) -> None:
         self.journal = RouterJournal()

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import secrets
 import threading
 from typing import Any
 
 import pytest
 
+from engine import identity
 from engine.types import Constraint, ConstraintKind, SamplingParams
 from router.config import RouterConfig
 from router.front.api import ApiError, ChatMessage, GenerateCall, SamplingOverrides
@@ -32,9 +34,74 @@ class Watched(ByteText):
         return super().encode(text, add_special=add_special, is_literal=is_literal)
 
 
+class Gated(ByteText):
+    """Tokenizes when its gate is open."""
+
+    def __init__(self) -> None:
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
+        self.entered.set()
+        assert self.gate.wait(5)
+        return super().encode(text, add_special=add_special, is_literal=is_literal)
+
+
+def roomy(model: ByteText) -> ByteText:
+    """Give a model a long context."""
+    model.context_tokens = 1 << 16
+    return model
+
+
 def take(call: GenerateCall, model: ByteText | None = None) -> Arrival:
     config = RouterConfig(namespace_key="secret", tokenize_inline_bytes=100)
     return asyncio.run(Intake(model or ByteText(), config).take(call))
+
+
+def test_the_blocks_of_a_long_prompt_are_named_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the others' streams: placing a long prompt hashed all of it on the loop."""
+    named: list[str] = []
+
+    def noting(parent: bytes, packed: bytes, stride: int) -> tuple[bytes, ...]:
+        named.append(threading.current_thread().name)
+        return identity.hash_piece(parent, packed, stride)
+
+    monkeypatch.setattr(identity, "_hasher", noting)
+    kinds = (("model", 4), ("another", 8))
+    intake = Intake(roomy(ByteText()), RouterConfig(tokenize_inline_bytes=100), kinds=lambda: kinds)
+    whole = 4 * identity.PIECE_BLOCKS
+    for call, pieces in (
+        (GenerateCall(prompt=secrets.token_hex(2 * whole)), 6),
+        (GenerateCall(prompt=[n % 256 for n in range(4 * whole)]), 6),
+        (GenerateCall(prompt=[7] * 25), 0),
+    ):
+        named.clear()
+        record = asyncio.run(intake.take(call)).record
+        assert len(named) == pieces and all(name.startswith("tokenizer") for name in named)
+        # Whoever places it finds its pieces named.
+        named.clear()
+        for model, size in kinds if pieces else ():
+            assert identity.chain(identity.root(record.space, model), record.tokens, size)
+        assert not named
+    intake.close()
+
+
+def test_a_prompt_is_taken_where_there_is_no_room_to_name_its_blocks() -> None:
+    """Guards prompts of ids from texts that fill the budget: what names them is only sooner."""
+    config = RouterConfig(tokenize_inline_bytes=100, tokenize_budget_bytes=1000, tokenize_threads=1)
+
+    async def run() -> list[int]:
+        model = Gated()
+        intake = Intake(roomy(model), config, kinds=lambda: (("model", 4),))
+        text = asyncio.create_task(intake.take(GenerateCall(prompt="x" * 990)))
+        await asyncio.to_thread(model.entered.wait, 5)
+        try:
+            return (await intake.take(GenerateCall(prompt=list(range(200))))).record.tokens
+        finally:
+            model.gate.set()
+            await text
+            intake.close()
+
+    assert asyncio.run(run()) == list(range(200))
 
 
 def test_a_chat_becomes_a_whole_record() -> None:

@@ -1,6 +1,8 @@
 """Long text is tokenized beside everything else, within a budget, and not past the context."""
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.types import TooLongError
+from router.background import LATER
 from router.config import RouterConfig
 from router.front.api import ApiError, ChatMessage, GenerateCall
 from router.front.intake import Intake
@@ -152,6 +155,24 @@ def test_a_caller_that_left_costs_no_more_than_the_step_under_way() -> None:
         return did
 
     assert asyncio.run(run()) == ["running0", "next0"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's own priority is Linux's")
+def test_tokenizing_stands_back_behind_the_loop() -> None:
+    """Guards the streams of a router that has one processor."""
+
+    def niceness() -> Steps[int]:
+        yield
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def run() -> int:
+        pool = TokenizingPool(1, 1000)
+        try:
+            return await pool.run(niceness(), 10)
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) >= LATER
 
 
 class Slow(ByteText):
