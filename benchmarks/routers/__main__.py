@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=_numbers(int), default=[21], metavar="N,...")
     parser.add_argument("--load", type=_numbers(float), default=[0.8], metavar="SHARE,...")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="where the routers are installed")
+    parser.add_argument("--capacity-blocks", type=int, default=usual.prefill_blocks, help="of one prefill worker")
     options = parser.parse_args(arguments)
+    shape = ClusterShape(prefill_blocks=options.capacity_blocks)
     versions = {name: version(name, options.python) for name in NAMES}
     for name, installed in versions.items():
         print(f"{name} {installed}" if installed else f"{name} is left out: it is not installed for {options.python}")
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed in options.seeds:
             for load in options.load:
                 for policy in (*OURS, *(name for name, installed in versions.items() if installed)):
-                    case = RoutingCase(source, options.requests, seed, load, policy, usual)
+                    case = RoutingCase(source, options.requests, seed, load, policy, shape)
                     try:
                         outcome, knows = (run(case), "") if policy in OURS else _told(run_peer(case, options.python))
                     except PeerError as error:

@@ -16,6 +16,7 @@ Constraints are compiled in threads of their own, and masks computed in another 
 
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -35,6 +36,9 @@ MAX_GRAMMARS = 32
 """Compiled constraints that are kept for the next request."""
 MAX_GRAMMAR_BYTES = 1024 * 1024
 """The text of them, which what they are compiled to grows with."""
+AWAITED_S, MAX_AWAITED = 5.0, 8
+"""A compiled constraint whose answer has not begun is kept for so long after it was last asked for, beyond these bounds
+but not beyond so many times as much."""
 SPARE_MATCHERS = 32
 """Matchers that are kept beside those of the latest step."""
 
@@ -46,6 +50,16 @@ MAX_MASK_THREADS = 8
 
 Mask = bytes | DeadEnd
 """A bit per token, in 32-bit words, set where it is allowed; or why there can be none."""
+
+
+class _Kept:
+    """A constraint that is compiled, or is being compiled, and when an answer that waits for it last asked."""
+
+    __slots__ = ("awaited_s", "grammar")
+
+    def __init__(self, grammar: Future[LLMatcher]) -> None:
+        self.grammar = grammar
+        self.awaited_s = float("-inf")
 
 
 class _Standing:
@@ -117,7 +131,7 @@ class Matchers:
         self._executor = LLExecutor(num_threads=threads) if threads > 1 else None
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._grammars: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
+        self._grammars: OrderedDict[Constraint, _Kept] = OrderedDict()
         self._standing: OrderedDict[RequestId, _Standing] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -129,7 +143,9 @@ class Matchers:
 
     def is_compiled(self, constraint: Constraint) -> bool:
         """Return False while it is being compiled, which this begins if need be."""
-        return self._grammar(constraint).done()
+        kept = self._grammar(constraint)
+        kept.awaited_s = time.monotonic()
+        return kept.grammar.done()
 
     def begin(self, rows: Sequence[Row]) -> "Future[list[Mask]]":
         """Compute what may follow each of `rows`, which have constraints, while the caller does something else. Rows of
@@ -229,26 +245,32 @@ class Matchers:
         return standing
 
     def _new(self, constraint: Constraint) -> _Standing:
-        matcher = self._grammar(constraint).result().deep_copy()
+        kept = self._grammar(constraint)
+        matcher = kept.grammar.result().deep_copy()
+        kept.awaited_s = float("-inf")
         assert self._vocabulary is not None
         return _Standing(constraint, matcher, self._vocabulary.eos_tokens)
 
-    def _grammar(self, constraint: Constraint) -> "Future[LLMatcher]":
+    def _grammar(self, constraint: Constraint) -> _Kept:
         with self._lock:
             found = self._grammars.get(constraint)
             if found is None:
-                found = self._grammars[constraint] = self._compiling.submit(self._compile, constraint)
-                found.add_done_callback(lambda _: self.wake())
+                found = self._grammars[constraint] = _Kept(self._compiling.submit(self._compile, constraint))
+                found.grammar.add_done_callback(lambda _: self.wake())
                 self._evict()
             self._grammars.move_to_end(constraint)
             return found
 
     def _evict(self) -> None:
+        """Forget the oldest that nobody waits for. Those that are waited for are asked for in turns: of more than there
+        is room for, each would be forgotten before its turn, and compiled again and again."""
         held_bytes = sum(len(constraint.text) for constraint in self._grammars)
-        for constraint, grammar in list(self._grammars.items())[:-1]:
-            if len(self._grammars) <= MAX_GRAMMARS and held_bytes <= MAX_GRAMMAR_BYTES:
+        unwanted_s = time.monotonic() - AWAITED_S
+        for constraint, kept in list(self._grammars.items())[:-1]:
+            excess = max(len(self._grammars) / MAX_GRAMMARS, held_bytes / MAX_GRAMMAR_BYTES)
+            if excess <= 1:
                 break
-            if grammar.done():
+            if kept.grammar.done() and (kept.awaited_s < unwanted_s or excess > MAX_AWAITED):
                 held_bytes -= len(constraint.text)
                 del self._grammars[constraint]
 

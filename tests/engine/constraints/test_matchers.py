@@ -2,12 +2,15 @@
 
 import json
 import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
 from llguidance import LLExecutor
 
-from engine.constraints.matchers import SPARE_MATCHERS, Matchers
+from engine.constraints.matchers import AWAITED_S, MAX_AWAITED, MAX_GRAMMARS, SPARE_MATCHERS, Matchers
 from engine.model.config import ModelError
 from engine.plan import row_of
 from engine.step import DeadEnd, Row
@@ -141,14 +144,50 @@ def test_matchers_of_requests_that_are_gone_are_let_go() -> None:
     assert allowed(matchers.masks([row(CHOICE, b"ye", "r0")])[0]) == chars("sl"), "and made anew where they come back"
 
 
-def test_compiled_constraints_are_kept_within_bounds() -> None:
-    matchers = byte_matchers()
+def digits(count: int) -> Constraint:
+    return Constraint(ConstraintKind.REGEX, f"a{{{count + 1}}}")
+
+
+def long(number: int) -> Constraint:
+    return Constraint(ConstraintKind.REGEX, "b" * 60_000 + str(number))
+
+
+def test_compiled_constraints_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    matchers, now_s = byte_matchers(), 0.0
+    monkeypatch.setattr("engine.constraints.matchers.time.monotonic", lambda: now_s)
     for number in range(100):
-        matchers.is_compiled(Constraint(ConstraintKind.REGEX, f"a{{{number + 1}}}"))
+        now_s += 2 * AWAITED_S  # whoever asked before does not wait any more
+        matchers.is_compiled(digits(number))
     assert repr(matchers) == "Matchers(32 grammars, 0 matchers)"
     for number in range(40):
-        matchers.is_compiled(Constraint(ConstraintKind.REGEX, "b" * 60_000 + str(number)))
+        now_s += 2 * AWAITED_S
+        matchers.is_compiled(long(number))
     assert repr(matchers) == "Matchers(17 grammars, 0 matchers)", "1 MiB of text"
+    for number in range(100):
+        matchers.masks([row(digits(number), b"", "r")])
+    assert repr(matchers) == "Matchers(32 grammars, 1 matchers)", "an answer that has begun has its own"
+
+
+def test_those_that_wait_do_not_drive_out_each_other_s_constraints() -> None:
+    """Guards a worker whose waiting answers have more constraints than are kept: each newcomer had all of them compiled
+    again, one after the other, and hardly any answer began."""
+    compiled = []
+
+    class Counting(AtOnce):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            compiled.append(args[0])
+            return super().submit(fn, *args, **kwargs)
+
+    matchers = Matchers(byte_vocabulary, END + 1, Counting(), AtOnce())
+    for waiting in (60, 60, 61, 61):
+        assert all([matchers.is_compiled(digits(number)) for number in range(waiting)])
+    assert len(compiled) == len(set(compiled)) == 61
+    for number in range(1000):
+        matchers.is_compiled(digits(number))
+    assert repr(matchers) == f"Matchers({MAX_AWAITED * MAX_GRAMMARS} grammars, 0 matchers)", "there is a bound for all"
+    for number in range(150):
+        matchers.is_compiled(long(number))
+    assert repr(matchers) == "Matchers(139 grammars, 0 matchers)", "8 MiB of text"
 
 
 def test_whoever_waits_for_a_constraint_is_woken() -> None:
