@@ -102,9 +102,11 @@ class Conversations:
         turn: Callable[[str], ChatMessage],
         answer: str,
         emitted: Sequence[int],
+        ends: Sequence[int] = (),
     ) -> None:
         """Keep a finished turn: `answer` is the text of all `emitted` ids, and `turn` makes of it the message that its
-        client will send back."""
+        client will send back. `ends` are the tokens that end an answer beside the model's own. One with an end in it
+        that its text does not show is not kept."""
         whole = _with_answer(chat, turn(answer))
         try:
             text = self._text.render_chat(whole)
@@ -117,6 +119,10 @@ class Conversations:
         ids = list(emitted)
         while ids and ids[-1] in self._text.stop_ids:
             ids.pop()
+        if any(token in self._text.stop_ids for token in ids):
+            return
+        if ids and ids[-1] in ends and not all(self._text.token_bytes(ids[-1])):
+            return
         ids = prompt.ids + ids + self._text.encode_chat_text(text[len(spoken) :])
         key = _keys(whole, namespace)[-1]
         replaced = self._known.pop(key, None)

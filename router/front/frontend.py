@@ -195,7 +195,7 @@ class Frontend:
                 one = _sample(record, index, call.n)
                 trace = self._hub.journal.received(one.request, call.traceparent, received_s)
                 one = msgspec.structs.replace(one, traceparent=trace)
-            output = self._output(arrival.form, call.stop, arrival.continues)
+            output = self._output(arrival.form, call.stop, record.min_tokens, arrival.continues)
             stream = self._stream(samples, one, output, line, deadline_s=deadline_s, admission=admission)
             samples.put(index, stream)
             if record.beams is None:
@@ -232,12 +232,12 @@ class Frontend:
             history=history,
         )
 
-    def _output(self, form: HttpForm | None, stop: tuple[str, ...], continues: bool) -> Output:
+    def _output(self, form: HttpForm | None, stop: tuple[str, ...], min_tokens: int, continues: bool) -> Output:
         parsing = None if form is None else form.parsing
         if parsing is None:
-            return Output(self.model.detokenizer(continues=continues), stop)
+            return Output(self.model.detokenizer(continues=continues), stop, None, min_tokens)
         reasoning = parser_of(msgspec.structs.replace(parsing, tools="")) if parsing.reasoning else None
-        return Output(self.model.detokenizer(parsing.marks, continues=continues), stop, reasoning)
+        return Output(self.model.detokenizer(parsing.marks, continues=continues), stop, reasoning, min_tokens)
 
     async def _serve(
         self,
@@ -302,7 +302,8 @@ class Frontend:
             return None
         parsing = None if started.form is None else started.form.parsing
         turn = partial(turn_of, parsing, started.request_id)
-        return partial(self._intake.conversations.remember, chat, record.namespace, prompt, turn)
+        remember = self._intake.conversations.remember
+        return partial(remember, chat, record.namespace, prompt, turn, ends=record.stop_token_ids)
 
     # ---- resumable requests
 
@@ -429,7 +430,7 @@ class Frontend:
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
         # It is let in there already, and its output so far is charged there: what comes from now on is charged here.
         admission = self._limits.take_over(context.tenant, len(orphan.tokens), now)
-        output = self._output(samples.started.form, context.stop, context.continues)
+        output = self._output(samples.started.form, context.stop, record.min_tokens, context.continues)
         stream = self._stream(samples, record, output, timeline, is_adopted=True, admission=admission)
         self._hub.charge(record.request, context.tenant, self._limits.weight(context.tenant), context.session)
         samples.put(record.sample_index, stream)

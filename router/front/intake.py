@@ -309,7 +309,14 @@ def to_record(
     if room < 1:
         holds = f"has {len(tokens)} tokens; the context holds {model.context_tokens}"
         raise TooLongError(field, f"{holds}, and at least one is needed for the answer")
-    max_tokens = min(config.default_max_tokens, room) if call.max_tokens is None else call.max_tokens
+    if call.min_tokens > room:
+        raise TooLongError(
+            "min_tokens",
+            f"{call.min_tokens} output tokens after {len(tokens)} prompt tokens exceed the context of "
+            f"{model.context_tokens}; at most {room} are possible",
+        )
+    usual = max(config.default_max_tokens, call.min_tokens)
+    max_tokens = min(usual, room) if call.max_tokens is None else call.max_tokens
     if max_tokens > room:
         raise TooLongError(
             "max_tokens",
@@ -329,7 +336,7 @@ def to_record(
         priority=call.priority,
         beams=beam_params(call),
         stop_token_ids=call.stop_token_ids,
-        min_tokens=min(call.min_tokens, max_tokens),
+        min_tokens=call.min_tokens,
         ignore_eos=call.ignore_eos,
         constraint=call.constraint,
         logit_bias=call.logit_bias,

@@ -115,14 +115,19 @@ class Output:
     """The text side of one request. After a stop string it takes no more tokens."""
 
     __slots__ = (
-        "_beginnings", "_detokenizer", "_held", "_is_plain", "_longest", "_reasoning", "_stop", "_tokens",
-        "reasoning_tokens", "stopped",
+        "_beginnings", "_detokenizer", "_held", "_is_plain", "_longest", "_min_tokens", "_reasoning", "_stop",
+        "_tokens", "reasoning_tokens", "stopped",
     )  # fmt: skip
 
     def __init__(
-        self, detokenizer: IncrementalDecoder, stop: Sequence[str], reasoning: AnswerParser | None = None
+        self,
+        detokenizer: IncrementalDecoder,
+        stop: Sequence[str],
+        reasoning: AnswerParser | None = None,
+        min_tokens: int = 0,
     ) -> None:
-        """`reasoning` is a parser of its own, by which the tokens of the reasoning are counted."""
+        """`reasoning` is a parser of its own, by which the tokens of the reasoning are counted. In the text of the
+        first `min_tokens` no stop string is looked for."""
         self.reasoning_tokens = 0
         self._reasoning = reasoning
         self._detokenizer = detokenizer
@@ -131,7 +136,7 @@ class Output:
         self._beginnings = frozenset(text[:n] for text in stop for n in range(1, len(text)))
         self._longest = max((len(text) - 1 for text in stop), default=0)
         self._held = ""
-        self._tokens = 0
+        self._min_tokens, self._tokens = min_tokens, 0
         self.stopped: Stopped | None = None
 
     def push(self, ids: Sequence[int]) -> tuple[str, Sequence[int]]:
@@ -170,8 +175,8 @@ class Output:
         self.reasoning_tokens += before or parser.is_reasoning
 
     def _add(self, text: str) -> str:
-        if not text:
-            return ""
+        if not text or self._tokens <= self._min_tokens:
+            return text
         self._held += text
         found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:

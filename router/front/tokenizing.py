@@ -49,12 +49,13 @@ def tokenize(
 
 def tokenize_end(encode: Callable[[str], list[int]], text: str, kept: int) -> Steps[list[int]]:
     """Tokenize the end of a text of which the last `kept` tokens are wanted: all of a short one, and of a longer one as
-    much as surely has so many, with room for a word that the cut parts."""
+    much as surely has more than so many, with room for a word that the cut parts. It is the caller's to cut: so it
+    knows that these are not the tokens of the whole text."""
     chars = max(4 * (kept + SEAM_TOKENS), WHOLE_CHARS)
     while chars < len(text):
         ids = encode(text[-chars:])
         if len(ids) >= kept + SEAM_TOKENS:
-            return ids[-kept:]
+            return ids
         chars *= 2
         yield
     return encode(text)

@@ -139,6 +139,10 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
 
 def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
     """The inverse. Raises ValueError or TypeError for what the wire cannot carry."""
+    usual = GenerateCall(prompt="")
+    for name in ("tool_choice", "parallel_tool_calls", "reasoning_budget"):
+        if getattr(call, name) != getattr(usual, name):
+            raise ValueError(f"{name} is for chats over HTTP")
     request = pb.GenerateRequest(
         stop=call.stop,
         stop_token_ids=call.stop_token_ids,

@@ -89,7 +89,7 @@ def whole(
         for at in sorted(samples, key=lambda at: -_mean(answers[at]))[: form.best] if form.best else samples:
             if choices:
                 yield
-            deltas, choice = [] if form.is_prompt_only else answers[at], last_choice(ends[at])
+            deltas, choice = [] if form.is_prompt_only else answers[at], last_choice(ends[at], form)
             choice.index, text = len(choices), "".join(delta.text for delta in deltas)
             if form.parsing is not None:
                 reader = PartsReader(form.parsing, started.request_id, at)
@@ -203,14 +203,16 @@ def _headrace(started: Started, end: Finished) -> dict[str, Any]:
 
 def finish_reason(end: Finished, reader: PartsReader | None) -> str:
     """Return OpenAI's word for how a sample ended."""
-    if reader is not None and reader.calls and end.reason is FinishReason.STOP:
+    if reader is not None and reader.calls and end.reason is FinishReason.STOP and not end.stop_matched:
         return "tool_calls"
     return end.reason.value
 
 
-def last_choice(end: Finished) -> ReplyChoice:
-    """The choice that says how a sample ended, without its text."""
-    choice = ReplyChoice(index=end.sample, finish_reason=end.reason.value)
+def last_choice(end: Finished, form: HttpForm) -> ReplyChoice:
+    """The choice that says how a sample ended, without its text; of a prompt alone, not how the token ended it that
+    nobody is shown."""
+    reason = FinishReason.LENGTH if form.is_prompt_only else end.reason
+    choice = ReplyChoice(index=end.sample, finish_reason=reason.value)
     if end.beam_score is not None:
         choice.beam_score = end.beam_score
     return choice

@@ -227,7 +227,7 @@ class StreamWriter:
         return events
 
     def _finish(self, end: Finished) -> ReplyChoice:
-        choice = last_choice(end)
+        choice = last_choice(end, self._form)
         if self._form.parsing is not None:
             reader, is_first = self._reader(end.sample), not self._has_output(end.sample)
             parts = reader.delta(reader.flush())

@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from engine.constraints.text import JSON_OBJECT, choices_constraint
 from engine.types import Constraint, ConstraintKind, FieldError, SamplingParams, TokenLogprobs
-from router.front.api import ApiError, Finished, GenerateCall, invalid, refuse_more
+from router.front.api import ApiError, Delta, Finished, GenerateCall, Started, invalid, refuse_more
 from router.front.validate import MAX_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 _NEUTRAL_AT_0 = ("top_p", "repetition_penalty")
@@ -88,22 +88,29 @@ def _sampling(asked: Any) -> SamplingParams:
 class SampleSoFar:
     """What has come of one sample: the protocol's last message repeats all of it."""
 
-    # Mutable state: the ids and their log probabilities.
+    # Mutable state: the ids, their log probabilities, and those of the prompt.
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt: Any = None
 
-    def chunk(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], prompt_tokens: int) -> Any:
+    def chunk(self, delta: Delta, started: Started) -> Any:
         """Take new output; return it as a message of the stream."""
-        self._ids += ids
-        self._logprobs += logprobs
+        self._ids += delta.token_ids
+        self._logprobs += delta.logprobs
         chunk = vllm.GenerateStreamChunk(
-            token_ids=ids, prompt_tokens=prompt_tokens, completion_tokens=len(self._ids), index=self._index
+            token_ids=delta.token_ids,
+            prompt_tokens=started.prompt_tokens,
+            completion_tokens=len(self._ids),
+            index=self._index,
         )
-        if logprobs:
-            chunk.output_logprobs.CopyFrom(output_logprobs(logprobs))
+        if delta.logprobs:
+            chunk.output_logprobs.CopyFrom(output_logprobs(delta.logprobs))
+        if delta.prompt_logprobs:
+            self._prompt = input_logprobs(started.prompt_ids[0][0], delta.prompt_logprobs)
+            chunk.input_logprobs.CopyFrom(self._prompt)
         return vllm.GenerateResponse(chunk=chunk)
 
     def complete(self, reason: str, prompt_tokens: int, end: Finished | None = None) -> Any:
@@ -120,6 +127,8 @@ class SampleSoFar:
             told.matched_stop_str = end.stop_matched
         if self._logprobs:
             told.output_logprobs.CopyFrom(output_logprobs(self._logprobs))
+        if self._prompt is not None:
+            told.input_logprobs.CopyFrom(self._prompt)
         return vllm.GenerateResponse(complete=told)
 
 
@@ -128,11 +137,21 @@ def output_logprobs(logprobs: Sequence[TokenLogprobs]) -> Any:
     return vllm.OutputLogProbs(
         token_logprobs=[one.logprob for one in logprobs],
         token_ids=[one.token for one in logprobs],
-        top_logprobs=[
-            vllm.TopLogProbs(values=[value for _, value in one.top], token_ids=[token for token, _ in one.top])
-            for one in logprobs
-        ],
+        top_logprobs=[_top(one) for one in logprobs],
     )
+
+
+def input_logprobs(first: int, logprobs: Sequence[TokenLogprobs]) -> Any:
+    """Return those of a prompt: of its `first` token, which nothing comes before, there are none."""
+    return vllm.InputLogProbs(
+        token_logprobs=[vllm.InputTokenLogProb(), *(vllm.InputTokenLogProb(value=one.logprob) for one in logprobs)],
+        token_ids=[first, *(one.token for one in logprobs)],
+        top_logprobs=[vllm.TopLogProbs(), *map(_top, logprobs)],
+    )
+
+
+def _top(one: TokenLogprobs) -> Any:
+    return vllm.TopLogProbs(values=[value for _, value in one.top], token_ids=[token for token, _ in one.top])
 
 
 def unsupported(what: str) -> ApiError:

@@ -117,20 +117,20 @@ class VllmEngineService:
     async def _answer(self, call: GenerateCall, mine: _Running, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         samples = [SampleSoFar(0)]  # as many as are asked for, once their number was checked
         ended: set[int] = set()
-        prompt_tokens = 0
+        started = Started("", "", 0)
         try:
             async with aclosing(self._frontend.generate(call)) as events:
                 async for event in events:
                     if isinstance(event, Started):
-                        prompt_tokens = event.prompt_tokens
+                        started = event
                         samples = [SampleSoFar(index) for index in range(call.n)]
                     elif isinstance(event, Delta):
-                        chunk = samples[event.sample].chunk(event.token_ids, event.logprobs, prompt_tokens)
+                        chunk = samples[event.sample].chunk(event, started)
                         if is_streamed and event.token_ids:
                             yield chunk
                     elif isinstance(event, Finished):
                         ended.add(event.sample)
-                        yield samples[event.sample].complete(event.reason.value, prompt_tokens, event)
+                        yield samples[event.sample].complete(event.reason.value, started.prompt_tokens, event)
         except asyncio.CancelledError:
             if not mine.is_aborted:
                 raise
@@ -138,7 +138,7 @@ class VllmEngineService:
             mine.task.uncancel()
             for index, sample in enumerate(samples):
                 if index not in ended:
-                    yield sample.complete("abort", prompt_tokens)
+                    yield sample.complete("abort", started.prompt_tokens)
 
     async def _abort(self, data: bytes, context: grpc.aio.ServicerContext) -> Any:
         tenant = tenant_of(self._caller(context))

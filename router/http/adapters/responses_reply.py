@@ -38,7 +38,9 @@ class ResponseWriter:
         return self._begin() + self._written(steps) if steps else b""
 
     def last(self, end: Finished) -> list[bytes]:
-        events = [self._begin(), self._written(self._blocks.end())]
+        steps = self._blocks.end()
+        cut = self._blocks.blocks[-1] if self._blocks.blocks and end.reason is FinishReason.LENGTH else None
+        events = [self._begin(), self._written(steps, cut)]
         items = [_item(self._started, block, "completed") for block in self._blocks.blocks]
         response = _response(self._started, self._form, items, end)
         events.append(self._event(f"response.{response['status']}", {"response": response}))
@@ -56,10 +58,16 @@ class ResponseWriter:
             [self._event(f"response.{name}", {"response": response}) for name in ("created", "in_progress")]
         )
 
-    def _written(self, steps: Sequence[tuple[BlockStep, AnswerBlock, str]]) -> bytes:
-        return b"".join([self._event(*event) for step in steps for event in self._step(*step)])
+    def _written(
+        self, steps: Sequence[tuple[BlockStep, AnswerBlock, str]], cut: AnswerBlock | None = None
+    ) -> bytes:
+        """`cut`: the block in whose middle the answer has ended."""
+        events = [event for step in steps for event in self._step(*step, is_cut=step[1] is cut)]
+        return b"".join([self._event(*event) for event in events])
 
-    def _step(self, step: BlockStep, block: AnswerBlock, text: str) -> list[tuple[str, dict[str, Any]]]:
+    def _step(
+        self, step: BlockStep, block: AnswerBlock, text: str, *, is_cut: bool
+    ) -> list[tuple[str, dict[str, Any]]]:
         """Return the events of one step of a block. Text stands in a part of its item, arguments in the item itself."""
         item = {"item_id": _item_id(self._started, block), "output_index": block.index}
         part = item | {"content_index": 0}
@@ -71,7 +79,7 @@ class ResponseWriter:
         if step is BlockStep.MORE:
             return [(f"response.{kind}.delta", at | {"delta": text} | extra)]
         is_begun = step is BlockStep.BEGIN
-        shown = _item(self._started, block, "in_progress" if is_begun else "completed")
+        shown = _item(self._started, block, "in_progress" if is_begun else "incomplete" if is_cut else "completed")
         whole = (
             f"response.output_item.{'added' if is_begun else 'done'}",
             {"output_index": block.index, "item": shown | ({"content": []} if is_begun and "content" in shown else {})},

@@ -45,6 +45,26 @@ def test_next_turn_begins_with_the_ids_of_the_turn_before(emitted: list[int]) ->
 
 
 @pytest.mark.parametrize(
+    ("emitted", "ends", "is_kept"),
+    [
+        ([*b"ab", 300, *b"c", END], (300,), True),  # in the middle: the model's own words, shown or not
+        ([*b"abc", 300], (300,), False),
+        ([*b"abc"], (ord("c"),), True),
+        ([*b"ab", END, *b"c", END], (), False),
+        ([*b"abc", END, END], (), True),
+    ],
+)
+def test_ends_that_nobody_is_shown_are_not_in_the_next_turn(
+    emitted: list[int], ends: tuple[int, ...], is_kept: bool
+) -> None:
+    """Guards the next prompt from a control token of `stop_token_ids`, and from ends that `ignore_eos` went past."""
+    chats = Conversations(Ambiguous(), 10_000)
+    prompt = TokenizedPrompt(Ambiguous().render_chat(chat(ASKED)), encoded(chats, ASKED))
+    chats.remember(chat(ASKED), b"", prompt, said, "abc", emitted, ends)
+    assert bool(chats.begin(chat([*ASKED, ("assistant", "abc"), NEXT]), b"")[1]) == is_kept
+
+
+@pytest.mark.parametrize(
     ("turns", "space"),
     [
         ([*ASKED, ("assistant", "ab"), NEXT], b""),

@@ -15,6 +15,7 @@ from router.front.api import ApiError, ChatMessage, GenerateCall, SamplingOverri
 from router.front.intake import Arrival, Intake
 from router.front.namespaces import CacheNamespaces
 from router.front.resume import unpack
+from router.front.tokenizing import WHOLE_CHARS
 from router.http.openai import parse_completion
 from tests.engine.text.chats import chat
 from tests.router.fake_cluster import ByteText
@@ -269,3 +270,21 @@ def test_what_is_said_of_an_answer_is_bounded_by_its_tokens_and_samples() -> Non
         with pytest.raises(ApiError) as caught:
             asked(tokens, alternatives, samples)
         assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "logprobs")
+
+
+def test_an_answer_is_as_long_as_it_must_be_at_least() -> None:
+    """Guards `min_tokens` above the usual length, which was lowered without a word."""
+    config = RouterConfig(default_max_tokens=8)
+    record = asyncio.run(Intake(ByteText(), config).take(GenerateCall(prompt="x", min_tokens=12))).record
+    assert (record.min_tokens, record.max_tokens) == (12, 12)
+    with pytest.raises(ApiError, match="at most 511 are possible") as refused:
+        asyncio.run(Intake(ByteText(), config).take(GenerateCall(prompt="x", min_tokens=512)))
+    assert (refused.value.code, refused.value.field) == ("OUT_OF_RANGE", "min_tokens")
+
+
+@pytest.mark.parametrize("chars", [300, WHOLE_CHARS + 300])
+def test_a_chat_that_is_cut_is_no_beginning_of_its_next_turn(chars: int) -> None:
+    """Guards the history of a long chat: the ids of its end were taken for those of all of it."""
+    call = GenerateCall(prompt=[ChatMessage("user", "x" * chars)], truncate_prompt_tokens=100, max_tokens=9)
+    arrival = asyncio.run(Intake(roomy(ByteText()), RouterConfig()).take(call))
+    assert (len(arrival.record.tokens), arrival.chat, arrival.prompt.text) == (100, None, "")

@@ -81,3 +81,14 @@ def test_held_text_comes_at_the_end() -> None:
     output = Output(ByteDetokenizer(), ["STOP"])
     assert output.push(b"a ST")[0] == "a "
     assert output.flush() == "ST"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_no_stop_string_ends_an_answer_before_its_least_length(together: bool) -> None:
+    """Guards `min_tokens`, which stop strings cut short; one that begins in that text is none either."""
+    ids = list(b"aSTOPbST" + b"OPcSTOPd")
+    output = Output(ByteDetokenizer(), ["STOP"], min_tokens=8)
+    batches = [ids] if together else [[one] for one in ids]
+    shown = "".join(output.push(batch)[0] for batch in batches)
+    assert shown == "aSTOPbSTOPc"
+    assert output.stopped is not None and output.stopped.tokens_kept == 15

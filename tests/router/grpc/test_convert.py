@@ -2,6 +2,8 @@
 out keeps its default. Over a real connection it is tried in test_service.py, samples and searches in
 tests/router/front/test_samples.py and test_beams.py."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -26,6 +28,7 @@ from router.front.api import (
     Started,
     Tool,
     ToolCall,
+    ToolChoice,
 )
 from router.grpc.convert import (
     call_from_proto,
@@ -194,3 +197,12 @@ def test_choices_become_a_grammar() -> None:
     assert call.constraint == Constraint(ConstraintKind.LARK, r'start: "a" | "b\""')
     with pytest.raises(FieldError, match="choices"):
         call_from_proto(pb.GenerateRequest(prompt="hi", choices=pb.Choices()))
+
+
+@pytest.mark.parametrize("field", [
+    {"tool_choice": ToolChoice("required")}, {"parallel_tool_calls": False}, {"reasoning_budget": 5},
+])  # fmt: skip
+def test_what_the_wire_does_not_have_is_not_dropped(field: dict[str, Any]) -> None:
+    """Guards a caller who thinks that the answer must be a call."""
+    with pytest.raises(ValueError, match=next(iter(field))):
+        call_to_proto(GenerateCall(prompt=[ChatMessage("user", "hi")], **field))

@@ -22,10 +22,10 @@ from access.config import AccessConfig
 from engine.constraints.text import JSON_OBJECT, choices_constraint
 from engine.messages import Cancel, Place
 from engine.types import Constraint, ConstraintKind, TokenLogprobs
-from router.front.api import ApiError
+from router.front.api import ApiError, Delta, Started
 from router.grpc.client import Client
 from router.grpc.vllm import service
-from router.grpc.vllm.messages import call_from_vllm, output_logprobs
+from router.grpc.vllm.messages import SampleSoFar, call_from_vllm, output_logprobs
 from tests.router.fake_cluster import FakeWorkers, until
 from tests.router.grpc.test_service import with_cluster
 from tests.router.test_credentials import Keys
@@ -244,3 +244,18 @@ def test_log_probabilities_stand_in_columns() -> None:
     told = output_logprobs([TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0))), TokenLogprobs(7, -2.0)])
     assert list(told.token_ids) == [5, 7] and list(told.token_logprobs) == [-0.5, -2.0]
     assert [list(top.token_ids) for top in told.top_logprobs] == [[5, 6], []]
+
+
+def test_log_probabilities_of_the_prompt_are_told() -> None:
+    """Guards callers who asked for them, and paid with what the cache holds: they were computed and left out."""
+    given = (TokenLogprobs(8, -0.5, ((8, -0.5), (9, -1.0))), TokenLogprobs(7, -2.0))
+    sample = SampleSoFar(0)
+    first = sample.chunk(Delta("a", (5,), prompt_logprobs=given), Started("r", "m", 3, prompt_ids=((6, 8, 7),)))
+    later = sample.chunk(Delta("b", (6,)), Started("r", "m", 3))
+    assert not later.chunk.HasField("input_logprobs")
+    told = sample.complete("length", 3)
+    for columns in first.chunk.input_logprobs, told.complete.input_logprobs:
+        assert list(columns.token_ids) == [6, 8, 7]
+        values = [one.value if one.HasField("value") else None for one in columns.token_logprobs]
+        assert values == [None, -0.5, -2.0]
+        assert [list(top.token_ids) for top in columns.top_logprobs] == [[], [8, 9], []]

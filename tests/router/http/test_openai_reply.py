@@ -9,11 +9,13 @@ import json
 import msgspec
 import pytest
 
-from engine.types import TokenLogprobs
+from engine.types import FinishReason, TokenLogprobs
 from router.front.api import ApiError, Delta, HttpForm
+from router.front.parsers.choose import Parsing
 from router.front.tokenizing import at_once
 from router.http.logprobs import chat_logprobs
-from router.http.openai_reply import PIECE_TOKENS, error_reply, last_choice, usage, whole
+from router.http.openai_reply import PIECE_TOKENS, error_reply, finish_reason, last_choice, usage, whole
+from router.http.parsed_answer import PartsReader
 from tests.router.http.fakes import ANSWER, CHAT, FINISHED, HI, STARTED, TEXT, FakeFrontend, ask, refusal, token_bytes
 
 FORM = HttpForm(chat=False, include_usage=True, return_token_ids=False, created=7)
@@ -133,8 +135,26 @@ def test_samples_share_one_prompt_and_their_figures_are_those_of_the_first() -> 
 def test_only_answers_of_a_search_have_a_score() -> None:
     """Guards against a score of null, or of 0, for what was drawn."""
     for score in None, 0.0, -1.5:
-        choice = json.loads(msgspec.json.encode(last_choice(msgspec.structs.replace(FINISHED, beam_score=score))))
+        choice = json.loads(msgspec.json.encode(last_choice(msgspec.structs.replace(FINISHED, beam_score=score), FORM)))
         assert choice.get("beam_score", "none") == ("none" if score is None else score)
+
+
+def test_the_token_that_nobody_is_shown_does_not_end_a_prompt_alone() -> None:
+    """Guards `max_tokens: 0`, for which one token is drawn: it said `stop` where that was an end token."""
+    for prompt_only, reason in (True, "length"), (False, "stop"):
+        form = msgspec.structs.replace(FORM, echo=prompt_only or None, is_prompt_only=prompt_only)
+        end = msgspec.structs.replace(FINISHED, reason=FinishReason.STOP)
+        assert last_choice(end, form).finish_reason == reason
+
+
+def test_a_stop_string_in_a_call_leaves_no_call_to_make() -> None:
+    """Guards clients that act on `tool_calls`: the arguments end in the middle."""
+    reader = PartsReader(Parsing(tools="hermes"), "r1")
+    reader.message('<tool_call>{"name": "rain", "arguments": {"a": "')
+    assert reader.calls
+    end = msgspec.structs.replace(FINISHED, reason=FinishReason.STOP)
+    assert finish_reason(end, reader) == "tool_calls"
+    assert finish_reason(msgspec.structs.replace(end, stop_matched="x"), reader) == "stop"
 
 
 def test_a_long_answer_is_written_in_pieces() -> None:

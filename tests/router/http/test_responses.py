@@ -155,6 +155,15 @@ def test_a_streamed_response_is_the_whole_one(size: int) -> None:
     assert events[0]["response"]["output"] == [] and events[0]["response"]["status"] == "in_progress"
 
 
+def test_an_item_that_is_cut_is_never_called_complete() -> None:
+    """Guards clients that act on an item as soon as it is done: a call's arguments ended in the middle."""
+    asked = body(tools=[TOOL], stream=True)
+    events = streamed(script(asked, size=4, reason=FinishReason.LENGTH), asked)
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in done] == ["completed", "completed", "incomplete"]
+    assert events[-1]["type"] == "response.incomplete" and events[-1]["response"]["output"] == done
+
+
 def test_an_error_in_a_stream_is_its_last_event() -> None:
     started = Started("r1", "tiny", 5, form=FORM)
     events = streamed(FakeFrontend(started, Delta("Hello, ", (1,)), refusal("UNAVAILABLE")), body(stream=True))
