@@ -8,6 +8,7 @@ Precedence: flag, then `HEADRACE_*` variable, then file, then default, which may
 
 import argparse
 import difflib
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,7 @@ from transfer.config import NcclConfig
 from transfer.handoff.negotiation import AS_STORED
 
 ENV_PREFIX = "HEADRACE_"
+_SERVICE = re.compile(r"HEADRACE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 
 ONE_POOL = "--workers"
 """Stands for two settings: no prefill workers, and so many decode workers."""
@@ -281,9 +283,14 @@ def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, object, st
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     for name in sorted(environ):
-        if name.startswith(ENV_PREFIX) and name not in VARIABLES:
+        if name.startswith(ENV_PREFIX) and name not in VARIABLES and not _is_service_link(name, environ[name]):
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             yield key, environ[name], f"variable {name}"
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Return True for a variable by which Kubernetes tells every pod where a service named headrace is reached."""
+    return _SERVICE.fullmatch(name) is not None or (name.endswith("_PORT") and value.startswith(("tcp://", "udp://")))
 
 
 def _from_file(path: Path) -> Iterator[tuple[str, object, str]]:

@@ -54,6 +54,7 @@ def render() -> str:
     for title, wanted in (
         ("The supervisor", {"supervisor"}),
         ("The router", {"router"}),
+        ("The router and workers", {"router", "prefill", "decode"}),
         ("Workers", {"prefill", "decode"}),
         ("Decode workers", {"decode"}),
         ("Every process", set(EVERYWHERE)),

@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from cluster.cli import __main__ as cli
-from cluster.config import ConfigError, default_threads, fields
+from cluster.config import ConfigError, default_threads, fields, problem
 from cluster.memory import available_bytes
 from cluster.resolve import Resolved, add_flags, resolve
 
@@ -306,3 +307,31 @@ def test_workers_of_several_ranks_have_the_tiers_of_others() -> None:
     on_gpu = resolved("--prefill", "0", "--decode", "1", *GPU_RANKS, "--set", "decode.tiers.disk_bytes=1000")
     one = resolved("--prefill", "0", "--decode", "1", *GPU_RANKS[:2])
     assert on_gpu.config.decode.tiers == replace(one.config.decode.tiers, disk_bytes=1000)
+
+
+def test_zero_is_taken_where_the_page_says_what_it_means() -> None:
+    """Guards settings that say what 0 does, and refused it."""
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
+    said = set(re.findall(r"^\| `(\w+)` \|.*[;.|] 0: ", page, re.MULTILINE))
+    keys = [key for key, _, _ in fields() if key.rpartition(".")[2] in said]
+    assert {"router.deadline_margin", "decode.engine.one_shot_bytes", "context_tokens"} <= set(keys)
+    assert {key: told for key in keys if (told := problem(key, 0)) is not None} == {}
+
+
+def test_what_kubernetes_says_of_a_service_is_no_setting() -> None:
+    """Guards pods beside a service named headrace: every start after the first one was refused."""
+    told = {
+        "HEADRACE_SERVICE_HOST": "10.0.0.5",
+        "HEADRACE_SERVICE_PORT": "8000",
+        "HEADRACE_SERVICE_PORT_GRPC": "50051",
+        "HEADRACE_PORT": "tcp://10.0.0.5:8000",
+        "HEADRACE_PORT_8000_TCP": "tcp://10.0.0.5:8000",
+        "HEADRACE_PORT_8000_TCP_PROTO": "tcp",
+        "HEADRACE_METRICS_SERVICE_HOST": "10.0.0.6",
+        "HEADRACE_METRICS_PORT": "tcp://10.0.0.6:9090",
+        "HEADRACE_ROUTER__GRPC_PORT": "0",
+    }
+    found = resolved(**told)
+    assert origin(found, "router.grpc_port") == "variable HEADRACE_ROUTER__GRPC_PORT"
+    with pytest.raises(ConfigError, match="variable HEADRACE_PORT: unknown setting"):
+        resolved(HEADRACE_PORT="8000")

@@ -335,6 +335,7 @@ def test_every_line_to_edit_is_marked() -> None:
 def test_no_pod_has_rights_that_it_does_not_use() -> None:
     for name, spec in pods().items():
         assert spec["automountServiceAccountToken"] is False, name
+        assert spec["enableServiceLinks"] is False, f"{name}: the variables of a service `headrace` would be settings"
         user = {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
         assert spec["securityContext"] == user, "the user of the image"
         assert "USER 1000" in (DEPLOY / "docker/Dockerfile").read_text()

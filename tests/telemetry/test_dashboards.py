@@ -13,7 +13,7 @@ from telemetry.dashboards.catalog import catalog
 from telemetry.dashboards.measures import PANELS, RULES
 from telemetry.dashboards.pages import DASHBOARDS, UNPLOTTED
 from telemetry.dashboards.promql import QueryError
-from telemetry.dashboards.reference import askers
+from telemetry.dashboards.reference import askers, render
 
 ROOT = Path(__file__).parents[2]
 NAMES = [dashboard.name for dashboard in DASHBOARDS]
@@ -118,3 +118,9 @@ def test_dashboards_have_names_of_their_own() -> None:
     assert len({dashboard["uid"] for dashboard in map(load, NAMES)}) == len(NAMES)
     titles = [(d.name, p.title) for d in DASHBOARDS for p in d.panels]
     assert len(set(titles)) == len(titles)
+
+
+def test_the_page_of_metrics_has_every_family() -> None:
+    """Guards readers of the page: two families of processes that no part of it was about were left out."""
+    page = render()
+    assert [name for name in catalog() if f"| `{name}` |" not in page] == []
