@@ -11,6 +11,8 @@ from telemetry.flight import Flight, FlightEvent
 
 PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """The prefixes that the HTTP front writes before a request's id, in the answers of its four APIs."""
+ROUTER = "router"
+"""What the names of all routers begin with."""
 
 
 def request_of(text: str) -> str:
@@ -27,18 +29,27 @@ def print_trace(told: Flights, console: Console | None = None) -> None:
             console.print(Text(f"  {event.at_s * 1e3:10.1f} ms  {_line(event)}"), soft_wrap=True)
         if flight.left_out:
             console.print(f"  ({flight.left_out} events in the middle were not kept)")
-    for name, why in told.silent.items():
-        console.print(Text(f"{name} could not be asked: {why}", "red"))
+    _print_silent(told, console)
 
 
 def print_latest(told: Flights, console: Console | None = None) -> None:
-    """Print the requests that the routers heard of last, the newest first."""
+    """Print the requests that the routers heard of last, the newest first, and who could not be asked."""
     console = console or Console(highlight=False)
     table = Table("request", "began", "last event")
-    latest = [flight for flight in told.flights if flight.worker.startswith("router")]
+    latest = [flight for flight in told.flights if flight.worker.startswith(ROUTER)]
     for flight in sorted(latest, key=lambda flight: -flight.began_unix_s):
         table.add_row(Text(flight.request), _clock(flight), Text(_line(flight.events[-1])[:100]))
     console.print(table)
+    _print_silent(told, console)
+
+
+def is_router_silent(told: Flights) -> bool:
+    return any(name.startswith(ROUTER) for name in told.silent)
+
+
+def _print_silent(told: Flights, console: Console) -> None:
+    for name, why in told.silent.items():
+        console.print(Text(f"{name} could not be asked: {why}", "red"), soft_wrap=True)
 
 
 def _clock(flight: Flight) -> str:

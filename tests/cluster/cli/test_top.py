@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from cluster.admin import Flights, ProcessStatus, Status
+from cluster.cli.__main__ import main
 from cluster.cli.hints import hints
 from cluster.cli.status_view import duration, print_status, ranks_lines
 from cluster.cli.top import frame
@@ -188,10 +189,10 @@ def test_what_others_wrote_is_printed_as_it_is() -> None:
     recorder, said = FlightRecorder("router"), "no decode worker has [/x] of [fd00:a::1]"
     recorder.note("[red]", "failed", 1.0, message=said)
     told = Flights(flights=recorder.told(""), silent={"decode-0": said})
-    for show, times in ((print_trace, 2), (print_latest, 1)):
+    for show in (print_trace, print_latest):
         console = Console(width=120, file=StringIO())
         show(told, console)
-        assert text_of(console).count(said) == times and "[red]" in text_of(console), show
+        assert text_of(console).count(said) == 2 and "[red]" in text_of(console), show
 
 
 def test_a_trace_is_told_process_by_process() -> None:
@@ -211,6 +212,42 @@ def test_a_trace_is_told_process_by_process() -> None:
     assert "0.0 ms  submitted                prompt_tokens=36" in text
     assert "1500.0 ms  ended                    outcome=stop" in text
     assert "prefill-0 could not be asked: did not answer in 10 s" in text
+
+
+@pytest.mark.parametrize("silent", ["router", "router-1", "decode-0", ""])
+@pytest.mark.parametrize("words", [(), ("ab12",), ("nobody",)], ids=["latest", "known", "unknown"])
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_a_trace_says_who_could_not_be_asked(
+    words: tuple[str, ...],
+    silent: str,
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Guards an empty list, or a request that nobody remembers, where the router that knows it does not answer."""
+    recorder = FlightRecorder("prefill-0")
+    recorder.note("ab12", "placed", 5.0)
+
+    class Client:
+        def __init__(self, rundir: object) -> None: ...
+        def __enter__(self) -> "Client":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def flights(self, request: str) -> Flights:
+            return Flights(flights=recorder.told(request), silent={silent: "did not answer in 10 s"} if silent else {})
+
+    monkeypatch.setattr("cluster.admin_client.AdminClient", Client)
+    status = main(["trace", *words, *(["--json"] if as_json else [])])
+    out, err = capsys.readouterr()
+    assert status == (silent.startswith("router") or words == ("nobody",))
+    if silent and as_json:
+        assert silent in msgspec.json.decode(out)["silent"]
+    else:
+        assert (f"{silent} could not be asked: did not answer in 10 s" in out) == bool(silent)
+    assert ("no process remembers 'nobody'" in err) == (words == ("nobody",))
+    assert ("of those that could be asked" in err) == (words == ("nobody",) and bool(silent))
 
 
 def test_a_trace_is_asked_for_by_the_id_of_any_answer() -> None:
