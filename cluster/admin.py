@@ -261,13 +261,16 @@ class AdminServer:
 
     def scale(self, order: Scale) -> Status:
         """Give the pools these sizes; return when they have them. Raises LaunchError; where a size is not possible,
-        before either pool has changed."""
+        before either pool has changed. The order's time is that of both together."""
         asked: list[tuple[Kind, int | None]] = [("prefill", order.prefill), ("decode", order.decode)]
         sizes = [(kind, count) for kind, count in asked if count is not None]
         for kind, count in sizes:
             check_size(kind, count)
+        began_s = time.monotonic()
         for kind, count in sizes:
-            self._cluster.scale(kind, count, order.timeout_s)
+            took_s = time.monotonic() - began_s
+            left_s = None if order.timeout_s is None else max(0.0, order.timeout_s - took_s)
+            self._cluster.scale(kind, count, left_s)
         return self.status()
 
     def rotate(self) -> Status:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from cluster.admin import Drain, Flights, Scale, Status
+from cluster.admin import LONGEST_WAIT_S, Drain, Flights, Scale, Status
 from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, answer_code, is_right, new_nonce, request_code
 from cluster.config import ConfigError
 from cluster.processes.spec import LaunchError
@@ -24,10 +24,12 @@ class NotRunning(LaunchError):
 
 
 class AdminClient:
-    """Asks the admin surface. Every method raises NotRunning, or LaunchError with what the cluster answered."""
+    """Asks the admin surface. Every method raises NotRunning, or LaunchError with what the cluster answered, or that it
+    did not within `quick_s` of when it should have."""
 
-    def __init__(self, rundir: RunDir) -> None:
+    def __init__(self, rundir: RunDir, quick_s: float = QUICK_S) -> None:
         self._rundir = rundir
+        self._quick_s = quick_s
         self._http = httpx.Client(
             transport=httpx.HTTPTransport(uds=str(rundir.socket)), base_url="http://headrace"
         )
@@ -48,16 +50,16 @@ class AdminClient:
         return self._call("GET", "/config", dict[str, dict[str, object]])
 
     def drain(self, order: Drain) -> Status:
-        """Blocks until the worker has left."""
-        return self._call("POST", "/drain", Status, order, timeout_s=None)
+        """Blocks until the worker has left, or the order's time is over."""
+        return self._order("/drain", order, order.timeout_s)
 
     def scale(self, order: Scale) -> Status:
-        """Blocks until the pools have their sizes."""
-        return self._call("POST", "/scale", Status, order, timeout_s=None)
+        """Blocks until the pools have their sizes, or the order's time is over."""
+        return self._order("/scale", order, order.timeout_s)
 
     def rotate(self) -> Status:
         """Blocks until every process has the new secret."""
-        return self._call("POST", "/rotate", Status, timeout_s=None)
+        return self._order("/rotate", None, None)
 
     def down(self) -> Status:
         """Ask the supervisor to stop everything; returns at once."""
@@ -72,17 +74,25 @@ class AdminClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _order(self, path: str, order: msgspec.Struct | None, within_s: float | None) -> Status:
+        """Give an order that takes up to `within_s`, or as long as it takes. A supervisor that answers nothing is given
+        none: it would carry it out when it runs again, and until then nobody would know why nothing happens."""
+        self.status()
+        return self._call("POST", path, Status, order, within_s)
+
     def _call(
         self,
         method: str,
         path: str,
         kind: type[T],
         body: msgspec.Struct | None = None,
-        timeout_s: float | None = QUICK_S,
+        within_s: float | None = 0.0,
         params: dict[str, str] | None = None,
     ) -> T:
+        """Ask for what takes up to `within_s` there; None: however long it takes."""
         if not self._rundir.socket.exists() and not self._rundir.is_held:
             raise self._not_running()
+        timeout_s = None if within_s is None else min(within_s, LONGEST_WAIT_S) + self._quick_s
         content = msgspec.json.encode(body) if body is not None else b""
         request = self._http.build_request(method, path, content=content, params=params, timeout=timeout_s)
         nonce = new_nonce()

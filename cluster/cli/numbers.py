@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import reprlib
 from collections.abc import Callable
 
 
@@ -24,9 +25,11 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            # Python takes none of thousands of digits either.
+            why = f"{reprlib.repr(text)} is not a whole number in {least} to {most}"
+            raise argparse.ArgumentTypeError(why) from None
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} does not lie in {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{reprlib.repr(value)} does not lie in {least} to {most}")
         return value
 
     return read

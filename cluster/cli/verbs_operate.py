@@ -5,11 +5,11 @@ import os
 import sys
 from typing import Any
 
-from cluster.cli.numbers import seconds
-from cluster.config import ConfigError, problem
+from cluster.cli.numbers import seconds, whole
+from cluster.config import MAX_WORKERS, ConfigError
 from cluster.resolve import add_flags, resolve
 
-POOLS = ("prefill", "decode")
+SIZES = {"prefill": whole(0, MAX_WORKERS), "decode": whole(1, MAX_WORKERS)}
 
 
 def add(verbs: Any) -> None:
@@ -96,7 +96,7 @@ def _top(arguments: argparse.Namespace) -> int:
 
 def _trace(arguments: argparse.Namespace) -> int:
     from cluster.cli.status_view import print_json
-    from cluster.cli.trace_view import print_latest, print_trace, request_of
+    from cluster.cli.trace_view import is_router_silent, print_latest, print_trace, request_of
 
     request = request_of(arguments.request)
     with _client(arguments) as client:
@@ -105,15 +105,13 @@ def _trace(arguments: argparse.Namespace) -> int:
         print_json(told)
     elif not request:
         print_latest(told)
-    elif told.flights:
+    else:
         print_trace(told)
     if request and not told.flights:
-        print(
-            f"headrace: no process remembers {request!r}: it is unknown, or long ago",
-            file=sys.stderr,
-        )
+        why = ", of those that could be asked" if told.silent else ": it is unknown, or long ago"
+        print(f"headrace: no process remembers {request!r}{why}", file=sys.stderr)
         return 1
-    return 0
+    return 1 if is_router_silent(told) else 0
 
 
 def _drain(arguments: argparse.Namespace) -> int:
@@ -130,14 +128,14 @@ def _scale(arguments: argparse.Namespace) -> int:
     sizes: dict[str, int] = {}
     for text in arguments.sizes:
         pool, _, count = text.partition("=")
-        if pool not in POOLS or not count.isdecimal() or int(count) < (pool == "decode"):
+        if pool not in SIZES:
             raise ConfigError(f"{text!r} is not prefill=N, or decode=N with N of at least 1")
         if pool in sizes:
             raise ConfigError(f"{pool} is given twice")
-        reason = problem(f"{pool}_workers", int(count))
-        if reason is not None:
-            raise ConfigError(f"{pool}: {reason}")
-        sizes[pool] = int(count)
+        try:
+            sizes[pool] = SIZES[pool](count)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{pool}: {error}") from error
     order = Scale(sizes.get("prefill"), sizes.get("decode"), arguments.timeout)
     with _client(arguments) as client:
         return _show(arguments, client.scale(order))

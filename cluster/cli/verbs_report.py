@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.cli.numbers import whole
 from cluster.resolve import add_flags, resolve
 
 
@@ -23,7 +24,13 @@ def add(verbs: Any) -> None:
     disagg.add_argument(
         "--slo", metavar="LIMITS", default="", help="such as ttft=0.5,itl=50ms (default: router.slo_*_s of the cluster)"
     )
-    disagg.add_argument("--last", metavar="N", type=int, default=0, help="only the latest N requests (default: all)")
+    disagg.add_argument(
+        "--last",
+        metavar="N",
+        type=whole(1, 2**31 - 1),
+        default=0,
+        help="only the latest N requests (default: all)",
+    )
     disagg.add_argument("--json", action="store_true", help="as JSON")
     add_flags(disagg, only=("name",))
     disagg.set_defaults(verb=_disagg)

@@ -4,7 +4,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -13,9 +14,9 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.admin import ORDERS, AdminServer, Drain, Scale
+from cluster.admin import ORDERS, AdminServer, Drain, Scale, Status
 from cluster.admin_client import AdminClient, NotRunning
-from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, new_nonce, request_code
+from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, answer_code, new_nonce, request_code
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
 from cluster.processes.process_launcher import ProcessChild
@@ -166,6 +167,91 @@ def test_what_no_command_line_has_checked_is_bounded(served: Served) -> None:
         with pytest.raises(LaunchError, match="timeout_s"):
             served.client.drain(Drain("decode-1", timeout_s=timeout_s))
     assert served.client.status().processes == before
+
+
+def test_both_pools_have_the_time_of_one_order(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `scale --timeout`, which would wait twice as long where it names two pools."""
+    given: list[float | None] = []
+
+    def scale(kind: str, count: int, timeout_s: float | None) -> None:
+        given.append(timeout_s)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(served.cluster, "scale", scale)
+    served.client.scale(Scale(prefill=1, decode=2, timeout_s=9.0))
+    served.client.scale(Scale(prefill=1, decode=2))
+    first, second, *others = given
+    assert first is not None and second is not None and others == [None, None]
+    assert 8.9 < first <= 9.0 and second <= first - 0.05
+
+
+class Frozen:
+    """A supervisor that answers `answers` questions about its status, and then nothing."""
+
+    def __init__(self, folder: Path, answers: int) -> None:
+        self.rundir = RunDir(msgspec.structs.replace(CONFIG, run_dir=str(folder / "run")), {})
+        self.asked: list[str] = []
+        self.answers = answers
+        self.listener = socket.socket(socket.AF_UNIX)
+
+    def listen(self) -> None:
+        self.rundir.entrust((bytes(32),))
+        self.listener.bind(str(self.rundir.socket))
+        self.listener.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        told = msgspec.json.encode(Status(name="x", state="running", pid=1, launcher="process", model="x", up_s=1.0))
+        with suppress(OSError), ExitStack() as kept:
+            connection, _ = self.listener.accept()
+            kept.enter_context(connection)
+            while heard := connection.recv(1 << 16).decode():
+                if " HTTP/1.1" in heard:  # what comes behind it is a body
+                    self.asked.append(heard.split()[1])
+                if len(self.asked) > self.answers:
+                    continue
+                headers = dict(line.lower().split(": ", 1) for line in heard.split("\r\n") if ": " in line)
+                code = answer_code(bytes(32), headers[NONCE_HEADER.lower()], 200, told)
+                head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(told)}\r\n{CODE_HEADER}: {code}\r\n\r\n"
+                connection.sendall(head.encode() + told)
+
+
+@pytest.fixture
+def frozen(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Frozen]:
+    one = Frozen(tmp_path, request.param)
+    with one.rundir.hold(), one.listener:
+        one.listen()
+        yield one
+
+
+@pytest.mark.parametrize("frozen", [0], indirect=True)
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda client: client.drain(Drain("decode-1")),
+        lambda client: client.scale(Scale(decode=2)),
+        lambda client: client.scale(Scale(decode=2, timeout_s=0.3)),
+        lambda client: client.rotate(),
+    ],
+    ids=["drain", "scale", "timeout", "rotate"],
+)
+def test_a_frozen_supervisor_is_named_and_given_no_order(
+    frozen: Frozen, order: Callable[[AdminClient], object]
+) -> None:
+    """Guards against a verb that waits for ever, and an order that is carried out when nobody wants it any more."""
+    with AdminClient(frozen.rundir, quick_s=0.2) as client, pytest.raises(LaunchError, match="did not answer in"):
+        order(client)
+    assert eventually(lambda: frozen.asked == ["/status"], 5.0)
+
+
+@pytest.mark.parametrize("frozen", [1], indirect=True)
+def test_an_order_with_a_time_is_not_waited_for_longer(frozen: Frozen) -> None:
+    """Guards `--timeout` where the supervisor freezes once it has the order."""
+    began_s = time.monotonic()
+    with AdminClient(frozen.rundir, quick_s=0.3) as client, pytest.raises(LaunchError, match="did not answer in"):
+        client.scale(Scale(decode=2, timeout_s=0.3))
+    assert eventually(lambda: frozen.asked == ["/status", "/scale"], 5.0)
+    assert 0.6 <= time.monotonic() - began_s < 10.0
 
 
 def test_secrets_stay_here_and_nonsense_is_told(served: Served) -> None:

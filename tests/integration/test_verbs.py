@@ -128,7 +128,7 @@ def test_a_cluster_from_up_to_down(shell: Shell) -> None:
     assert not any(line in written for line in asked_for), "what was asked for is no warning"
     assert "decode-0" not in shell.status()
     assert "is the last decode worker" in shell("drain", "decode-1", fails=1).stderr
-    assert "is not prefill=N, or decode=N" in shell("scale", "decode=0", fails=2).stderr
+    assert "decode: 0 does not lie in 1 to 1024" in shell("scale", "decode=0", fails=2).stderr
     assert shell("generate", "--max-tokens", "4", "Hi").stdout, "it was not found by its name"
     little = ("--requests", "2", "--concurrency", "1", "--input-tokens", "16", "--output-tokens", "4")
     assert shell.server in shell("bench", *little).stdout, "it was not found by its name"

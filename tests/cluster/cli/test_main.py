@@ -151,7 +151,11 @@ def test_a_process_left_behind_is_seen() -> None:
         (["drain", "decode-0", "--timeout", "-1"], "'-1' is not a number of seconds"),
         (["scale", "decode=2", "--timeout", "soon"], "'soon' is not a number of seconds"),
         (["scale", "decode=1", "decode=2"], "decode is given twice"),
-        (["scale", "decode=99999999999"], "decode: 99999999999 is more than 1024"),
+        (["scale", "decode=99999999999"], "decode: 99999999999 does not lie in 1 to 1024"),
+        (["scale", "decode=0"], "decode: 0 does not lie in 1 to 1024"),
+        (["scale", "prefill=" + "9" * 5000], "99' is not a whole number in 0 to 1024"),
+        (["scale", "router=2"], "'router=2' is not prefill=N, or decode=N"),
+        (["report", "disagg", "--last", "-3"], "-3 does not lie in 1 to"),
         (["up", "--decode", "99999999999"], "99999999999 is more than 1024"),
         (["up", "--set", "prefill.engine.device=gpu"], "'gpu' is not cpu, cuda or cuda:N"),
         (["worker", "decode", "--port", "70000"], "70000 does not lie in 0 to 65535"),
@@ -161,7 +165,7 @@ def test_a_process_left_behind_is_seen() -> None:
         (["bench", "--seed", "-1"], "-1 does not lie in 0 to"),
         (["bench", "--json", "/nonexistent/x.json"], "there is no such folder"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
 def test_a_slip_is_told_at_once(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
