@@ -29,6 +29,9 @@ def add_credential(
 ) -> int:
     """Make a key of `tenant`, or let `certificate` in as that; without a tenant it is a monitor's. `limits` are set for
     the tenant, which is made where it is new; its requests have at most `max_priority`. Raises ConfigError."""
+    _check_printable("a tenant's name", tenant)
+    _check_printable("a certificate's name", certificate)
+    _check_printable("a cache's name", limits.get("shared_cache", ""))
     today = datetime.now(UTC).date().isoformat()
     role: Role = "tenant" if tenant else "monitor"
     with _changed(path) as table:
@@ -50,8 +53,11 @@ def add_credential(
 
 
 def limit_tenant(path: Path, tenant: str, limits: dict[str, float | int | str]) -> int:
-    """Set what a tenant may use. Raises ConfigError."""
+    """Set what a tenant may use. Raises ConfigError, and LaunchError where there is none of that name."""
+    _check_printable("a cache's name", limits.get("shared_cache", ""))
     with _changed(path) as table:
+        if tenant not in table.tenants:
+            raise LaunchError(f"{path} has no tenant {tenant!r}: `headrace keys add` makes one")
         _limit(table, tenant, limits)
         known = table.tenants[tenant]
     print(f"{tenant}: {_described(known)}")
@@ -88,6 +94,12 @@ def list_credentials(path: Path) -> int:
 
 def _priority(credential: Credential) -> str:
     return f", priority up to {credential.max_priority}" if credential.max_priority else ""
+
+
+def _check_printable(what: str, name: object) -> None:
+    """Raises ConfigError for a name that `keys list` could not show on one line."""
+    if not str(name).isprintable():
+        raise ConfigError(f"{what} has printable characters alone, and no line breaks: {name!r} has others")
 
 
 def _limit(table: CredentialTable, tenant: str, limits: dict[str, float | int | str]) -> None:

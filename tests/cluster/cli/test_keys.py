@@ -64,6 +64,10 @@ def test_a_key_is_made_shown_once_and_taken_away(tmp_path: Path, capsys: pytest.
         ("add", "acme", "--weight", "0"),
         ("add", "acme", "--concurrency", "-1"),
         ("add", "acme", "--cache-share", "1.5"),
+        ("add", "a b\nc"),
+        ("add", "acme\x1b[2J"),
+        ("add", "acme", "--certificate", "acme.\u2028example"),
+        ("add", "acme", "--shared-cache", "x\ty"),
         ("remove", ""),
         ("list",),
     ],
@@ -74,6 +78,20 @@ def test_what_cannot_be_changes_nothing(
     file = tmp_path / "keys.json"
     _, why = keys(capsys, *words, "--file", str(file), fails=2)
     assert why.startswith("headrace: ") and not file.exists() and not list(tmp_path.iterdir())
+
+
+def test_limits_are_those_of_a_tenant_that_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards a slip of the keyboard that changes nothing for the tenant that was meant, and says that it has."""
+    file = tmp_path / "keys.json"
+    _, why = keys(capsys, "limit", "acme", "--weight", "3", "--file", str(file), fails=1)
+    assert "has no tenant 'acme'" in why and not file.exists()
+    keys(capsys, "add", "acme", "--certificate", "acme.example", "--file", str(file))
+    before = file.read_bytes()
+    _, why = keys(capsys, "limit", "amce", "--weight", "3", "--file", str(file), fails=1)
+    assert "has no tenant 'amce'" in why and file.read_bytes() == before
+    keys(capsys, "limit", "acme", "--shared-cache", "x\ny", "--file", str(file), fails=2)
+    assert file.read_bytes() == before
+    assert keys(capsys, "limit", "acme", "--weight", "3", "--file", str(file))[0] == "acme: weight 3\n"
 
 
 def test_a_spoiled_file_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
