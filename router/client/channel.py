@@ -80,7 +80,10 @@ def _contents(file: str) -> bytes | None:
 
 
 def open_channel(library: Any, address: str, secrets: ClientSecrets, options: Options = ()) -> Any:
-    """Open a channel of `grpc` or of `grpc.aio`; `options` count before ours."""
+    """Open a channel of `grpc` or of `grpc.aio`; `options` count before ours. Raises ApiError for an API key that
+    cannot travel."""
+    if not (secrets.api_key.isascii() and secrets.api_key.isprintable()):
+        raise ApiError("INVALID_ARGUMENT", "API key: only printable ASCII can travel")
     ours = [*OPTIONS, *options]
     if not secrets.has_tls:
         return library.insecure_channel(address, ours)

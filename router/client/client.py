@@ -15,11 +15,20 @@ from typing import Any
 import grpc
 
 from protos import headrace_pb2 as pb
-from router.client.channel import ClientSecrets, Metadata, Options, api_error, open_channel
-from router.client.errors import ApiError
+from router.client.channel import ClientSecrets, Options, api_error, open_channel
 from router.client.progress import Retries
-from router.client.reading import Reading
-from router.client.requests import GatheredAnswer, GeneratedText, Prompt, chat_messages, generate_request
+from router.client.reading import Reading, client_closed, is_cancelled
+from router.client.requests import (
+    GatheredAnswer,
+    GeneratedText,
+    Prompt,
+    call_metadata,
+    check_timeout,
+    detokenize_request,
+    generate_request,
+    resume_request,
+    tokenize_request,
+)
 
 ADDRESS = "127.0.0.1:50051"
 TIMEOUT_S = 60.0
@@ -68,22 +77,33 @@ class _Connected:
     def _reading(self, prompt: Prompt, options: Mapping[str, Any]) -> Reading:
         can_resume = all(options.get(name) is None for name in _NEVER_RESUMED)
         given = {"timeout_s": self._timeout_s, "resumable": can_resume, **options}
-        own: Metadata = tuple((key, given.pop(name)) for name, key in _METADATA.items() if given.get(name))
+        own = call_metadata(given, _METADATA)
         retries = Retries(self._random) if self._retries else None
         request = generate_request(prompt, {name: value for name, value in given.items() if name not in _METADATA})
         return Reading(self._channel(), request, self._secrets.metadata, own=own, retries=retries)
 
     def _resumed(self, token: str, timeout_s: float | None) -> Reading:
-        request = pb.GenerateRequest(timeout_s=timeout_s or self._timeout_s, resumable=True)
+        limit_s = self._limit_s(timeout_s)
+        request = pb.GenerateRequest(timeout_s=limit_s, resumable=True)
+        token = resume_request(token).resume_token
         return Reading(self._channel(), request, self._secrets.metadata, token=token)
 
     def _call(self, method: str, request: Any, left_s: float) -> Any:
-        call = self._channel().unary_unary(_SERVICE + method)
-        return call(request.SerializeToString(), timeout=left_s, metadata=self._secrets.metadata)
+        try:
+            call = self._channel().unary_unary(_SERVICE + method)
+            return call(request.SerializeToString(), timeout=left_s, metadata=self._secrets.metadata)
+        except (ValueError, grpc.aio.UsageError) as error:
+            raise client_closed() from error
 
     def _patience(self, timeout_s: float | None) -> "_Patience":
         retries = Retries(self._random) if self._retries else None
-        return _Patience(retries, self._timeout_s if timeout_s is None else timeout_s)
+        return _Patience(retries, self._limit_s(timeout_s))
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        """Return the deadline of a call. Raises ApiError for one that no server takes."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        check_timeout(limit_s)
+        return limit_s
 
 
 _NEVER_RESUMED = ("beam_width", "prompt_logprobs")
@@ -138,12 +158,13 @@ class SyncClient(_Connected):
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Return the token ids of a text or a chat. `options`: fields of `TokenizeRequest`, and `timeout_s`."""
-        request, timeout_s = tokenize_request(prompt, options)
+        timeout_s = options.pop("timeout_s", None)
+        request = tokenize_request(prompt, options)
         return list(self._ask("Tokenize", request, timeout_s).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], timeout_s: float | None = None) -> str:
         """Return the text of token ids, control tokens by their names."""
-        return str(self._ask("Detokenize", pb.DetokenizeRequest(token_ids=token_ids), timeout_s).text)
+        return str(self._ask("Detokenize", detokenize_request(token_ids), timeout_s).text)
 
     def models(self, timeout_s: float | None = None) -> list[pb.Model]:
         """Return the models that are served."""
@@ -197,12 +218,13 @@ class AsyncClient(_Connected):
 
     async def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Return the token ids of a text or a chat. `options`: fields of `TokenizeRequest`, and `timeout_s`."""
-        request, timeout_s = tokenize_request(prompt, options)
+        timeout_s = options.pop("timeout_s", None)
+        request = tokenize_request(prompt, options)
         return list((await self._ask("Tokenize", request, timeout_s)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], timeout_s: float | None = None) -> str:
         """Return the text of token ids, control tokens by their names."""
-        return str((await self._ask("Detokenize", pb.DetokenizeRequest(token_ids=token_ids), timeout_s)).text)
+        return str((await self._ask("Detokenize", detokenize_request(token_ids), timeout_s)).text)
 
     async def models(self, timeout_s: float | None = None) -> list[pb.Model]:
         """Return the models that are served."""
@@ -225,22 +247,9 @@ class AsyncClient(_Connected):
         while True:
             try:
                 return _REPLIES[method].FromString(await self._call(method, request, patience.left_s))
+            except asyncio.CancelledError as error:
+                if is_cancelled():
+                    raise
+                raise client_closed() from error
             except grpc.RpcError as error:
                 await asyncio.sleep(patience.pause_s(error))
-
-
-def tokenize_request(
-    prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> tuple[pb.TokenizeRequest, float | None]:
-    """Return the request, and the time that it has. Raises ApiError for an option that there is not."""
-    given = dict(options)
-    timeout_s = given.pop("timeout_s", None)
-    try:
-        request = pb.TokenizeRequest(**given)
-    except (TypeError, ValueError) as error:
-        raise ApiError("INVALID_ARGUMENT", f"request: {error}", "request") from error
-    if isinstance(prompt, str):
-        request.prompt = prompt
-    else:
-        request.chat.CopyFrom(chat_messages(prompt))
-    return request, timeout_s

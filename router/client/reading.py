@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from protos import headrace_pb2 as pb
 from router.client.channel import Metadata, api_error
 from router.client.errors import ApiError
 from router.client.progress import Progress, Retries
+from router.client.requests import check_timeout
 
 GENERATE = "/headrace.v1.Headrace/Generate"
 RESUME = "/headrace.v1.Headrace/Resume"
@@ -37,7 +38,10 @@ class Reading:
     ) -> None:
         """`metadata` goes with every call, `own` with the request alone. With `retries` it is asked again while no
         worker has taken it. A request that is `resumable` outlives its connections; with the `token` of one that
-        another client has begun, its answer is read from the beginning."""
+        another client has begun, its answer is read from the beginning. Raises ApiError for a deadline that no server
+        takes."""
+        if request.HasField("timeout_s"):
+            check_timeout(request.timeout_s)
         self._channel = channel
         self._request = request
         self._metadata = metadata
@@ -51,7 +55,7 @@ class Reading:
 
     def events(self) -> Generator[pb.GenerateResponse, None, None]:
         """Yield what the server sends, ending with Finished of the last sample. Raises ApiError."""
-        self.stream = self._begun()
+        self._begin()
         try:
             while True:
                 try:
@@ -73,7 +77,7 @@ class Reading:
 
     async def aevents(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Like `events`, on the running event loop; close it with `aclosing` to cancel."""
-        self.stream = self._begun()
+        self._begin()
         try:
             while True:
                 try:
@@ -84,6 +88,10 @@ class Reading:
                         if self.progress.is_over:
                             return
                     raise _ended_early()
+                except asyncio.CancelledError as error:
+                    if is_cancelled():
+                        raise
+                    raise client_closed() from error
                 except (grpc.RpcError, ApiError) as error:
                     await asyncio.sleep(self.pause_s(error))
                     self.go_on()
@@ -108,20 +116,24 @@ class Reading:
 
     def go_on(self) -> None:
         """Read on, from where the last stream broke. Raises ApiError if the client was closed meanwhile."""
-        try:
-            if self._asks_again:
-                self._asks_again, self.progress = False, Progress()
-                left_s = self._left_s()
-                if left_s is not None:
-                    self._request.timeout_s = left_s
-                self.stream = self._asked()
-                return
-            self.stream = self._read_on()
-        except (ValueError, grpc.aio.UsageError) as error:
-            raise ApiError("CANCELLED", "the client was closed") from error
+        if not self._asks_again:
+            self.stream = self._opened(self._read_on)
+            return
+        self._asks_again, self.progress = False, Progress()
+        left_s = self._left_s()
+        if left_s is not None:
+            self._request.timeout_s = left_s
+        self.stream = self._opened(self._asked)
 
-    def _begun(self) -> Any:
-        return self._read_on() if self.progress.token else self._asked()
+    def _begin(self) -> None:
+        """Open the first stream. Raises ApiError if the client was closed before."""
+        self.stream = self._opened(self._read_on if self.progress.token else self._asked)
+
+    def _opened(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except (ValueError, grpc.aio.UsageError) as error:
+            raise client_closed() from error
 
     def _read_on(self) -> Any:
         request = self.progress.resume_request().SerializeToString()
@@ -142,6 +154,18 @@ class Reading:
     def _cancel(self) -> Any:
         request = pb.CancelRequest(resume_token=self.progress.token).SerializeToString()
         return self._channel.unary_unary(CANCEL)(request, timeout=CANCEL_TIMEOUT_S, metadata=self._metadata)
+
+
+def client_closed() -> ApiError:
+    """Return the error of a call whose client was closed before its end."""
+    return ApiError("CANCELLED", "the client was closed")
+
+
+def is_cancelled() -> bool:
+    """Say whether the running task itself was cancelled: `grpc.aio` raises CancelledError for calls of a closed
+    channel, too."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _ended_early() -> ApiError:

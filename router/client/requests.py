@@ -1,6 +1,7 @@
 """What a caller writes in Python becomes a request, and what comes back becomes one value per sample."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ STAGES = (
     "unattributed",
 )  # fmt: skip
 """What a request's time goes to, in order: a map of the schema comes in any."""
+MAX_TIMEOUT_S = 24 * 3600.0
+"""The longest deadline that servers take."""
 _SAMPLING = frozenset(pb.Sampling.DESCRIPTOR.fields_by_name)
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -49,34 +52,90 @@ class GeneratedText:
 
 def chat_messages(prompt: Sequence[Mapping[str, Any]]) -> pb.ChatMessages:
     """Return a chat's messages. Raises ApiError for what is no chat."""
-    return _parsed({"messages": [dict(message) for message in prompt]}, pb.ChatMessages(), "messages")
+    with _refusing("messages"):
+        found: pb.ChatMessages = ParseDict({"messages": [dict(message) for message in prompt]}, pb.ChatMessages())
+    return found
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
     """Return what asks for an answer to `prompt`. `options` are fields of `GenerateRequest` and `Sampling`, by name;
-    None leaves one out. Raises ApiError for a name or a value that no field has."""
+    None leaves one out. Raises ApiError for a name or a value that no field has, and for what is no prompt."""
     given = {name: value for name, value in options.items() if value is not None}
     sampling = {name: given.pop(name) for name in list(given) if name in _SAMPLING}
-    if sampling:
-        given["sampling"] = {**given.get("sampling", {}), **sampling}
     if isinstance(given.get("choices"), list | tuple):
         given["choices"] = {"choices": list(given["choices"])}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
-    request = _parsed(given, pb.GenerateRequest(), "request")
-    if isinstance(prompt, str):
-        request.prompt = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
-        request.chat.CopyFrom(chat_messages(prompt))  # type: ignore[arg-type]
-    else:
-        request.token_ids.SetInParent()
-        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+    with _refusing("request"):
+        if sampling:
+            given["sampling"] = {**given.get("sampling", {}), **sampling}
+        request: pb.GenerateRequest = ParseDict(given, pb.GenerateRequest())
+    if not isinstance(prompt, str | Sequence):
+        raise ApiError("INVALID_ARGUMENT", "prompt: must be a text, token ids or a chat", "prompt")
+    with _refusing("prompt"):
+        if isinstance(prompt, str):
+            request.prompt = prompt
+        elif prompt and isinstance(prompt[0], Mapping):
+            request.chat.CopyFrom(chat_messages(prompt))  # type: ignore[arg-type]
+        else:
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
     return request
 
 
-def _parsed(given: dict[str, Any], message: Any, name: str) -> Any:
+def tokenize_request(prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> pb.TokenizeRequest:
+    """Return what asks for the ids of a text or a chat. Raises ApiError for an option that there is not, and for what
+    is neither."""
+    with _refusing("request"):
+        request = pb.TokenizeRequest(**options)
+    with _refusing("prompt"):
+        if isinstance(prompt, str):
+            request.prompt = prompt
+        else:
+            request.chat.CopyFrom(chat_messages(prompt))
+    return request
+
+
+def detokenize_request(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
+    """Return what asks for the text of token ids. Raises ApiError for what is none."""
+    with _refusing("token_ids"):
+        return pb.DetokenizeRequest(token_ids=token_ids)
+
+
+def resume_request(token: str) -> pb.ResumeRequest:
+    """Return what asks for an answer from its beginning. Raises ApiError for what is no token."""
+    with _refusing("resume_token"):
+        request = pb.ResumeRequest(resume_token=token)
+    if not token:
+        raise ApiError("INVALID_ARGUMENT", "resume_token: must not be empty", "resume_token")
+    return request
+
+
+def call_metadata(options: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the options that travel as metadata, under their `keys`; None and "" leave one out. Raises ApiError for a
+    value that cannot."""
+    given = {name: options[name] for name in keys if options.get(name) not in (None, "")}
+    for name, value in given.items():
+        if not (isinstance(value, str) and value.isascii() and value.isprintable()):
+            raise ApiError("INVALID_ARGUMENT", f"{name}: only printable ASCII can travel", name)
+    return tuple((keys[name], value) for name, value in given.items())
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise ApiError for a deadline that no server takes."""
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        message = f"timeout_s: must be above 0 and at most {MAX_TIMEOUT_S:g} seconds"
+        raise ApiError("INVALID_ARGUMENT", message, "timeout_s")
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Raise ApiError, about the field of this name, for a value that a message cannot hold."""
     try:
-        return ParseDict(given, message)
+        yield
+    except UnicodeEncodeError as error:
+        message = f"{name}: is not valid Unicode at character {error.start}"
+        raise ApiError("INVALID_ARGUMENT", message, name) from error
     except (ParseError, TypeError, ValueError) as error:
         raise ApiError("INVALID_ARGUMENT", f"{name}: {error}", name) from error
 

@@ -121,6 +121,97 @@ def test_what_no_field_has_is_refused_here(options: dict[str, object]) -> None:
     assert raised.value.code == "INVALID_ARGUMENT"
 
 
+CALLS: dict[str, tuple[Callable[[SyncClient], object], str, str]] = {
+    "an id below zero": (lambda c: c.generate([-1]), "prompt", "Value out of range: -1"),
+    "half a surrogate pair": (lambda c: c.generate("hi\udcff"), "prompt", "is not valid Unicode at character 2"),
+    "texts for ids": (lambda c: c.generate(["Hi"]), "prompt", "'str' object cannot"),  # type: ignore[list-item]
+    "no prompt": (lambda c: c.generate(None), "prompt", "must be a text, token ids or a chat"),  # type: ignore[arg-type]
+    "half a chat": (lambda c: c.generate([{"role": "user"}, 5]), "messages", "'int' object"),  # type: ignore[list-item]
+    "a number for options": (lambda c: c.generate("x", sampling=5, top_k=3), "request", "is not a mapping"),
+    "half a pair to split": (lambda c: c.tokenize("\udcff"), "prompt", "is not valid Unicode at character 0"),
+    "a number to split": (lambda c: c.tokenize(5), "messages", "is not iterable"),  # type: ignore[arg-type]
+    "an id of no text": (lambda c: c.detokenize([-1]), "token_ids", "Value out of range: -1"),
+    "half a pair for a token": (lambda c: c.resume("\udcff"), "resume_token", "is not valid Unicode"),
+    "an empty token": (lambda c: c.resume(""), "resume_token", "must not be empty"),
+    "no token": (lambda c: c.resume(None), "resume_token", "must not be empty"),  # type: ignore[arg-type]
+    "a day that does not end": (lambda c: c.generate("x", timeout_s=1e18), "timeout_s", "at most 86400 seconds"),
+    "a day to split": (lambda c: c.tokenize("x", timeout_s=1e18), "timeout_s", "at most 86400 seconds"),
+    "no time": (lambda c: c.resume("x", timeout_s=0), "timeout_s", "must be above 0"),
+    "time in words": (lambda c: c.models(timeout_s="5"), "timeout_s", "must be above 0"),  # type: ignore[arg-type]
+    "a label that cannot travel": (lambda c: c.generate("x", label="é"), "label", "only printable ASCII can travel"),
+    "a session of two lines": (lambda c: c.generate("x", session="a\nb"), "session", "only printable ASCII"),
+    "a number for a label": (lambda c: c.generate("x", label=5), "label", "only printable ASCII"),
+}
+
+
+@pytest.mark.parametrize("named", CALLS)
+def test_what_cannot_be_sent_is_an_api_error(named: str) -> None:
+    """Guards the promise that every failure is one, though nothing has been sent: nobody listens there."""
+    call, field, told = CALLS[named]
+    with SyncClient("127.0.0.1:9", timeout_s=1.0, retries=False) as client, pytest.raises(ApiError) as raised:
+        call(client)
+    assert (raised.value.code, raised.value.field) == ("INVALID_ARGUMENT", field)
+    assert raised.value.message.startswith(f"{field}: ") and told in raised.value.message
+
+
+@pytest.mark.parametrize("kind", [SyncClient, AsyncClient])
+def test_a_key_that_cannot_travel_is_an_api_error(kind: type) -> None:
+    async def asked() -> None:
+        client = kind("127.0.0.1:9", secrets=ClientSecrets(api_key="é"), timeout_s=1.0)
+        found = client.models()
+        if kind is AsyncClient:
+            await found
+
+    with pytest.raises(ApiError, match="API key: only printable ASCII can travel"):
+        asyncio.run(asked())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("kind", [SyncClient, AsyncClient])
+def test_a_closed_client_s_stream_is_an_api_error(kind: type, begun: bool, cluster: Callable[..., None]) -> None:
+    """Guards readers against gRPC's own errors, and against a cancellation that nobody has asked their task for."""
+
+    async def body(address: str, workers: FakeWorkers) -> None:
+        workers.slow_s = 0.2
+
+        def read() -> None:
+            client = SyncClient(address)
+            events = client.stream("x")
+            if begun:
+                next(events)
+            client.close()
+            list(events)
+
+        async def aread() -> None:
+            client = AsyncClient(address)
+            events = client.stream("x", resumable=False)
+            if begun:
+                await anext(events)
+            await client.close()
+            async for _ in events:
+                pass
+
+        with pytest.raises(ApiError) as raised:
+            await (asyncio.to_thread(read) if kind is SyncClient else aread())
+        assert (raised.value.code, raised.value.message) == ("CANCELLED", "the client was closed")
+        workers.slow_s = 0.0
+
+    cluster(body)
+
+
+def test_a_cancelled_task_stays_cancelled(cluster: Callable[..., None]) -> None:
+    """Guards `asyncio.timeout` and groups of tasks: they know their own cancellation."""
+
+    async def body(address: str, workers: FakeWorkers) -> None:
+        workers.slow_s = 5.0
+        async with AsyncClient(address) as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await client.generate("x")
+
+    cluster(body)
+
+
 def test_what_cannot_be_resumed_is_not_asked_to_be(cluster: Callable[..., None]) -> None:
     """Guards against a refusal of an option that the caller never wrote."""
 
