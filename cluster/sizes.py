@@ -10,6 +10,7 @@ _UNITS = {
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_MOST_BYTES = (1 << 63) - 1
 _NAMES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -19,7 +20,11 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is not a size such as 80GiB, 512MiB or 80GB")
-    return int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    # Python reads no number of thousands of digits.
+    size = int(Fraction(match[1]) * _UNITS[match[2].lower()]) if len(match[1]) < 100 else _MOST_BYTES + 1
+    if size > _MOST_BYTES:
+        raise ValueError(f"{text[:24]!r}{'…' * (len(text) > 24)} is larger than any memory")
+    return size
 
 
 def parse_share(text: str) -> Fraction:

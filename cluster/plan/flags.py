@@ -11,6 +11,10 @@ from cluster.plan.planner import KV_FORMATS
 from cluster.resolve import add_flags
 from cluster.sizes import parse_share, parse_size
 from engine.kv.layout import DTYPE_BYTES
+from engine.model.config import MOST_CONTEXT_TOKENS
+
+MOST = (1 << 31) - 1
+"""The largest number that a flag takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +46,21 @@ class Asked:
         return {name: size for name, size in sizes.items() if size is not None}
 
 
-def count(text: str) -> int:
-    """Parse a whole number from 1. Raises ValueError."""
-    if not text.strip().isdecimal() or int(text) < 1:
+def count(text: str, most: int = MOST) -> int:
+    """Parse a whole number from 1 to `most`. Raises ValueError."""
+    if not text.strip().isdecimal():
         raise ValueError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    # Python reads no number of thousands of digits.
+    number = int(text) if len(text) < 100 else most + 1
+    if number < 1:
+        raise ValueError(f"{text!r} is not a whole number of at least 1")
+    if number > most:
+        raise ValueError(f"{text[:24]!r}{'…' * (len(text) > 24)} exceeds {most}")
+    return number
+
+
+def _context(text: str) -> int:
+    return count(text, MOST_CONTEXT_TOKENS)
 
 
 def _counts(text: str) -> list[int]:
@@ -83,7 +97,7 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], object], str], ...] = (
         f"of KV: {', '.join(KV_FORMATS)} (default: as weights)",
     ),
     ("block_size", "N", count, "tokens of a block"),
-    ("context", "N", count, "tokens of a request (default: the model's longest)"),
+    ("context", "N", _context, "tokens of a request (default: the model's longest)"),
     ("tp", "N", count, "tensor-parallel ranks (default: 1)"),
     ("gpu_memory", "SIZE", parse_size, "memory of each rank's GPU"),
     ("kv_memory", "SIZE", parse_size, "KV memory of each rank, all else taken care of"),

@@ -24,7 +24,7 @@ from cluster.plan.planner import (
 from cluster.plan.shapes import find_shape, is_local
 from engine.config import EngineConfig, StepLimits
 from engine.kv.groups import layer_groups
-from engine.model.config import ModelConfig
+from engine.model.config import MOST_CONTEXT_TOKENS, ModelConfig
 from engine.model.split import check_split
 
 GPU_RESERVE = Fraction(1, 10)
@@ -68,6 +68,8 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     context = asked.context or (config.context_tokens if own else 0) or shape.context_tokens
     if not context:
         raise ConfigError("flag --context: needed, since nothing says how long the model's is")
+    if context > MOST_CONTEXT_TOKENS:
+        raise ConfigError(f"context_tokens: {context} exceeds {MOST_CONTEXT_TOKENS}")
     if asked.lengths and max(asked.lengths) > context:
         raise ConfigError(f"flag --lengths: {max(asked.lengths)} exceeds the context of {context}")
     one, many = request(sizes, context), asked.requests or 1
