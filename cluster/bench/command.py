@@ -38,6 +38,8 @@ def main(argv: list[str]) -> int:
         parser.error(str(error))
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: there is no such folder")
+    if options.json is not None and options.json.is_dir():
+        parser.error(f"--json {options.json}: is a folder")
     if not plan.address:
         plan = msgspec.structs.replace(plan, address=served_at(options, options.target))
     credentials = client_credentials(options, os.environ)

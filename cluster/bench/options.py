@@ -65,7 +65,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"chat: mean pause between an answer and the next question, default {CHAT['think_s']:g}",
     )
-    add("--token-range", metavar="LOW:HIGH", help="draw token ids from here; default 100:32000")
+    add("--token-range", type=_reading(_range), metavar="LOW:HIGH", help="draw token ids from here; default 100:32000")
 
 
 def _add_loops(parser: argparse.ArgumentParser) -> None:
@@ -228,8 +228,7 @@ def _workload_flags(options: argparse.Namespace, base: Workload) -> dict[str, ob
     if kind is Kind.CHAT:
         given = CHAT | given
     if options.token_range is not None:
-        low, _, high = options.token_range.partition(":")
-        given |= {"token_low": int(low), "token_high": int(high)}
+        given |= dict(zip(("token_low", "token_high"), options.token_range, strict=True))
     return given
 
 
@@ -244,6 +243,15 @@ def _loads(text: str) -> tuple[float, ...]:
     if not all(0 < load < math.inf for load in found):
         raise ValueError("each must be above zero and finite")
     return _once(found)
+
+
+def _range(text: str) -> tuple[int, int]:
+    """Parse the first id and the one after the last. Raises ValueError."""
+    low, _, high = text.partition(":")
+    try:
+        return int(low), int(high)
+    except ValueError:
+        raise ValueError("must be two whole numbers, LOW:HIGH") from None
 
 
 def _once(levels: tuple[_T, ...]) -> tuple[_T, ...]:

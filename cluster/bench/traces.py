@@ -45,6 +45,8 @@ def read(path: Path) -> list[TraceRow]:
             row = decode(line)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{path}, line {number}: values are nested too deeply") from error
         if wrong := _fault(row):
             raise ValueError(f"{path}, line {number}: {wrong}")
         rows.append(row)

@@ -45,8 +45,12 @@ def run(arguments: list[str]) -> int:
 
 
 def _verb(arguments: list[str]) -> Callable[[], int]:
-    """Return what a command line asks for. Raises ConfigError for a verb or an option that there is not, and SystemExit
-    as argparse does."""
+    """Return what a command line asks for. Raises ConfigError for a verb or an option that there is not and for words
+    that are no UTF-8, and SystemExit as argparse does."""
+    for word in arguments:
+        # Bytes that Python could not decode come as halves of surrogate pairs, which can be neither sent nor printed.
+        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
+            raise ConfigError(f"{word!r} is not valid UTF-8")
     parser, verbs = _parsers()
     if not arguments:
         parser.print_help(sys.stderr)

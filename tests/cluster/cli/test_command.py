@@ -47,6 +47,9 @@ def status_of(words: Sequence[str]) -> int:
         (["--bogus", "status"], "'--bogus' comes before the verb: options come after it"),
         (["--name", "app", "status"], "'--name' comes before the verb"),
         (["status", "extra"], "'extra' is one word too many"),
+        (["trace", "\udcff"], r"headrace: '\udcff' is not valid UTF-8"),
+        (["keys", "add", "acm\udce9"], r"headrace: 'acm\udce9' is not valid UTF-8"),
+        (["\udcff"], r"headrace: '\udcff' is not valid UTF-8"),
     ],
 )
 def test_what_is_almost_right_is_said(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
