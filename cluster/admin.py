@@ -20,7 +20,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -53,6 +54,8 @@ CONNECTIONS = 64
 ORDERS = 16
 """Orders under way at once. Each keeps one of the server's threads, of which there are 40, until it is done, though its
 caller may have gone; the others are for questions, and for `down`."""
+ASKED_AT_ONCE = 16
+"""Processes that one question is put to at once: one that hangs is given up after ten seconds."""
 NOTE_S = 0.5
 """How often the list of processes is brought up to date."""
 ALIVE = ("up", "leaving")
@@ -222,27 +225,34 @@ class AdminServer:
 
     def _ask_routers(self, question: str, kind: type[T]) -> list[T]:
         """Ask every router that is up; return at least one answer. Raises LaunchError where none answers."""
-        told: list[T] = []
-        why: LaunchError | None = None
-        for name in self._cluster.routers:
-            try:
-                told.append(msgspec.json.decode(self._cluster.ask(name, question), type=kind))
-            except LaunchError as error:
-                why = error
-        if why is not None and not told:
-            raise why
+        answers = self._ask(list(self._cluster.routers), question).values()
+        told = [msgspec.json.decode(answer, type=kind) for answer in answers if not isinstance(answer, LaunchError)]
+        for why in answers:
+            if isinstance(why, LaunchError) and not told:
+                raise why
         return told
+
+    def _ask(self, names: Sequence[str], question: str, about: str = "") -> dict[str, bytes | LaunchError]:
+        """Ask processes side by side: those that hang take the time of one. Return what each answers, or why it does
+        not."""
+
+        def one(name: str) -> bytes | LaunchError:
+            try:
+                return self._cluster.ask(name, question, about)
+            except LaunchError as error:
+                return error
+
+        with ThreadPoolExecutor(min(len(names), ASKED_AT_ONCE) or 1, "ask") as threads:
+            return dict(zip(names, threads.map(one, names), strict=True))
 
     def flights(self, request: str) -> Flights:
         """Ask every process for its timelines, the router first."""
         found: list[Flight] = []
         silent: dict[str, str] = {}
         slots = sorted(self._cluster.slots(), key=lambda slot: slot.kind != "router")
-        for slot in slots:
-            try:
-                told = self._cluster.ask(slot.name, "flights", request)
-            except LaunchError as error:
-                silent[slot.name] = str(error)
+        for name, told in self._ask([slot.name for slot in slots], "flights", request).items():
+            if isinstance(told, LaunchError):
+                silent[name] = str(told)
             else:
                 found += msgspec.json.decode(told, type=list[Flight])
         return Flights(flights=found, silent=silent)

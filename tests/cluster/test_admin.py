@@ -270,6 +270,19 @@ def test_secrets_stay_here_and_nonsense_is_told(served: Served) -> None:
     assert told.flights == [] and "cannot be asked" in told.silent["decode-0"]
 
 
+def test_processes_that_hang_take_the_time_of_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `trace` and `top` while two processes hang: one after the other they took longer than the verb waits."""
+    names = [slot.name for slot in served.cluster.slots()]
+    together = threading.Barrier(len(names))
+
+    def ask(name: str, what: str, argument: str = "") -> bytes:
+        together.wait(5.0)
+        raise LaunchError(f"{name} did not answer {what} of {argument!r}")
+
+    monkeypatch.setattr(served.cluster, "ask", ask)
+    assert served.client.flights("r").silent == {name: f"{name} did not answer flights of 'r'" for name in names}
+
+
 def test_only_this_user_may_ask(served: Served) -> None:
     assert served.rundir.folder.stat().st_mode & 0o077 == 0
     assert served.rundir.secret.stat().st_mode & 0o077 == 0
