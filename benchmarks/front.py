@@ -121,7 +121,7 @@ def measure(
     """Return the line of so many routers behind one port, together with `streams` open streams, each of `rate` tokens a
     second; `disturb` says by whom they are disturbed while half of the ages are read. `python` has the fronts of
     others. Over gRPC, so many `calls` share a connection; `wakes_per_s` is the router's setting of that name. `apart`:
-    the routers have the first processor to themselves, whole with their threads, and nobody has another one's.
+    the routers, with all their threads, have the first processor to themselves, and everybody else the others.
     """
     processors = sorted(os.sched_getaffinity(0))
     if apart:
@@ -235,6 +235,8 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="one processor for the routers, the rest for all others")
     parser.add_argument("--disturb", default="", choices=["slow", "prompt"], help="by clients over HTTP")
     options = parser.parse_args()
+    if options.apart and len(os.sched_getaffinity(0)) < 2:
+        parser.error("--apart: there is but one processor")
     lines = [
         measure(
             front,

@@ -227,9 +227,9 @@ class AdminServer:
         """Ask every router that is up; return at least one answer. Raises LaunchError where none answers."""
         answers = self._ask(list(self._cluster.routers), question).values()
         told = [msgspec.json.decode(answer, type=kind) for answer in answers if not isinstance(answer, LaunchError)]
-        for why in answers:
-            if isinstance(why, LaunchError) and not told:
-                raise why
+        why = [answer for answer in answers if isinstance(answer, LaunchError)]
+        if why and not told:
+            raise why[-1]
         return told
 
     def _ask(self, names: Sequence[str], question: str, about: str = "") -> dict[str, bytes | LaunchError]:

@@ -79,10 +79,15 @@ def _contents(file: str) -> bytes | None:
     return Path(file).expanduser().read_bytes() if file else None
 
 
+def can_travel(text: str) -> bool:
+    """Return False for what gRPC sends in no metadata."""
+    return text.isascii() and text.isprintable()
+
+
 def open_channel(library: Any, address: str, secrets: ClientSecrets, options: Options = ()) -> Any:
     """Open a channel of `grpc` or of `grpc.aio`; `options` count before ours. Raises ApiError for an API key that
     cannot travel."""
-    if not (secrets.api_key.isascii() and secrets.api_key.isprintable()):
+    if not can_travel(secrets.api_key):
         raise ApiError("INVALID_ARGUMENT", "API key: only printable ASCII can travel")
     ours = [*OPTIONS, *options]
     if not secrets.has_tls:

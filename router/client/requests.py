@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf.json_format import ParseDict, ParseError
 
 from protos import headrace_pb2 as pb
+from router.client.channel import can_travel
 from router.client.errors import ApiError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -116,7 +117,7 @@ def call_metadata(options: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[
     value that cannot."""
     given = {name: options[name] for name in keys if options.get(name) not in (None, "")}
     for name, value in given.items():
-        if not (isinstance(value, str) and value.isascii() and value.isprintable()):
+        if not (isinstance(value, str) and can_travel(value)):
             raise ApiError("INVALID_ARGUMENT", f"{name}: only printable ASCII can travel", name)
     return tuple((keys[name], value) for name, value in given.items())
 

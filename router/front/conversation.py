@@ -119,7 +119,7 @@ class Conversations:
         ids = list(emitted)
         while ids and ids[-1] in self._text.stop_ids:
             ids.pop()
-        if any(token in self._text.stop_ids for token in ids):
+        if not self._text.stop_ids.isdisjoint(ids):
             return
         if ids and ids[-1] in ends and not all(self._text.token_bytes(ids[-1])):
             return

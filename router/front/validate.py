@@ -15,6 +15,7 @@ from engine.messages import Orphan
 from engine.plan import LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY, SAMPLING_RANGES, check_beams
 from engine.text.messages import ChatMessage, ChatPrompt, Tool
 from engine.types import BeamParams, FieldError, TooLongError
+from router.client.requests import MAX_TIMEOUT_S
 from router.config import RouterConfig
 from router.core.sessions import SESSION_BYTES
 from router.front.api import SESSION_HEADER, GenerateCall
@@ -28,7 +29,6 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 4096
 MAX_LABEL_CHARS = 128
-MAX_TIMEOUT_S = 24 * 3600.0
 MAX_SALT_BYTES = 1024
 MAX_COUNT = 2**31 - 1
 MAX_TOOLS = 128

@@ -24,6 +24,7 @@ from access.tenants import Caller
 from access.tls import ServerCertificates, names_of_peer
 from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
+from router.client.requests import MAX_TIMEOUT_S
 from router.config import FrontLimits
 from router.front.access import OPEN, as_tenant, let_in, tenant_for, tenant_of
 from router.front.api import SESSION_HEADER, ApiError, GenerateCall, GenerateEvent, Started, invalid
@@ -296,7 +297,7 @@ def _parse(data: bytes, remaining_s: float | None) -> GenerateCall:
 def _within(call: GenerateCall, remaining_s: float | None) -> GenerateCall:
     if remaining_s is None or (call.timeout_s is not None and not call.timeout_s > remaining_s):
         return call
-    return msgspec.structs.replace(call, timeout_s=min(max(remaining_s, 1e-3), 86_400.0))
+    return msgspec.structs.replace(call, timeout_s=min(max(remaining_s, 1e-3), MAX_TIMEOUT_S))
 
 
 def _refuse(context: grpc.aio.ServicerContext, error: ApiError) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from starlette.routing import Route
 
 from engine.plan import LENGTH_PENALTIES, LOGIT_BIASES, MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_PRIORITY, SAMPLING_RANGES
+from router.client.requests import MAX_TIMEOUT_S
 from router.config import RouterConfig
 from router.front import validate
 from router.front.frontend import Frontend
@@ -48,7 +49,7 @@ LIMITS: dict[str, Schema] = {
     "priority": _within(-MAX_PRIORITY, MAX_PRIORITY),
     "beam_width": _within(1, MAX_BEAM_WIDTH),
     "length_penalty": _within(*LENGTH_PENALTIES),
-    "timeout": {"exclusiveMinimum": 0, "maximum": validate.MAX_TIMEOUT_S},
+    "timeout": {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
     "stop": {"minLength": 1, "maxItems": validate.MAX_STOP_STRINGS},
     "stop_sequences": {"minLength": 1, "maxItems": validate.MAX_STOP_STRINGS},
     "max_output_tokens": _COUNT,

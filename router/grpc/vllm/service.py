@@ -25,6 +25,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from access.tenants import Caller
 from engine.types import SamplingParams
+from router.client.requests import MAX_TIMEOUT_S
 from router.front.access import as_tenant, tenant_of
 from router.front.api import Delta, Finished, GenerateCall, Started, invalid
 from router.front.frontend import Frontend
@@ -98,7 +99,7 @@ class VllmEngineService:
         call = msgspec.structs.replace(call, traceparent=sound(str(metadata.get(HEADER, ""))))
         left_s = context.time_remaining()
         if left_s is not None:
-            call = msgspec.structs.replace(call, timeout_s=min(max(left_s, 1e-3), 86_400.0))
+            call = msgspec.structs.replace(call, timeout_s=min(max(left_s, 1e-3), MAX_TIMEOUT_S))
         self._received_s = time.time()
         task = asyncio.current_task()
         assert task is not None

@@ -60,6 +60,7 @@ def take(call: GenerateCall, model: ByteText | None = None) -> Arrival:
 
 def test_the_blocks_of_a_long_prompt_are_named_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the others' streams: placing a long prompt hashed all of it on the loop."""
+    monkeypatch.setattr("router.front.intake.NAMED_TOKENS", 25)
     named: list[str] = []
 
     def noting(parent: bytes, packed: bytes, stride: int) -> tuple[bytes, ...]:
@@ -86,8 +87,9 @@ def test_the_blocks_of_a_long_prompt_are_named_beside_the_loop(monkeypatch: pyte
     intake.close()
 
 
-def test_a_prompt_is_taken_where_there_is_no_room_to_name_its_blocks() -> None:
+def test_a_prompt_is_taken_where_there_is_no_room_to_name_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards prompts of ids from texts that fill the budget: what names them is only sooner."""
+    monkeypatch.setattr("router.front.intake.NAMED_TOKENS", 25)
     config = RouterConfig(tokenize_inline_bytes=100, tokenize_budget_bytes=1000, tokenize_threads=1)
 
     async def run() -> list[int]:
