@@ -23,7 +23,7 @@ from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingP
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Registry
 
-VERSION = 5
+VERSION = 6
 """The version of the records: another one where an older program could not repeat what a newer one has written."""
 _WORD_BITS = 32
 _WORDS_AT_ONCE = 1 << 16

@@ -250,14 +250,18 @@ class Placer:
     ) -> list[WorkerEntry]:
         """The prefill workers of a model that could read the prompt of `record`, without those that `failed`."""
         demands, adapter = Demands(record), record.adapter
-        return [
-            w
-            for w in self._registry.takers("prefill", now)
-            if w.key[0] == fingerprint
-            and (not adapter or adapter in w.info.adapters)
-            and demands[w.room].prompt_blocks <= w.info.blocks
-            and not (failed and w.life in failed)
-        ]
+        readers, room, prompt_blocks = [], None, 0
+        for worker in self._registry.takers("prefill", now):
+            if worker.room != room:
+                room, prompt_blocks = worker.room, demands[worker.room].prompt_blocks
+            if (
+                worker.key[0] == fingerprint
+                and prompt_blocks <= worker.info.blocks
+                and not (adapter and adapter not in worker.info.adapters)
+                and not (failed and worker.life in failed)
+            ):
+                readers.append(worker)
+        return readers
 
     def _least_read_s(self, worker: WorkerEntry, held: Held, wanted: Demand) -> float:
         """The least time after which a worker has read a prompt, by what it has measured itself."""

@@ -28,7 +28,7 @@ ASSUMED_S_PER_TOKEN = 1 / 500
 ASSUMED_S_PER_BLOCK = 1e-3
 """Taken until a worker has measured its own. Between unmeasured workers only their ratio counts."""
 
-MANY_PAIRS, SHORTLIST = 4096, 64
+MANY_PAIRS, SHORTLIST = 4096, 32
 """Above so many pairs only the cheapest workers of either side are paired."""
 _RESOLUTION_DIGITS = 6  # costs that differ by less than a microsecond are ties
 
@@ -45,7 +45,7 @@ class Demand(msgspec.Struct, frozen=True):
     """How long its answer is taken to be."""
 
 
-class PrefillView(msgspec.Struct, frozen=True):
+class PrefillView(msgspec.Struct, frozen=True, gc=False):
     """A worker that could read a prompt, as one request sees it. `queue_tokens` are uncached and not computed yet."""
 
     name: str
@@ -242,7 +242,7 @@ class LeastCost:
                 reader_s = sum(prefill_terms(demand, decode.local)) + _others_s(demand, decode.local, decode)
                 reader_s += loading_s(decode.local)
                 found.add(reader_s + pressure_s(demand, decode), 2 * decode.outstanding, at)
-        readers = [(_reader_s(demand, view), at) for at, view in enumerate(prefills)]
+        readers = _readers_s(demand, prefills)
         sides = [(_least_s(demand, view), at) for at, view in enumerate(decodes)]
         readers.sort(key=_FIRST)
         sides.sort(key=_FIRST)
@@ -335,14 +335,18 @@ def _shorten(random: Random, items: list[tuple[float, int]]) -> None:
     del items[SHORTLIST:]
 
 
-def _reader_s(demand: Demand, prefill: PrefillView) -> float:
-    """Return what a pair with this prefill worker costs for its part: the sum of `prefill_terms`, `_others_s` and
-    `loading_s`, to the last bit, at a third of the time."""
-    each_s = (prefill.s_per_token or ASSUMED_S_PER_TOKEN) * prefill.delay
-    uncached_tokens = demand.prompt_tokens - prefill.cached_tokens
-    own_s = prefill.awaited_tokens * each_s + (uncached_tokens if uncached_tokens > 1 else 1) * each_s
-    reader_s = own_s + prefill.delaying_tokens * each_s
-    return reader_s + loading_s(prefill) if prefill.load_s else reader_s
+def _readers_s(demand: Demand, prefills: Sequence[PrefillView]) -> list[tuple[float, int]]:
+    """Return what a pair with each prefill worker costs for its part, and its place: the sum of `prefill_terms`,
+    `_others_s` and `loading_s`, to the last bit, at a quarter of the time."""
+    prompt_tokens, found = demand.prompt_tokens, []
+    for at, view in enumerate(prefills):
+        each_s = (view.s_per_token or ASSUMED_S_PER_TOKEN) * view.delay
+        uncached_tokens = prompt_tokens - view.cached_tokens
+        awaited_s = (view.queue_tokens - view.passed_tokens) * each_s
+        own_s = awaited_s + (uncached_tokens if uncached_tokens > 1 else 1) * each_s
+        reader_s = own_s + view.delaying_tokens * each_s
+        found.append((reader_s + loading_s(view) if view.load_s else reader_s, at))
+    return found
 
 
 def _least_s(demand: Demand, decode: DecodeView) -> float:

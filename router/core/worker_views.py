@@ -93,22 +93,28 @@ class WorkerViews:
         """The views of the decode workers of one kind that may have room."""
         roomy, demands, unmeasured_s = [], Demands(held.call.record), self._fitted.unmeasured_step_s
         found, lower = held.depths(alike[0].key), held.lower(alike[0].key)
+        room: Room | None = None
+        wanted_blocks = most_blocks = 0
         for worker in alike:
-            cached_blocks, view, loaded_blocks, load_s = found.get(worker.name, 0), worker.decode_view, 0, 0.0
-            if worker.name in lower:
+            name, view = worker.name, worker.decode_view
+            cached_blocks, loaded_blocks, load_s = found.get(name, 0), 0, 0.0
+            if lower and name in lower:
                 cached_blocks, loaded_blocks, load_s = self._cached(worker, held)
             # As `with_cached` would find: of many workers, nearly all are as they were.
             if (
                 view is None
                 or view.cached_blocks != cached_blocks
-                or view.load_s != load_s
                 or view.loaded_blocks != loaded_blocks
+                or view.load_s != load_s
                 or not (view.s_per_step or view.alone_s == unmeasured_s)
             ):
                 view = self.with_cached(worker, cached_blocks, loaded_blocks, load_s)
-            wanted, blocks, device_blocks = demands[worker.room], view.blocks, cached_blocks - loaded_blocks
-            if wanted.blocks - device_blocks <= blocks - view.used_blocks and wanted.most_blocks <= blocks:  # it fits
-                roomy.append(view)
+            if worker.room != room:
+                room = worker.room
+                wanted_blocks, most_blocks = demands[room].blocks, demands[room].most_blocks
+            blocks = view.blocks
+            if wanted_blocks - cached_blocks + loaded_blocks <= blocks - view.used_blocks and most_blocks <= blocks:
+                roomy.append(view)  # it fits
         return roomy
 
     def of_readers(self, held: Held, readers: Sequence[WorkerEntry], wanted: Demand) -> list[PrefillView]:
@@ -118,12 +124,7 @@ class WorkerViews:
         kinds = {w.key for w in readers}
         for key in kinds:
             delaying |= self._delaying(held, [w for w in readers if len(kinds) == 1 or w.key == key])
-        found = {key: held.depths(key) for key in kinds}
-        loading = self._loadings(held, readers, kinds)
-        return [
-            self._reader_view(held.call, w, found[w.key].get(w.name, 0), wanted, delaying[w.name], loading.get(w.name))
-            for w in readers
-        ]
+        return self._reader_views(held, readers, wanted, delaying, self._loadings(held, readers, kinds))
 
     def of_themselves(
         self,
@@ -135,13 +136,9 @@ class WorkerViews:
         """The decode workers of one kind as those that read the prompt themselves, beside prefill workers if any. Until
         one has computed a prompt, it is taken to be as quick as a prefill worker."""
         key = decodes[0].key
-        found = held.depths(key)
         delaying = self._delaying(held, [*decodes, *(w for w in readers if w.key == key)])
-        loading = self._loadings(held, decodes, (key,))
-        return {
-            w.name: self._reader_view(held.call, w, found.get(w.name, 0), wanted, delaying[w.name], loading.get(w.name))
-            for w in decodes
-        }
+        views = self._reader_views(held, decodes, wanted, delaying, self._loadings(held, decodes, (key,)))
+        return {view.name: view for view in views}
 
     def _delaying(self, held: Held, alike: Sequence[WorkerEntry]) -> dict[str, float]:
         """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
@@ -183,41 +180,57 @@ class WorkerViews:
         lower = {name for key in kinds for name in held.lower(key)}
         return {w.name: self._loading(w, held, "here") for w in workers if w.name in lower} if lower else {}
 
-    def _reader_view(
+    def _reader_views(
         self,
-        call: Call,
-        worker: WorkerEntry,
-        blocks: int,
+        held: Held,
+        workers: Sequence[WorkerEntry],
         wanted: Demand,
-        delaying: float,
-        loading: tuple[int, float] | None = None,
-    ) -> PrefillView:
-        """`loading`: what `_loading` says of it, if it holds anything in lower tiers."""
-        name, queue_tokens = worker.name, worker.queue_tokens
-        s_per_token, delay, host = self._fitted.reading(name)
-        if call.left_behind is not None and call.left_behind[0] is worker.load:
-            queue_tokens = max(queue_tokens - call.left_behind[1], 0)
-        computed_blocks, load_s = loading or (0, 0.0)
-        cached_tokens, most = (blocks - computed_blocks) * worker.room[0], wanted.prompt_tokens - 1
-        if cached_tokens > most:
-            cached_tokens = most
-        passed_tokens, uncached_tokens = 0, wanted.prompt_tokens - cached_tokens
-        if queue_tokens >= MUCH_SHORTER * uncached_tokens:  # or it goes before nobody, as most do
-            chain = call.chain(worker.key) if blocks else ()
-            passed_tokens, prompts = worker.reading.overtaken(uncached_tokens, queue_tokens, chain, blocks)
-            delaying += prompts * uncached_tokens
-        return PrefillView(
-            name,
-            cached_tokens,
-            queue_tokens,
-            s_per_token,
-            len(worker.own),
-            delaying,
-            delay,
-            host,
-            passed_tokens,
-            load_s,
-        )
+        delaying: Mapping[str, float],
+        loading: Mapping[str, tuple[int, float]],
+    ) -> list[PrefillView]:
+        """`delaying` and `loading`: what `_delaying` says of each, and `_loadings` of some."""
+        call, prompt_tokens, most = held.call, wanted.prompt_tokens, wanted.prompt_tokens - 1
+        reading, behind = self._fitted.reading, call.left_behind
+        key: ModelKey | None = None
+        found: Mapping[str, int] = {}
+        views = []
+        for worker in workers:
+            name, queue_tokens = worker.name, worker.queue_tokens
+            if worker.key != key:
+                key, found = worker.key, held.depths(worker.key)
+            blocks = cached_blocks = found.get(name, 0)
+            s_per_token, delay, host = reading(name)
+            if behind is not None and behind[0] is worker.load:
+                queue_tokens = max(queue_tokens - behind[1], 0)
+            load_s = 0.0
+            if loading and name in loading:
+                computed_blocks, load_s = loading[name]
+                cached_blocks -= computed_blocks
+            cached_tokens = 0
+            if cached_blocks:
+                cached_tokens = cached_blocks * worker.room[0]
+                if cached_tokens > most:
+                    cached_tokens = most
+            others_tokens, passed_tokens, uncached_tokens = delaying[name], 0, prompt_tokens - cached_tokens
+            if queue_tokens >= MUCH_SHORTER * uncached_tokens:  # or it goes before nobody, as most do
+                chain = call.chain(worker.key) if blocks else ()
+                passed_tokens, prompts = worker.reading.overtaken(uncached_tokens, queue_tokens, chain, blocks)
+                others_tokens += prompts * uncached_tokens
+            views.append(
+                PrefillView(
+                    name,
+                    cached_tokens,
+                    queue_tokens,
+                    s_per_token,
+                    len(worker.own),
+                    others_tokens,
+                    delay,
+                    host,
+                    passed_tokens,
+                    load_s,
+                )
+            )
+        return views
 
     def of_decode(self, worker: WorkerEntry, held: Held) -> DecodeView:
         """The view of a decode worker that holds what `held` says."""
