@@ -78,7 +78,7 @@ class PrefillRole:
         line = self.scheduler.line
         return msgspec.structs.replace(
             load,
-            waiting_tokens=line.backlog_tokens,
+            waiting_tokens=self.scheduler.backlog_tokens,
             s_per_token=self._speed.s_per_token,
             s_per_spared_token=line.s_per_spared_token,
         )

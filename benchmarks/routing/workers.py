@@ -138,6 +138,7 @@ class SimulatedPrefill:
         self._finished: dict[Job, Callable[[Job], None]] = {}
         self._steps = 0
         self._stepping = False
+        self._computing_tokens = 0
         self._speed = TokenSpeed()
         self._reported_s = self._stepped_s = -1.0
 
@@ -170,7 +171,7 @@ class SimulatedPrefill:
                 reserved_blocks=counts["reserved"],
                 quarantined_blocks=counts["quarantined"],
                 waiting_requests=len(self.line.waiting),
-                waiting_tokens=self.line.backlog_tokens,
+                waiting_tokens=self.line.backlog_tokens + self._computing_tokens,
                 running_requests=len(self.line.running),
                 s_per_token=self._speed.s_per_token,
                 moved={
@@ -202,7 +203,7 @@ class SimulatedPrefill:
             if later := [until_s for until_s in held_until if until_s > now]:
                 self._time.after(min(later) - now, self._wake)
             return
-        tokens = sum(share for _, share in shares)
+        tokens = self._computing_tokens = sum(share for _, share in shares)
         seconds = (self._speeds.prefill_step_s + tokens * self._speeds.prefill_token_s) * self._slow
         for job, share in shares:
             job.started = self._time.now if job.started is None else job.started
@@ -211,6 +212,7 @@ class SimulatedPrefill:
 
     def _stepped(self, shares: list[tuple[Job, int]], tokens: int, seconds: float) -> None:
         self.busy_s += seconds
+        self._computing_tokens = 0
         self._stepped_s = self._time.now
         self.line.order.ran(tokens, seconds)
         self._speed.measured(seconds, tokens)

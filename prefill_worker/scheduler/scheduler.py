@@ -39,6 +39,7 @@ class _Planned(NamedTuple):
 
     jobs: list[Job]
     leases: list[Lease]
+    tokens: int
     planned_at: float
 
 
@@ -85,6 +86,12 @@ class PrefillScheduler:
     @property
     def running_requests(self) -> int:
         return len(self.line.running)
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that are still to be computed, those of the steps under way included: the worker is busy with
+        them until they end, and who comes next waits for them."""
+        return self.line.backlog_tokens + sum(step.tokens for step in self._under_way)
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -192,7 +199,8 @@ class PrefillScheduler:
         if not rows:
             return None, commands
         self._steps += 1
-        step = _Planned(jobs, [job.lease for job in jobs if job.lease is not None], now)
+        leases = [job.lease for job in jobs if job.lease is not None]
+        step = _Planned(jobs, leases, sum(row.end - row.start for row in rows), now)
         self.kv.launched(step.leases)
         self._under_way.append(step)
         is_scored = any([row.scored for row in rows])

@@ -683,3 +683,19 @@ def test_a_prompt_that_is_computed_leaves_the_line_before_it_has_landed() -> Non
     assert not line.running and not line.waiting and not line.backlog_tokens
     bench.tell(FromReader(PEER, Stop(handoff)))
     assert bench.pool["active"] == 0
+
+
+def test_a_step_under_way_is_still_to_be_computed() -> None:
+    """Guards a router's queues: a worker in the midst of a long step was reported as one that has nothing to do."""
+    bench = Bench(chunk_tokens=64)
+    bench.start("a", _tokens(100, 1))
+    scheduler, left = bench.scheduler, [bench.scheduler.backlog_tokens]
+    first, _ = scheduler.plan(bench.now)
+    left.append(scheduler.backlog_tokens)
+    second, _ = scheduler.plan(bench.now)
+    left.append(scheduler.backlog_tokens)
+    assert first is not None and second is not None and scheduler.line.backlog_tokens == 0
+    for plan, drawn in ((first, []), (second, [7])):
+        scheduler.complete(plan, drawn, bench.now)
+        left.append(scheduler.backlog_tokens)
+    assert left == [100, 100, 100, 36, 0]
