@@ -63,8 +63,8 @@ class Line:
 
     @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens that are in no step yet: what is cached, or is another one's to compute, does not count, nor what
-        a lower tier will have brought by then."""
+        """Prompt tokens that are in no step yet: what is cached, or is another one's to compute, does not count, nor
+        what a lower tier will have brought by then."""
         waiting = sum(min(job.expected, job.remaining - job.coming) for job in self.waiting)
         return waiting + sum(job.remaining for job in self.running)
 
