@@ -36,7 +36,7 @@ from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, RequestCheck, answer_
 from cluster.config import ConfigError
 from cluster.processes.launch import Addresses, Cluster, check_size
 from cluster.processes.leftovers import descendants
-from cluster.processes.spec import Kind, LaunchError
+from cluster.processes.spec import Kind, LateError, LaunchError
 from cluster.resolve import Setting
 from cluster.rundir import ProcessIdentity, RunDir
 from engine.messages import RankUse, guarded
@@ -271,16 +271,22 @@ class AdminServer:
 
     def scale(self, order: Scale) -> Status:
         """Give the pools these sizes; return when they have them. Raises LaunchError; where a size is not possible,
-        before either pool has changed. The order's time is that of both together."""
+        before either pool has changed. The order's time is that of both together, and both are ordered when it is
+        over."""
         asked: list[tuple[Kind, int | None]] = [("prefill", order.prefill), ("decode", order.decode)]
         sizes = [(kind, count) for kind, count in asked if count is not None]
         for kind, count in sizes:
             check_size(kind, count)
-        began_s = time.monotonic()
+        began_s, late = time.monotonic(), list[str]()
         for kind, count in sizes:
             took_s = time.monotonic() - began_s
             left_s = None if order.timeout_s is None else max(0.0, order.timeout_s - took_s)
-            self._cluster.scale(kind, count, left_s)
+            try:
+                self._cluster.scale(kind, count, left_s)
+            except LateError:
+                late.append(f"{kind}={count}")
+        if late:
+            raise LateError(f"{', '.join(late)}: not done in {order.timeout_s:g} s")
         return self.status()
 
     def rotate(self) -> Status:

@@ -27,6 +27,10 @@ class LaunchError(Exception):
     """A process could not be started, or died; the message is one line for a person."""
 
 
+class LateError(LaunchError):
+    """An order is not carried out yet; it goes on."""
+
+
 class Sealed(msgspec.Struct, frozen=True):
     """Secrets on their way to a child, in hexadecimal. Never printed."""
 

@@ -71,7 +71,7 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateR
         if sampling:
             given["sampling"] = {**given.get("sampling", {}), **sampling}
         request: pb.GenerateRequest = ParseDict(given, pb.GenerateRequest())
-    if not isinstance(prompt, str | Sequence):
+    if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise ApiError("INVALID_ARGUMENT", "prompt: must be a text, token ids or a chat", "prompt")
     with _refusing("prompt"):
         if isinstance(prompt, str):

@@ -21,7 +21,7 @@ from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
 from cluster.processes.process_launcher import ProcessChild
 from cluster.processes.slots import SlotState
-from cluster.processes.spec import LaunchError, Sealed
+from cluster.processes.spec import LateError, LaunchError, Sealed
 from cluster.processes.supervisor import RestartConfig
 from cluster.resolve import Setting
 from cluster.rundir import RunDir
@@ -183,6 +183,22 @@ def test_both_pools_have_the_time_of_one_order(served: Served, monkeypatch: pyte
     first, second, *others = given
     assert first is not None and second is not None and others == [None, None]
     assert 8.9 < first <= 9.0 and second <= first - 0.05
+
+
+def test_the_second_pool_is_ordered_when_the_first_takes_too_long(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards `scale prefill=2 decode=3 --timeout 1`: what was asked for goes on, of both pools."""
+    given: list[str] = []
+
+    def scale(kind: str, count: int, timeout_s: float | None) -> None:
+        given.append(f"{kind}={count}")
+        raise LateError(f"{kind}={count}: not done in {timeout_s:g} s")
+
+    monkeypatch.setattr(served.cluster, "scale", scale)
+    with pytest.raises(LaunchError, match=r"prefill=2, decode=3: not done in 1 s"):
+        served.client.scale(Scale(prefill=2, decode=3, timeout_s=1.0))
+    assert given == ["prefill=2", "decode=3"]
 
 
 class Frozen:

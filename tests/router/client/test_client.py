@@ -126,6 +126,7 @@ CALLS: dict[str, tuple[Callable[[SyncClient], object], str, str]] = {
     "half a surrogate pair": (lambda c: c.generate("hi\udcff"), "prompt", "is not valid Unicode at character 2"),
     "texts for ids": (lambda c: c.generate(["Hi"]), "prompt", "'str' object cannot"),  # type: ignore[list-item]
     "no prompt": (lambda c: c.generate(None), "prompt", "must be a text, token ids or a chat"),  # type: ignore[arg-type]
+    "bytes": (lambda c: c.generate(b"abc"), "prompt", "must be a text, token ids or a chat"),
     "half a chat": (lambda c: c.generate([{"role": "user"}, 5]), "messages", "'int' object"),  # type: ignore[list-item]
     "a number for options": (lambda c: c.generate("x", sampling=5, top_k=3), "request", "is not a mapping"),
     "half a pair to split": (lambda c: c.tokenize("\udcff"), "prompt", "is not valid Unicode at character 0"),
