@@ -35,7 +35,8 @@ def compile_constraint(constraint: Constraint, vocabulary: LLTokenizer) -> LLMat
     try:
         match constraint.kind:
             case ConstraintKind.JSON_SCHEMA:
-                schema = with_bounds(constraint.text)
+                # The compiler knows only objects; an empty one allows as much.
+                schema = "{}" if constraint.text.strip() == "true" else with_bounds(constraint.text)
                 grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": BLANKS})
             case ConstraintKind.REGEX:
                 grammar = LLMatcher.grammar_from_regex(constraint.text)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from engine.constraints.text import check_constraint
+from engine.constraints.text import check_constraint, check_schema
 from engine.messages import Orphan
 from engine.plan import LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY, SAMPLING_RANGES, check_beams
 from engine.text.messages import ChatMessage, ChatPrompt, Tool
@@ -236,6 +236,8 @@ def _check_prompt(call: GenerateCall, model: ServedModel, config: RouterConfig) 
         _check_size(field, [(field, prompt)], config)
     elif chat is not None:
         _check_chat(chat, config)
+        if choice.mode == "required":
+            _check_demanded(call)
     else:
         ids = cast(list[int], prompt)
         if len(ids) >= model.context_tokens and call.truncate_prompt_tokens is None:
@@ -311,6 +313,17 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         names.add(tool.name)
         if tool.parameters:
             _json_object(f"tools[{at}].function.parameters", tool.parameters)
+
+
+def _check_demanded(call: GenerateCall) -> None:
+    """Check the parameters that arguments are held to."""
+    for at, tool in enumerate(call.tools):
+        if tool.parameters and call.tool_choice.name in ("", tool.name):
+            field = f"tools[{at}].function.parameters"
+            check_schema(tool.parameters, field)
+            kinds = json.loads(tool.parameters).get("type", "object")
+            if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+                raise FieldError(field, "must be of type object, which arguments are")
 
 
 def _check_depth(field: str, text: str) -> None:

@@ -110,5 +110,7 @@ def _mark(name: str, ids: Mapping[str, int]) -> str:
 
 def _schema(tool: Tool) -> str:
     schema = json.loads(tool.parameters) if tool.parameters else {}
+    if isinstance(schema.get("type"), list):
+        schema["type"] = "object"  # arguments are one, and `check_call` has seen that it is allowed
     bound_formats(schema)
     return json.dumps({"type": "object"} | schema | {"x-guidance": _LAYOUT})

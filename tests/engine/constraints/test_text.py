@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from engine.constraints.grammar import explained
+from engine.constraints.grammar import compile_constraint, explained
 from engine.constraints.text import (
     MAX_BYTES,
     MAX_CHOICES,
@@ -14,6 +14,7 @@ from engine.constraints.text import (
     depth_of,
 )
 from engine.types import Constraint, ConstraintKind, FieldError
+from fakes.vocabulary import byte_vocabulary
 
 
 def _nested(depth: int) -> str:
@@ -37,6 +38,17 @@ def _nested(depth: int) -> str:
         ("json_schema", "false", "allows nothing"),
         ("json_schema", '{"items": {"$ref": "http://127.0.0.1:9/x.json"}}', "within the schema"),
         ("json_schema", '{"$ref": "file:///etc/passwd"}', "within the schema"),
+        ("json_schema", '{"const": 9007199254740993}', "double"),
+        ("json_schema", '{"properties": {"a": {"enum": [{"b": [99999999999999999999]}]}}}', "double"),
+        ("json_schema", '{"const": -9223372036854775808}', "double"),
+        ("json_schema", '{"const": 0.1000000000000000055}', "double"),
+        ("json_schema", '{"const": 1e9999999999999999999}', "double"),
+        ("json_schema", f'{{"const": 1{"0" * 400}}}', "double"),
+        ("json_schema", '{"type": "integer", "minimum": 99999999999999999999}', "minimum"),
+        ("json_schema", '{"type": "integer", "maximum": 1e20}', "maximum"),
+        ("json_schema", '{"items": {"exclusiveMinimum": 9007199254740993}}', "exclusiveMinimum"),
+        ("json_schema", '{"type": "object", "minProperties": 2}', "minProperties above 1"),
+        ("json_schema", '{"required": ["a", "a"], "minProperties": 3}', "minProperties above 2"),
     ],
     ids=lambda value: value[:20],
 )
@@ -48,9 +60,19 @@ def test_what_is_refused(kind: str, text: str, says: str) -> None:
     assert time.perf_counter() - began_s < 0.5
 
 
-@pytest.mark.parametrize("text", ["true", '{"$ref": "#"}', _nested(MAX_DEPTH - 2), '{"const": "((((("}'])
+@pytest.mark.parametrize("text", [
+    "true", '{"$ref": "#"}', _nested(MAX_DEPTH - 2), '{"const": "((((("}', '{"enum": [0.1, -1.50, 1e23, 9007199254740994]}',
+    '{"maximum": 9223372036854775807, "default": 9007199254740993}', '{"properties": {"const": {"default": 1e400}}}',
+    '{"const": {"minProperties": 9}}', '{"required": ["a"], "minProperties": 2}', '{"minimum": true}',
+])  # fmt: skip
 def test_what_is_taken(text: str) -> None:
     check_constraint(Constraint(ConstraintKind.JSON_SCHEMA, text))
+
+
+def test_true_allows_any_json() -> None:
+    """Guards a schema that is a boolean, which the compiler of grammars does not know."""
+    matcher = compile_constraint(Constraint(ConstraintKind.JSON_SCHEMA, " true\n"), byte_vocabulary())
+    assert matcher.try_consume_tokens(list(b'[1, {"a": null}]')) == 16 and matcher.is_accepting()
 
 
 def test_depth_counts_what_is_open_at_once() -> None:

@@ -254,3 +254,22 @@ def test_a_chat_over_http_says_how_long_and_how_hard_to_think(monkeypatch: pytes
         sent(reasoning_effort="low", chat_template_kwargs=[1])
     with pytest.raises(ApiError, match="no variable reasoning_effort"):
         take(sent(reasoning_effort="high"))
+
+
+@pytest.mark.parametrize("name", ["", "rain"])
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ('{"type": "array"}', "type object"),
+        ('{"type": ["integer", "null"]}', "type object"),
+        ('{"properties": {"id": {"enum": [9007199254740993]}}}', "double"),
+        ('{"properties": {"id": {"type": "integer", "minimum": 99999999999999999999}}}', "minimum"),
+    ],
+)
+def test_parameters_that_no_demanded_call_can_keep_to_are_refused(name: str, parameters: str, says: str) -> None:
+    """Guards a demanded call that comes back as text, or with another number. A call of the model's own is not held."""
+    call = msgspec.structs.replace(ASKED, tools=(Tool("snow"), Tool("rain", "", parameters)))
+    with pytest.raises(ApiError, match=says) as caught:
+        take(msgspec.structs.replace(call, tool_choice=ToolChoice("required", name)))
+    assert caught.value.field == "tools[1].function.parameters"
+    assert take(call).record.constraint is None

@@ -140,3 +140,11 @@ def test_a_think_block_is_closed_at_its_budget_and_anything_follows(is_open: boo
 def test_a_budget_that_cannot_be_kept_is_refused(parsing: Parsing, marks: list[str]) -> None:
     with pytest.raises(FieldError, match="reasoning_budget"):
         budgeted(parsing, {name: 300 + at for at, name in enumerate(marks)}, ReasoningBudget(4, ()))
+
+
+@pytest.mark.parametrize("kind", ["object", ["object", "null"], None])
+def test_arguments_are_an_object(kind: object) -> None:
+    """Guards a demanded call against arguments that its parser takes for text."""
+    tools = (Tool("g", "", json.dumps({} if kind is None else {"type": kind})),)
+    assert allowed(Parsing(tools="hermes"), hermes("g", "{}"), tools=tools)
+    assert not allowed(Parsing(tools="hermes"), hermes("g", "null"), tools=tools)
