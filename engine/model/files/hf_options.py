@@ -41,6 +41,15 @@ DEFAULTS: dict[str, Raw] = {
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0},
 }
 """What the published files of a family leave to the classes of transformers."""
+_GPT_OSS_YARN: Raw = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""How gpt-oss rotates where its file does not say: its context is `max_position_embeddings` all the same."""
 
 
 def family_options(path: Path, family: str, raw: Raw) -> Options:
@@ -54,6 +63,12 @@ def family_options(path: Path, family: str, raw: Raw) -> Options:
     for name, plain in _PLAIN.items():
         if name not in _OBEYED.get(family, ()) and (value := raw.get(name)) is not None and value not in plain:
             raise ModelError(path, f"{name} {value!r} is not known of this family")
+    if family not in _PARTLY_ROTATED:
+        for parameters in (raw, *rope_parameters(path, raw).values()):
+            if (share := parameters.get("partial_rotary_factor")) not in (None, 1):
+                raise ModelError(path, f"partial_rotary_factor {share!r} is not known of this family, only 1")
+    if family == "gpt_oss" and raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
+        raw = raw | {"rope_scaling": _GPT_OSS_YARN}
     read = _READERS.get(family, _no_window)
     return read(path, raw, layers, table)
 
@@ -68,6 +83,8 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 }
 """Fields that change answers, with the values at which they change none: all that a family may say of them unless it is
 among `_OBEYED`."""
+_PARTLY_ROTATED = ("phi3",)
+"""Families whose heads may be rotated in part, by their `partial_rotary_factor`."""
 _OBEYED = {"granite": _GRANITE, "gemma2": _CAPS, "gemma3": _CAPS[1:]}
 
 

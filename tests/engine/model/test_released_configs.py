@@ -388,3 +388,10 @@ def test_a_temperature_that_is_not_said_is_missed() -> None:
     del text["rope_parameters"]["llama_4_scaling_beta"]
     with pytest.raises(ModelError, match="llama_4_scaling_beta is missing"):
         read(raw)
+
+
+@pytest.mark.parametrize("said", [{}, {"rope_scaling": None}, {"rope_parameters": None}], ids=str)
+def test_gpt_oss_scales_where_its_file_does_not_say(said: Raw) -> None:
+    """Guards a file that leaves YaRN to its class, which has it as it was released."""
+    config = read({key: value for key, value in GPT_OSS_20B.items() if key != "rope_scaling"} | said)
+    assert (config.ropes, config.context_tokens) == (read(GPT_OSS_20B).ropes, 131072)
