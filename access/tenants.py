@@ -13,6 +13,8 @@ import msgspec
 from access.config import AccessError
 
 MAX_NAME_CHARS = 128
+MAX_LIMIT = 2**53
+"""Of what a tenant may use: tokens at once, and samples at the same time."""
 HIGHEST_PRIORITY = 100
 """No request has a higher one, and none a lower one than its negative."""
 Role = Literal["tenant", "monitor"]
@@ -129,6 +131,8 @@ def check_table(table: CredentialTable) -> None:
     for name, tenant in table.tenants.items():
         if not 0 < len(name) <= MAX_NAME_CHARS:
             raise AccessError(f"a tenant's name has 1 to {MAX_NAME_CHARS} characters")
+        if not all(0 <= limit <= MAX_LIMIT for limit in (tenant.burst_tokens, tenant.concurrency)):
+            raise AccessError(f"tenant {name!r}: burst_tokens and concurrency must lie in 0 to {MAX_LIMIT}")
         limits = (tenant.tokens_per_s, tenant.burst_tokens, tenant.concurrency, tenant.cache_share)
         if not (math.isfinite(tenant.weight) and tenant.weight > 0):
             raise AccessError(f"tenant {name!r}: weight must be above 0")

@@ -183,6 +183,8 @@ def test_a_caller_is_held_to_its_tenant_and_role() -> None:
         {"tenants": {"a": {"cache_share": 2}}},
         {"tenants": {"a": {"burst_tokens": 2}}},
         {"tenants": {"a": {"wieght": 2}}},
+        {"tenants": {"a": {"concurrency": 2**53 + 1}}},
+        {"tenants": {"a": {"concurrency": -1}}},
         {"keys": [{"id": "x", "sha256": "0" * 64, "tenant": "nobody"}]},
         {"tenants": {"a": {}}, "keys": [{"id": "x", "sha256": "0" * 64, "tenant": "a", "role": "monitor"}]},
         {"tenants": {"a": {}}, "keys": [{"id": "x", "sha256": "hunter2", "tenant": "a"}]},
@@ -237,3 +239,12 @@ def test_the_file_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypatch
         found.caller(f"Bearer {key}", None)
         clock.now_s += RECHECK_S / 50
     assert 1 <= len(looks) <= 3
+
+
+@pytest.mark.parametrize("limit", ["concurrency", "burst_tokens"])
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_whole_numbers_beyond_any_float_are_refused(limit: str, sign: str) -> None:
+    """Guards a running router, which goes on with its old table only where the new one is refused."""
+    table = CredentialTable(tenants={"a": Tenant(**{limit: int(f"{sign}1{'0' * 400}")})})
+    with pytest.raises(AccessError, match="tenant 'a'"):
+        check_table(table)
