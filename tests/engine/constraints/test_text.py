@@ -61,7 +61,8 @@ def test_what_is_refused(kind: str, text: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "true", '{"$ref": "#"}', _nested(MAX_DEPTH - 2), '{"const": "((((("}', '{"enum": [0.1, -1.50, 1e23, 9007199254740994]}',
+    "true", '{"$ref": "#"}', _nested(MAX_DEPTH - 2), '{"const": "((((("}',
+    '{"enum": [0.1, -1.50, 1e23, 9007199254740994]}',
     '{"maximum": 9223372036854775807, "default": 9007199254740993}', '{"properties": {"const": {"default": 1e400}}}',
     '{"const": {"minProperties": 9}}', '{"required": ["a"], "minProperties": 2}', '{"minimum": true}',
 ])  # fmt: skip
