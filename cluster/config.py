@@ -170,6 +170,8 @@ def build(values: dict[str, object]) -> ClusterConfig:
 def problem(key: str, value: object) -> str | None:
     """Return why a value of the right type is still not usable, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
+        if key == "name" and (not value or "/" in str(value) or str(value).startswith(".")):
+            return f"{value!r} cannot name a cluster's files"
         if key.endswith(".dtype") and value not in (*DTYPE_BYTES, "auto"):
             return f"{value!r} is not one of {', '.join(DTYPE_BYTES)}, auto"
         if key.endswith("engine.device") and not _DEVICE.fullmatch(str(value)):

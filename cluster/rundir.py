@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import msgspec
 
-from cluster.config import ClusterConfig, ConfigError
+from cluster.config import ClusterConfig, ConfigError, problem
 from cluster.processes.spec import LaunchError
 from cluster.secret import write
 from engine.messages import guarded
@@ -85,8 +85,8 @@ class RunDir:
         self.name = config.name
         self.folder = Path(config.run_dir).expanduser() if config.run_dir else _default(environ)
         self.socket = self.folder / f"{self.name}.sock"
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ConfigError(f"name: {self.name!r} cannot name a cluster's files")
+        if (reason := problem("name", self.name)) is not None:
+            raise ConfigError(f"name: {reason}")
         if len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES:
             raise ConfigError(f"run_dir: {self.socket} is too long for a socket's path")
 

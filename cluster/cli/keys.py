@@ -6,6 +6,7 @@ is shown once, on standard output; the file has its digest.
 
 import fcntl
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -143,6 +144,8 @@ def _changed(path: Path) -> Iterator[CredentialTable]:
 
 def _read(path: Path) -> CredentialTable:
     try:
+        if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(f"{path}: others than its owner may write to it, and no router takes it: chmod go-w")
         return parse_table(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error

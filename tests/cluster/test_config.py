@@ -335,3 +335,8 @@ def test_what_kubernetes_says_of_a_service_is_no_setting() -> None:
     assert origin(found, "router.grpc_port") == "variable HEADRACE_ROUTER__GRPC_PORT"
     with pytest.raises(ConfigError, match="variable HEADRACE_PORT: unknown setting"):
         resolved(HEADRACE_PORT="8000")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".a"])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    assert "cannot name a cluster's files" in (problem("name", name) or "")

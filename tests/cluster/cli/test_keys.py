@@ -193,3 +193,16 @@ def test_no_part_of_a_cluster_is_open_to_others_unasked(config: ClusterConfig) -
         check_listening(config)
     check_listening(msgspec.structs.replace(config, access=AccessConfig(insecure="open")))
     check_listening(ClusterConfig())
+
+
+def test_a_file_that_no_router_takes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards a key that opens nothing, since others may write to its file."""
+    file = tmp_path / "keys.json"
+    add_credential(file, "acme", "", {})
+    capsys.readouterr()
+    before = file.read_bytes()
+    file.chmod(0o666)
+    for words in (("add", "acme"), ("list",)):
+        out, why = keys(capsys, *words, "--file", str(file), fails=2)
+        assert not out and "others than its owner may write to it" in why
+    assert file.read_bytes() == before
