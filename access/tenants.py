@@ -14,7 +14,7 @@ from access.config import AccessError
 
 MAX_NAME_CHARS = 128
 MAX_LIMIT = 2**53
-"""Of what a tenant may use: tokens at once, and samples at the same time."""
+"""The most of either that a tenant may use: tokens at once, and samples at the same time."""
 HIGHEST_PRIORITY = 100
 """No request has a higher one, and none a lower one than its negative."""
 Role = Literal["tenant", "monitor"]

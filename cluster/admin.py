@@ -36,7 +36,7 @@ from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, RequestCheck, answer_
 from cluster.config import ConfigError
 from cluster.processes.launch import Addresses, Cluster, check_size
 from cluster.processes.leftovers import descendants
-from cluster.processes.spec import Kind, LateError, LaunchError
+from cluster.processes.spec import Kind, LaunchError, OrderLateError
 from cluster.resolve import Setting
 from cluster.rundir import ProcessIdentity, RunDir
 from engine.messages import RankUse, guarded
@@ -283,10 +283,10 @@ class AdminServer:
             left_s = None if order.timeout_s is None else max(0.0, order.timeout_s - took_s)
             try:
                 self._cluster.scale(kind, count, left_s)
-            except LateError:
+            except OrderLateError:
                 late.append(f"{kind}={count}")
         if late:
-            raise LateError(f"{', '.join(late)}: not done in {order.timeout_s:g} s")
+            raise OrderLateError(f"{', '.join(late)}: not done in {order.timeout_s:g} s")
         return self.status()
 
     def rotate(self) -> Status:

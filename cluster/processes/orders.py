@@ -4,7 +4,7 @@ import queue
 from concurrent.futures import Future
 
 from cluster.processes.events import LeaveWanted, Resize
-from cluster.processes.spec import LateError, LaunchError
+from cluster.processes.spec import LaunchError, OrderLateError
 
 Order = LeaveWanted | Resize
 
@@ -19,7 +19,7 @@ class Orders:
         self._closed = ""
 
     def give(self, order: Order, what: str, timeout_s: float | None) -> None:
-        """Block until the order is carried out. Raises LateError if that takes over `timeout_s`, and LaunchError if it
+        """Block until the order is carried out. Raises OrderLateError if that takes over `timeout_s`, and LaunchError if it
         is refused, or nobody watches any more; `what` names the order in messages."""
         done: Future[None] = Future()
         self._given.put((order, done))
@@ -28,7 +28,7 @@ class Orders:
         try:
             done.result(timeout_s)
         except TimeoutError as error:
-            raise LateError(f"{what}: not done in {timeout_s:g} s") from error
+            raise OrderLateError(f"{what}: not done in {timeout_s:g} s") from error
 
     def take(self) -> list[Order]:
         taken = []

@@ -27,7 +27,7 @@ class LaunchError(Exception):
     """A process could not be started, or died; the message is one line for a person."""
 
 
-class LateError(LaunchError):
+class OrderLateError(LaunchError):
     """An order is not carried out yet; it goes on."""
 
 

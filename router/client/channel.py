@@ -117,4 +117,11 @@ def _plain(details: str) -> str:
     found = _UNANSWERED.search(details)
     if found is None:
         return details
-    return f"{NOBODY} at {unquote(found[1])}: {found[2].rpartition(': ')[2]}"
+    address, why = unquote(found[1]), found[2]
+    if "WRONG_VERSION_NUMBER" in why:
+        return f"TLS with {address} failed: it speaks without TLS"
+    if "security handshaker" in why:
+        return f"TLS with {address} failed: the client's authority, or its own certificate and key, cannot be used"
+    if "handshake failed" in why or "erification check failed" in why:
+        return f"TLS with {address} failed: {why.removesuffix(': OK').rpartition(': ')[2]}"
+    return f"{NOBODY} at {address}: {why.rpartition(': ')[2]}"

@@ -21,7 +21,7 @@ from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
 from cluster.processes.process_launcher import ProcessChild
 from cluster.processes.slots import SlotState
-from cluster.processes.spec import LateError, LaunchError, Sealed
+from cluster.processes.spec import LaunchError, OrderLateError, Sealed
 from cluster.processes.supervisor import RestartConfig
 from cluster.resolve import Setting
 from cluster.rundir import RunDir
@@ -193,7 +193,7 @@ def test_the_second_pool_is_ordered_when_the_first_takes_too_long(
 
     def scale(kind: str, count: int, timeout_s: float | None) -> None:
         given.append(f"{kind}={count}")
-        raise LateError(f"{kind}={count}: not done in {timeout_s:g} s")
+        raise OrderLateError(f"{kind}={count}: not done in {timeout_s:g} s")
 
     monkeypatch.setattr(served.cluster, "scale", scale)
     with pytest.raises(LaunchError, match=r"prefill=2, decode=3: not done in 1 s"):

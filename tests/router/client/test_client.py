@@ -8,7 +8,7 @@ import pytest
 from engine.messages import Cancel, Place
 from protos import headrace_pb2 as pb
 from router.app import RouterApp
-from router.client.channel import ClientSecrets
+from router.client.channel import ClientSecrets, _plain
 from router.client.client import AsyncClient, SyncClient
 from router.client.errors import NOBODY, ApiError
 from router.client.requests import GatheredAnswer, generate_request
@@ -346,3 +346,17 @@ def test_a_request_is_what_was_said() -> None:
     request = generate_request([{"role": "user", "content": "é"}], {"stop": ["a"], "top_k": 3, "tenant": None})
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="é")])
     assert request == pb.GenerateRequest(chat=chat, stop=["a"], sampling=pb.Sampling(top_k=3))
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("Tls handshake failed (X): CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", "certificate has expired"),
+        ("Tls handshake failed (X): WRONG_VERSION_NUMBER: Invalid context: OK", "it speaks without TLS"),
+        ("Custom verification check failed with error: A: Hostname Verification Check failed.", "Hostname"),
+        ("Failed to create security handshaker.", "the client's authority"),
+    ],
+)
+def test_tls_that_fails_is_no_absent_server(why: str, told: str) -> None:
+    found = _plain(f"failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:4: {why}")
+    assert found.startswith(f"TLS with 127.0.0.1:4 failed: {told}")
