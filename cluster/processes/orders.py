@@ -19,8 +19,8 @@ class Orders:
         self._closed = ""
 
     def give(self, order: Order, what: str, timeout_s: float | None) -> None:
-        """Block until the order is carried out. Raises OrderLateError if that takes over `timeout_s`, and LaunchError if it
-        is refused, or nobody watches any more; `what` names the order in messages."""
+        """Block until the order is carried out. Raises OrderLateError if that takes over `timeout_s`, and LaunchError
+        if it is refused, or nobody watches any more; `what` names the order in messages."""
         done: Future[None] = Future()
         self._given.put((order, done))
         if self._closed:
