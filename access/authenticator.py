@@ -7,7 +7,6 @@ open already. No method logs or repeats a key.
 
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,16 @@ from pathlib import Path
 
 from access.config import AccessConfig, AccessError
 from access.keys import bearer, is_key, key_id
-from access.tenants import ANYONE, Caller, Credential, CredentialTable, DeniedError, Tenant, parse_table
+from access.tenants import (
+    ANYONE,
+    Caller,
+    Credential,
+    CredentialTable,
+    DeniedError,
+    Tenant,
+    may_others_write,
+    parse_table,
+)
 
 RECHECK_S = 1.0
 """How long a change of the file may go unnoticed."""
@@ -131,7 +139,7 @@ class Authenticator:
             data = self._path.read_bytes()
         except OSError as error:
             raise AccessError(f"access.keys_file: {self._path}: {error.strerror}") from error
-        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if may_others_write(mode):
             raise AccessError(f"access.keys_file: {self._path}: others than its owner may write to it")
         try:
             return parse_table(data)

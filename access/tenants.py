@@ -6,6 +6,7 @@
 """
 
 import math
+import stat
 from typing import Literal
 
 import msgspec
@@ -124,6 +125,11 @@ def parse_table(data: bytes) -> CredentialTable:
         raise AccessError(f"is no file of keys: {error}") from error
     check_table(table)
     return table
+
+
+def may_others_write(mode: int) -> bool:
+    """Return True for a keys file's mode that no router takes: others than its owner may write to it."""
+    return bool(mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def check_table(table: CredentialTable) -> None:

@@ -6,7 +6,6 @@ is shown once, on standard output; the file has its digest.
 
 import fcntl
 import os
-import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +17,16 @@ import msgspec
 
 from access.config import AccessError
 from access.keys import make_key
-from access.tenants import CertificateName, Credential, CredentialTable, Role, Tenant, check_table, parse_table
+from access.tenants import (
+    CertificateName,
+    Credential,
+    CredentialTable,
+    Role,
+    Tenant,
+    check_table,
+    may_others_write,
+    parse_table,
+)
 from cluster.config import ConfigError
 from cluster.processes.spec import LaunchError
 
@@ -144,7 +152,7 @@ def _changed(path: Path) -> Iterator[CredentialTable]:
 
 def _read(path: Path) -> CredentialTable:
     try:
-        if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if may_others_write(path.stat().st_mode):
             raise ConfigError(f"{path}: others than its owner may write to it, and no router takes it: chmod go-w")
         return parse_table(path.read_bytes())
     except OSError as error:
