@@ -14,11 +14,12 @@ import msgspec
 import pytest
 
 from engine.types import RequestId
-from router.core.decisions import Decision
+from router.core.decisions import VERSION, Decision
 from router.decision_log import BrokenLineError, DecisionLog, decision_of, line_of
 from tests.router.core.made_decisions import made
 
 LARGE = 1 << 30
+WRITTEN = f'"version":{VERSION}'.encode()  # as every line has it
 
 
 class Lines:
@@ -66,16 +67,18 @@ def test_what_is_read_is_what_was_written() -> None:
     ("change", "told"),
     [
         ((b'"queue_tokens":0', b'"queue_tokens":1'), "checksum"),
-        ((b'"version":5', b'"version":3'), "version 3; this program reads version 5"),
-        ((b'"version":5', b'"version":"x"'), "no decision"),
+        ((WRITTEN, b'"version":3'), f"version 3; this program reads version {VERSION}"),
+        ((WRITTEN, b'"version":"x"'), "no decision"),
         ((b'"demand"', b'"demand'), "no decision"),
         ((b',"crc32"', b',"crc"'), "checksum"),
     ],
 )
 def test_a_line_that_is_not_as_it_was_written_is_refused(change: tuple[bytes, bytes], told: str) -> None:
     line = next(line for line in map(line_of, made(times=20)) if b'"queue_tokens":0' in line)
+    changed = line.replace(*change)
+    assert changed != line
     with pytest.raises(BrokenLineError, match=told):
-        decision_of(line.replace(*change))
+        decision_of(changed)
 
 
 def test_the_file_begins_anew_at_its_size_and_goes_on_after_a_restart(tmp_path: Path) -> None:

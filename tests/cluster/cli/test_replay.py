@@ -9,7 +9,7 @@ import pytest
 
 from cluster.cli import __main__ as cli
 from cluster.cli.replay import replay
-from router.core.decisions import Decision, RepeatablePolicy
+from router.core.decisions import VERSION, Decision, RepeatablePolicy
 from router.core.policies import POLICIES, make_policy
 from router.core.policy import PrefillView
 from router.decision_log import line_of
@@ -121,7 +121,11 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path: Path, capsys: pytest.Ca
     ("old", "new", "told"),
     [
         (b"", b"", "no decision"),
-        (b'"version":5', b'"version":7', "line 2: it is of version 7; this program reads version 5"),
+        (
+            f'"version":{VERSION}'.encode(),
+            b'"version":3',
+            f"line 2: it is of version 3; this program reads version {VERSION}",
+        ),
         (b'"outstanding"', b'"outstandin', "line 2: it is no decision"),
         (b'"blocks":64', b'"blocks":65', "line 2: it is not as it was written: its checksum differs"),
     ],
