@@ -52,7 +52,11 @@ class Authenticator:
             self._index(self._read())
 
     def __repr__(self) -> str:
-        return f"Authenticator({len(self._keys)} keys, {len(self._names)} certificates, {len(self._tenants)} tenants)"
+        return f"Authenticator({self.summary})"
+
+    @property
+    def summary(self) -> str:
+        return f"{len(self._keys)} keys, {len(self._names)} certificates, {len(self._tenants)} tenants"
 
     @property
     def is_open(self) -> bool:

@@ -1,13 +1,16 @@
 """TLS from files that may change at any time: the next handshake has what they hold then.
 
-A pair that does not fit together, as while one of two files was already written, replaces nothing, and the log says so.
+A pair that does not fit together, as while one of two files was already written, or that has expired, replaces nothing
+that is better, and the log says so.
 TLS 1.3 alone and no session tickets: a ticket would let a client in without showing its certificate again.
 """
 
 import logging
+import math
 import os
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import msgspec
 
 from access.config import AccessError, PemSettings
+from access.validity import Validity, validity_of
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +29,7 @@ class PemFiles(msgspec.Struct, frozen=True):
     chain: bytes
     key: bytes
     client_ca: bytes
+    validity: Validity
 
     def __repr__(self) -> str:
         return f"PemFiles({len(self.chain)} bytes of certificates)"
@@ -33,31 +38,46 @@ class PemFiles(msgspec.Struct, frozen=True):
 class ServerCertificates:
     """Any thread may use it.
 
-    Mutable state, under a lock: what the files looked like when they were read, what they held, and the contexts made
-    of it.
+    Mutable state, under a lock: what the files looked like when they were read, what they held, the contexts made of
+    it, when a certificate begins that was refused until then, and of which the log has said that it is not good.
     """
 
-    def __init__(self, files: PemSettings, check: Callable[[ssl.SSLContext], None] | None = None) -> None:
-        """`check` is asked about what the files hold, before that counts, with a listening socket's context. Raises
-        AccessError for files that cannot be used, and what `check` raises."""
+    def __init__(
+        self,
+        files: PemSettings,
+        check: Callable[[ssl.SSLContext], None] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`check` is asked about what the files hold, before that counts, with a listening socket's context; `clock`
+        tells the time that certificates speak of. Raises AccessError for files that cannot be used, and what `check`
+        raises; a certificate that has expired is used, and the log says so."""
         self._files = files
         self._check = check
+        self._clock = clock
         self._lock = threading.Lock()
         self._seen: tuple[object, ...] = ()
         self._told: tuple[object, ...] = ()
+        self._again_s = math.inf
+        self._bad: Validity | None = None
         self._pem, self._contexts = self._load()
+        self._tell_if_bad()
 
     @property
     def needs_client(self) -> bool:
         return bool(self._files.ca)
 
+    @property
+    def chain_file(self) -> str:
+        return self._files.chain
+
     def pem(self) -> PemFiles:
         """Return what the files hold now, or held when they were last good."""
         with self._lock:
             seen = self._look()
-            if seen != self._seen and seen != self._told:
+            if seen != self._seen and (seen != self._told or self._clock() >= self._again_s):
+                self._again_s = math.inf
                 try:
-                    self._pem, self._contexts = self._load()
+                    self._pem, self._contexts = self._load(self._pem.validity)
                 except AccessError as error:
                     log.error("%s; the certificates before it stay in force", error)
                     cause = error.__cause__
@@ -65,6 +85,7 @@ class ServerCertificates:
                         self._told = seen
                 else:
                     log.warning("the certificate %s was read again", self._files.chain)
+            self._tell_if_bad()
             return self._pem
 
     def context(self, *, lets_in: bool = False) -> ssl.SSLContext:
@@ -81,19 +102,32 @@ class ServerCertificates:
         outer.sni_callback = latest
         return outer
 
-    def _load(self) -> tuple[PemFiles, dict[bool, ssl.SSLContext]]:
-        """Read the files, check that they fit together, and make a context of them for each `lets_in`: later they may
-        be broken. Raises AccessError."""
+    def _tell_if_bad(self) -> None:
+        """Log, once for each certificate, that clients refuse it."""
+        validity = self._pem.validity
+        if validity is not self._bad and (problem := validity.problem(self._clock())):
+            self._bad = validity
+            log.error("%s: %s: %s; clients refuse it", self._files.chain_setting, self._files.chain, problem)
+
+    def _load(self, before: Validity | None = None) -> tuple[PemFiles, dict[bool, ssl.SSLContext]]:
+        """Read the files, check that they fit together and are not worse than what was good until `before` says, and
+        make a context of them for each `lets_in`: later they may be broken. Raises AccessError."""
         seen = self._look()
         files = self._files
+        chain = _read(files.chain_setting, files.chain)
         pem = PemFiles(
-            _read(files.chain_setting, files.chain),
+            chain,
             _read(files.key_setting, files.key),
             _read(files.ca_setting, files.ca) if files.ca else b"",
+            _validity(files, chain),
         )
         contexts = {lets_in: self._make(lets_in) for lets_in in (False, True)}
         if self._check is not None:
             self._check(contexts[False])
+        now_s = self._clock()
+        if before and (problem := pem.validity.problem(now_s)) and not before.problem(now_s):
+            self._again_s = pem.validity.begins_s if now_s < pem.validity.begins_s else math.inf
+            raise AccessError(f"{files.chain_setting}: {files.chain}: {problem}")
         if self._look() != seen:
             raise AccessError(f"{files.chain_setting}: the files changed while they were read")
         self._seen = seen
@@ -154,6 +188,13 @@ def _read(setting: str, file: str) -> bytes:
         return _path(file).read_bytes()
     except OSError as error:
         raise AccessError(f"{setting}: {file}: {error.strerror}") from error
+
+
+def _validity(files: PemSettings, chain: bytes) -> Validity:
+    try:
+        return validity_of(chain)
+    except ValueError as error:
+        raise AccessError(f"{files.chain_setting}: {files.chain}: {error}") from error
 
 
 def _state(path: Path) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cluster.config import ClusterConfig, ConfigError
+from cluster.doctor.access import access_checks
 from cluster.doctor.check import Check, Level
 from cluster.doctor.gpu import allocator_checks, gpu_checks
 from cluster.doctor.models import configured_model, model_checks
@@ -51,6 +52,7 @@ def examine(config: ClusterConfig, environ: Mapping[str, str], deep: bool = Fals
         _kernels,
         _clocks,
         lambda: _folders(config, environ),
+        lambda: access_checks(config),
         lambda: iter([configured_model(config.model)]),
         lambda: _draft_model(config),
         lambda: model_checks(model_cache(config.cache_dir, environ)) if deep else iter(()),

@@ -2,18 +2,20 @@
 
 import shutil
 import ssl
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 import access.tls
-from access.config import AccessConfig, AccessError
+from access.config import AccessConfig, AccessError, PemSettings
 from access.internal import INTERNAL_NAME, _shake_hands
 from access.keys import make_key
 from access.page import guard_page
 from access.tenants import CertificateName, CredentialTable, Tenant
 from access.tls import ServerCertificates
+from access.validity import validity_of
 from telemetry.page_server import PageServer
 from tests.access.certificates import Pair, make_authority, make_certificate
 from tests.access.test_authenticator import write
@@ -148,3 +150,32 @@ def test_half_a_renewal_leaves_the_next_handshake_a_certificate(tmp_path: Path, 
         certificates.pem()
     shutil.copyfile(make_certificate(tmp_path, ca, "next").key, pair.key)
     _shake_hands(server, client)
+
+
+def test_a_certificate_that_is_not_good_replaces_none_that_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards a renewal that went wrong: an expired certificate was taken, and every new connection failed."""
+    ca, now_s = make_authority(tmp_path), time.time()
+    pair = make_certificate(tmp_path, ca, "headrace", file="used", days=2)
+    certificates = ServerCertificates(PemSettings(pair.cert, pair.key, ""), clock=lambda: now_s)
+    first = certificates.pem()
+    _replace(pair, make_certificate(tmp_path, ca, "headrace", file="expired", days=-1))
+    assert [certificates.pem() is first for _ in range(3)] == [True] * 3
+    (said,) = caplog.messages
+    assert "expired on" in said and said.endswith("the certificates before it stay in force")
+    time.sleep(1.0)  # certificates begin when they are made, in whole seconds
+    _replace(pair, make_certificate(tmp_path, ca, "headrace", file="long", days=9))
+    now_s = validity_of(Path(pair.cert).read_bytes()).begins_s - 0.5
+    assert certificates.pem() is first and "not valid before" in caplog.messages[-1]
+    assert certificates.pem() is first and len(caplog.messages) == 2
+    now_s += 0.5
+    assert certificates.pem() is not first, "its time has come, and the files are as they were"
+    now_s += 10 * 86_400.0
+    assert [certificates.pem() is first for _ in range(2)] == [False] * 2
+    assert [message.endswith("clients refuse it") for message in caplog.messages[2:]] == [False, True]
+
+
+def _replace(pair: Pair, by: Pair) -> None:
+    shutil.copy(by.cert, pair.cert)
+    shutil.copy(by.key, pair.key)

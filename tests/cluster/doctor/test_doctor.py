@@ -1,5 +1,6 @@
 """The doctor finds what it is made to find, and names the fix."""
 
+import functools
 import resource
 import socket
 import subprocess
@@ -12,8 +13,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from access.config import AccessConfig
+from access.internal import INTERNAL_NAME
+from access.keys import make_key
+from access.tenants import CredentialTable, Tenant
 from cluster.config import ClusterConfig
 from cluster.doctor import host as doctor
+from cluster.doctor.access import access_checks
 from cluster.doctor.check import Check
 from cluster.doctor.environment import collect
 from cluster.doctor.gpu import gpu_checks
@@ -26,6 +32,8 @@ from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import map_weights
 from engine.model.prepared.panels import panel_weights
 from router.config import RouterConfig
+from tests.access.certificates import make_authority, make_certificate
+from tests.access.test_authenticator import write
 from tests.engine.model.checkpoints import build, save_hf
 from tests.engine.model.quantized import Kind, write_model
 from worker.config import PrefillConfig
@@ -249,3 +257,42 @@ def test_an_allocator_without_handles_is_found(tmp_path: Path) -> None:
     assert check.level == "fail" and "expandable_segments" in check.found and "take it out" in check.fix
     assert "gpu allocator" not in found(config(tmp_path), **environ)
     assert "gpu allocator" not in found(config(tmp_path, prefill=gpu))
+
+
+def test_what_is_said_of_keys_and_certificates(tmp_path: Path) -> None:
+    """Guards a cluster that starts well, and that nobody gets into; and one whose certificate ends on a Sunday."""
+    ca, keys = make_authority(tmp_path), tmp_path / "keys.json"
+    certificate = functools.partial(make_certificate, tmp_path, ca)
+    good, short, expired = (certificate(f"{days}", days=days, san="DNS:headrace") for days in (90, 3, -1))
+    inner = certificate(INTERNAL_NAME, san=f"DNS:{INTERNAL_NAME}", days=90)
+    _, key = make_key("acme", "tenant", "")
+    write(keys, CredentialTable(tenants={"acme": Tenant()}, keys=[key]))
+
+    def said(**more: str) -> dict[str, tuple[str, str]]:
+        """By name of the check, its level and what was found."""
+        checks = list(access_checks(config(tmp_path, access=AccessConfig(**more))))  # type: ignore[arg-type]
+        assert all(bool(check.fix) == (check.level != "ok") for check in checks)
+        return {check.name: (check.level, check.found) for check in checks}
+
+    assert said() == {}
+    whole = {"cert_file": good.cert, "key_file": good.key, "keys_file": str(keys)}
+    internal = {"internal_cert_file": inner.cert, "internal_key_file": inner.key, "internal_ca_file": ca.cert}
+    assert said(**whole, **internal, internal_clear_kv=True) == {  # type: ignore[arg-type]
+        "keys": ("ok", f"{keys}: 1 keys, 0 certificates, 1 tenants"),
+        "certificates": ("ok", f"{good.cert}: good for 90 days"),
+        "internal certificates": ("ok", f"{inner.cert}: good for 90 days"),
+    }
+    for pair, level, told in ((short, "warn", "expires on "), (expired, "fail", "expired on ")):
+        ((_, found),) = said(cert_file=pair.cert, key_file=pair.key).items()
+        assert found[0] == level and told in found[1], found
+    for broken, name, told in (
+        (whole | {"key_file": short.key}, "certificates", "access.cert_file, access.key_file: "),
+        (whole | {"keys_file": str(tmp_path / "none")}, "keys", "access.keys_file: "),
+        (internal | {"internal_cert_file": good.cert}, "access", "may send KV blocks"),
+        ({"cert_file": good.cert}, "access", "go together"),
+    ):
+        level, found = said(**broken)[name]
+        assert level == "fail" and told in found
+    outside = config(tmp_path, router=RouterConfig(host="0.0.0.0"))
+    assert ["serve everybody" in check.found for check in access_checks(outside)] == [True]
+    assert "access" in {check.name for check in examine(outside, {})}
