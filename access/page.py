@@ -19,12 +19,12 @@ class MonitorGuard:
     def __init__(self, config: AccessConfig) -> None:
         """Raises AccessError for files that cannot be used."""
         self._authenticator = Authenticator(config)
-        self._certificates = ServerCertificates(config.front_files) if config.has_tls else None
+        self.certificates = ServerCertificates(config.front_files) if config.has_tls else None
 
     def context(self) -> ssl.SSLContext | None:
         """Return what the listening socket needs for TLS, None without it. A client certificate, where one is needed,
         is asked for in the handshake: no probe comes here."""
-        return None if self._certificates is None else self._certificates.context()
+        return None if self.certificates is None else self.certificates.context()
 
     def status(self, authorization: str, certificate: Mapping[str, Any] | None) -> int:
         """Return 200 for a reader that is let in, or the HTTP status of its refusal."""

@@ -147,6 +147,13 @@ class ServerCertificates:
         return tuple(_state(_path(file)) for file in files if file)
 
 
+def ends_s(front: ServerCertificates | None, internal: ServerCertificates | None) -> Mapping[str, float]:
+    """Return until when the certificates in force are good, in seconds since 1970, by what they are for; infinity
+    where there are none."""
+    both = {"front": front, "internal": internal}
+    return {kind: found.pem().validity.ends_s if found else math.inf for kind, found in both.items()}
+
+
 def load_files(context: ssl.SSLContext, files: PemSettings) -> None:
     """Have `context` speak TLS 1.3 with what the files hold. Raises AccessError, which names the setting."""
     context.minimum_version = ssl.TLSVersion.TLSv1_3

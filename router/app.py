@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import ceil
@@ -16,7 +16,7 @@ from access.authenticator import Authenticator
 from access.config import check_exposed
 from access.internal import internal_certificates
 from access.limits import TenantLimits
-from access.tls import ServerCertificates
+from access.tls import ServerCertificates, ends_s
 from engine.handshake import Secrets
 from engine.messages import PeerAddress, TenantsTold
 from engine.types import Incarnation, host_port
@@ -86,7 +86,7 @@ class RouterApp:
         core = Router(config, policy, text.stop_ids, started_ms)
         self.hub = Hub(core, clock, observer, journal)
         incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
-        internal = internal_certificates(config.access)
+        internal = self._internal = internal_certificates(config.access)
         self._links = Links(self.hub, incarnation, secrets, fingerprint, config.name, internal)
         self._authenticator = Authenticator(config.access)
         self._certificates = ServerCertificates(config.access.front_files) if config.access.has_tls else None
@@ -109,6 +109,10 @@ class RouterApp:
         self._ticking: asyncio.Task[None] | None = None
         self.ticked_s = clock()
         """The time of the loop's latest tick. May be read from any thread."""
+
+    def certificate_ends_s(self) -> Mapping[str, float]:
+        """May be called from any thread; see `access.tls.ends_s`."""
+        return ends_s(self._certificates, self._internal)
 
     async def start(self) -> RouterAddresses:
         """Listen on both fronts. Raises OSError if an address cannot be bound."""

@@ -171,6 +171,8 @@ class RouterServer:
             slo_itl_s=config.slo_itl_s,
         )
         app = self._app = RouterApp(config, text, observer, self._secrets, self._journal, model)
+        if isinstance(observer, RouterMetrics):
+            observer.certificates(app.certificate_ends_s)
         try:
             addresses = await app.start()
             with suppress(AttributeError):

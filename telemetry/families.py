@@ -197,6 +197,15 @@ class ProcessMetrics:
         """Serve `/metrics` from a thread and return the port. Raises OSError if it is taken."""
         return self.families.serve(host, port, guard)
 
+    def certificates(self, ends_s: Callable[[], Mapping[str, float]]) -> None:
+        """Show when certificates end, in seconds since 1970, by what they are for; infinity where there are none."""
+        self.families.asked(
+            "certificate_expires_timestamp_seconds",
+            "When the certificate in force expires, or the first of its chain; +Inf without one.",
+            "certificate",
+            ends_s,
+        )
+
     def close(self) -> None:
         self.families.close()
 

@@ -12,6 +12,7 @@ import msgspec
 from access.config import check_transport
 from access.internal import internal_certificates
 from access.page import guard_page
+from access.tls import ends_s
 from engine.backends.gpu.memory import device_memory
 from engine.device import EngineDevice, open_device
 from engine.handshake import Party, PartyRole, Secrets
@@ -107,6 +108,7 @@ def open_parts(
         ranks = [RankUse(pid, nbytes, device.ranks.sums_by) for pid, nbytes in weights.items()]
     metrics = WorkerMetrics(device.model, name, role)
     closing.callback(metrics.close)
+    metrics.certificates(partial(ends_s, guard.certificates if guard else None, certificates))
     metrics.opened(
         block_size=device.layout.block_size,
         blocks=device.blocks,

@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
 from access.config import AccessError
 from access.page import guard_page
+from access.tls import ends_s
 from cluster.config import ClusterConfig, problem
 from cluster.processes.events import (
     Accused,
@@ -154,6 +156,7 @@ class Cluster:
         self._metrics = SupervisorMetrics(served_name(model_dir))
         try:
             guard = guard_page(self._config.access, self._config.router.host, "the supervisor's page of metrics")
+            self._metrics.certificates(partial(ends_s, guard.certificates if guard else None, None))
             port = self.supervisor_metrics_port = self._metrics.serve(self._config.router.host, guard=guard)
         except (OSError, AccessError) as error:
             raise LaunchError(f"no page of metrics on {self._config.router.host}: {error}") from error

@@ -252,4 +252,14 @@ ALERTS = (
         "Raise the limit of open files for the process.",
         high=1,
     ),
+    Alert(
+        "HeadraceCertificateEnds",
+        measures.certificate_left_s(S),
+        "<",
+        14 * 86_400,
+        60,
+        "warning",
+        "The {{ $labels.certificate }} certificate of {{ $labels.worker }} ends in {{ $value | humanizeDuration }}",
+        "Put a renewed certificate and its key in the same files; nothing is to be restarted.",
+    ),
 )

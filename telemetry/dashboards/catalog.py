@@ -65,6 +65,7 @@ def catalog() -> dict[str, Shown]:
         processes.append((pool, worker))
     found: dict[str, Shown] = {}
     for pool, process in processes:
+        process.certificates(lambda: dict.fromkeys(("front", "internal"), 0.0))
         _add(found, pool, process.families.registry.collect())
     return dict(sorted(found.items()))
 

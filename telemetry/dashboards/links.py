@@ -188,6 +188,7 @@ NEXT = {
         "GPU memory": "memory: Memory planned",
         "Kernels compiled while serving": "pools: Time of a step, p99",
         "Open files": "overview: Requests under way",
+        "Certificates end in": "processes: Died of",
         "Weights by rank": "memory: Memory planned",
         "Processor by rank": "processes: Rank 0 waits",
         "Rank 0 waits": "pools: Time of a step, p99",

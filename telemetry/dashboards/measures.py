@@ -102,5 +102,10 @@ def verdict(s: Scope) -> str:
     return f"({hint(s)}) + 2 * (({hint(s)}) == bool 0) * (min({slo_met(s)}) < bool {GOAL:g})"
 
 
+def certificate_left_s(s: Scope) -> str:
+    """Seconds for which certificates are still good."""
+    return f"{s.series('certificate_expires_timestamp_seconds')} - time()"
+
+
 def files_used(s: Scope) -> str:
     return f"{s.series('process_open_fds')} / {s.series('process_max_fds')}"

@@ -134,6 +134,14 @@ PROCESSES = Dashboard(
                     "{{worker}}",
                     high=1,
                 ),
+                one(
+                    "Certificates end in",
+                    "By what they are for; ten years where there are none.",
+                    "s",
+                    f"clamp_max({measures.certificate_left_s(S)}, 10 * 365 * 86400)",
+                    "{{worker}} {{certificate}}",
+                    proof=Proof.SHOWN,
+                ),
             ),
         ),
         PanelRow(

@@ -8,6 +8,7 @@ silent, and when it ends.
 
 import os
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from access.config import AccessConfig
+from access.internal import INTERNAL_NAME
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.supervisor import RestartConfig
@@ -28,6 +31,7 @@ from router.grpc.client import Client
 from router.status.overview import Overview
 from telemetry.dashboards import rules
 from telemetry.dashboards.alerts import ALERTS
+from tests.access.certificates import Pair, make_authority, make_certificate
 from tests.chaos.faults import frozen, kill, stutter
 from tests.integration import sabotage
 from tests.integration.prometheus import BINARY, PROMTOOL, Prometheus
@@ -70,6 +74,7 @@ ACTS = {
         "HeadraceMigrationsFail",
         "HeadraceFilesRunOut",
         "HeadraceRouterSlow",
+        "HeadraceCertificateEnds",
     ),
     "quarantine": ("HeadraceBlocksQuarantined",),
 }
@@ -85,6 +90,8 @@ class Stage:
         self.folder = folder
         self.orders = folder / "orders"
         self.orders.mkdir()
+        self._authority = make_authority(folder)
+        self._used = self._certificate("used", days=90)
         os.environ[sabotage.FOLDER] = str(self.orders)
         self.cluster = Cluster(
             ClusterConfig(
@@ -92,6 +99,12 @@ class Stage:
                 prefill_workers=2,
                 decode_workers=2,
                 stop_grace_s=1.0,
+                access=AccessConfig(
+                    internal_cert_file=self._used.cert,
+                    internal_key_file=self._used.key,
+                    internal_ca_file=self._authority.cert,
+                    internal_clear_kv=True,
+                ),
                 log_level="error",
                 restart=RestartConfig(limit=100, first_pause_s=2.0, longest_pause_s=2.0),
                 # Nobody is given up: what a frozen peer reads stays in quarantine, which is what an alert is for.
@@ -128,6 +141,17 @@ class Stage:
             self._watcher.join(30)
         self.cluster.stop()
         del os.environ[sabotage.FOLDER]
+
+    def put_certificate(self, days: int) -> None:
+        """Put another one in the place of what the cluster's processes show each other."""
+        made = self._certificate("other", days)
+        shutil.copy(made.cert, self._used.cert)
+        shutil.copy(made.key, self._used.key)
+
+    def _certificate(self, file: str, days: int) -> Pair:
+        return make_certificate(
+            self.folder, self._authority, INTERNAL_NAME, file=file, san=f"DNS:{INTERNAL_NAME}", days=days
+        )
 
     def pid(self, name: str) -> int:
         return self.cluster.processes()[name].pid
@@ -286,6 +310,9 @@ def test_clients_caches_bytes_files_and_a_router_without_a_core(stage: Stage) ->
         _take_files(stage.pid("decode-0"), lambda: fires(prometheus, "HeadraceFilesRunOut", worker="decode-0"))
         stutter(stage.pid("router"), 15, stopped_s=0.3, running_s=0.2)
         fires(prometheus, "HeadraceRouterSlow")
+        stage.put_certificate(days=3)
+        for worker in ("router", "decode-0"):
+            fires(prometheus, "HeadraceCertificateEnds", worker=worker, certificate="internal")
 
 
 def _take_files(pid: int, meanwhile: Callable[[], None]) -> None:

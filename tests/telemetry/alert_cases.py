@@ -145,4 +145,12 @@ CASES = {
         10,
         25,
     ),
+    "HeadraceCertificateEnds": Case(
+        {
+            f'headrace_certificate_expires_timestamp_seconds{{{OWN},certificate="front"}}': "1000000x20 9000000x40",
+            f'headrace_certificate_expires_timestamp_seconds{{{OWN},certificate="internal"}}': "9000000000x60",
+        },
+        10,
+        25,
+    ),
 }
