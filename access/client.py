@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from access.config import AccessError
+from access.tls import no_password, reason
 
 SYSTEM = "system"
 """The name of the authorities that this machine trusts anyway."""
@@ -47,7 +48,10 @@ class ClientCredentials(msgspec.Struct, frozen=True, kw_only=True):
         return f"Bearer {self.api_key}" if self.api_key else ""
 
     def pem(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Return authorities (None: the system's), private key and certificate chain. Raises AccessError."""
+        """Return authorities (None: the system's), private key and certificate chain. Raises AccessError for files that
+        gRPC could not use: it would not say which one is at fault."""
+        if self.has_tls:
+            self.ssl_context()
         self.check()
         roots = None if self.ca_file == SYSTEM else _read(self.ca_file)
         if not self.cert_file:
@@ -57,12 +61,17 @@ class ClientCredentials(msgspec.Struct, frozen=True, kw_only=True):
     def ssl_context(self) -> ssl.SSLContext:
         """Return the same for Python's own TLS. Raises AccessError."""
         self.check()
+        authority = None if self.ca_file == SYSTEM else Path(self.ca_file).expanduser()
         try:
-            context = ssl.create_default_context(cafile=None if self.ca_file == SYSTEM else self.ca_file)
-            if self.cert_file:
-                context.load_cert_chain(self.cert_file, self.key_file)
+            context = ssl.create_default_context(cafile=authority)
         except OSError as error:
-            raise AccessError(f"cannot read the certificates: {error}") from error
+            raise AccessError(f"{self.ca_file}: {reason(error)}") from error
+        if self.cert_file:
+            chain, key = (Path(file).expanduser() for file in (self.cert_file, self.key_file))
+            try:
+                context.load_cert_chain(chain, key, password=no_password)
+            except (OSError, ValueError) as error:
+                raise AccessError(f"{self.cert_file}, {self.key_file}: {reason(error)}") from error
         return context
 
 

@@ -158,14 +158,14 @@ def load_files(context: ssl.SSLContext, files: PemSettings) -> None:
     """Have `context` speak TLS 1.3 with what the files hold. Raises AccessError, which names the setting."""
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
-        context.load_cert_chain(_path(files.chain), _path(files.key), password=_no_password)
+        context.load_cert_chain(_path(files.chain), _path(files.key), password=no_password)
     except (OSError, ValueError) as error:
-        raise AccessError(f"{files.chain_setting}, {files.key_setting}: {_reason(error)}") from error
+        raise AccessError(f"{files.chain_setting}, {files.key_setting}: {reason(error)}") from error
     if files.ca:
         try:
             context.load_verify_locations(_path(files.ca))
         except (OSError, ValueError) as error:
-            raise AccessError(f"{files.ca_setting}: {_reason(error)}") from error
+            raise AccessError(f"{files.ca_setting}: {reason(error)}") from error
 
 
 def names_in(certificate: Mapping[str, Any] | None) -> list[str] | None:
@@ -212,10 +212,11 @@ def _state(path: Path) -> tuple[int, ...] | None:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
-def _no_password() -> str:
-    # Without this OpenSSL would ask at the terminal.
+def no_password() -> str:
+    """Given to OpenSSL, which would else ask at the terminal. Raises ValueError."""
     raise ValueError("the private key is encrypted; give it without a password")
 
 
-def _reason(error: OSError | ValueError) -> str:
+def reason(error: OSError | ValueError) -> str:
+    """Return what a failure to load files of TLS is due to."""
     return getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)

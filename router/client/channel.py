@@ -1,6 +1,7 @@
 """A client's connections: how they are opened, watched and secured, and how their errors are told."""
 
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +59,9 @@ class ClientSecrets:
     def of_variables(cls, environ: Mapping[str, str]) -> "ClientSecrets":
         """Return what the variables of `headrace`'s own clients say: `HEADRACE_API_KEY`; with `HEADRACE_CA`, a file or
         `system`, TLS, and then `HEADRACE_CERT`, `HEADRACE_KEY` and `HEADRACE_SERVER_NAME`. Raises OSError for a file
-        that cannot be read, ValueError for what does not go together."""
+        that cannot be read, ValueError for what does not go together, and for a file that holds something else."""
         authority, chain, key = (environ.get(f"HEADRACE_{name}", "") for name in ("CA", "CERT", "KEY"))
-        return cls(
+        made = cls(
             api_key=environ.get("HEADRACE_API_KEY", ""),
             has_tls=bool(authority),
             roots=_contents("" if authority == "system" else authority),
@@ -68,6 +69,9 @@ class ClientSecrets:
             chain=_contents(chain),
             server_name=environ.get("HEADRACE_SERVER_NAME", ""),
         )
+        if made.has_tls:
+            _check_files("" if authority == "system" else authority, chain, key)
+        return made
 
     @property
     def metadata(self) -> Metadata:
@@ -77,6 +81,18 @@ class ClientSecrets:
 
 def _contents(file: str) -> bytes | None:
     return Path(file).expanduser().read_bytes() if file else None
+
+
+def _check_files(authority: str, chain: str, key: str) -> None:
+    """Raises ValueError that names the files which OpenSSL cannot use: gRPC would not say which they are."""
+    named = authority
+    try:
+        context = ssl.create_default_context(cafile=Path(authority).expanduser() if authority else None)
+        if chain:
+            named = f"{chain}, {key}"
+            context.load_cert_chain(Path(chain).expanduser(), Path(key).expanduser(), password=lambda: b"")
+    except ssl.SSLError as error:
+        raise ValueError(f"{named}: {error.reason or error}") from error
 
 
 def can_travel(text: str) -> bool:

@@ -156,8 +156,9 @@ def test_a_certificate_that_is_not_good_replaces_none_that_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards a renewal that went wrong: an expired certificate was taken, and every new connection failed."""
-    ca, now_s = make_authority(tmp_path), time.time()
+    ca = make_authority(tmp_path)
     pair = make_certificate(tmp_path, ca, "headrace", file="used", days=2)
+    now_s = time.time()
     certificates = ServerCertificates(PemSettings(pair.cert, pair.key, ""), clock=lambda: now_s)
     first = certificates.pem()
     _replace(pair, make_certificate(tmp_path, ca, "headrace", file="expired", days=-1))

@@ -1,6 +1,7 @@
 """Every program of examples/, and every verb that asks, beside a cluster that wants a key, TLS and a certificate."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,9 +90,9 @@ def test_the_verbs_that_ask_take_all_of_it_as_flags(site: Site, tmp_path: Path) 
 
 def test_both_clients_read_the_same_variables(tmp_path: Path) -> None:
     """Guards against a client that finds its key and not its authority, or another one than the command line does."""
-    for name in ("ca", "cert", "key"):
-        (tmp_path / name).write_text(f"the {name}")
-    values = ("hr_a_b", *(str(tmp_path / name) for name in ("ca", "cert", "key")), "headrace")
+    ca = make_authority(tmp_path)
+    gateway = make_certificate(tmp_path, ca, "gateway")
+    values = ("hr_a_b", ca.cert, gateway.cert, gateway.key, "headrace")
     environ = dict(zip(VARIABLES, values, strict=True))
     found, whole = ClientSecrets.of_variables(environ), credentials_from(environ)
     assert (found.roots, found.key, found.chain) == whole.pem()
@@ -104,6 +105,25 @@ def test_both_clients_read_the_same_variables(tmp_path: Path) -> None:
         for read in (ClientSecrets.of_variables, credentials_from):
             with pytest.raises(ValueError, match=r"go together|needs TLS"):
                 read(less)
+
+
+def test_a_file_that_holds_something_else_is_named_by_both(tmp_path: Path) -> None:
+    """Guards a client whose error was that of a handshake, as if the server were at fault."""
+    ca = make_authority(tmp_path)
+    one, other = (make_certificate(tmp_path, ca, name) for name in ("one", "other"))
+    (tmp_path / "junk").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    junk = str(tmp_path / "junk")
+    for authority, chain, key, named in (
+        (junk, "", "", junk),
+        (one.key, "", "", one.key),
+        (ca.cert, junk, one.key, junk),
+        (ca.cert, one.cert, junk, junk),
+        (ca.cert, one.cert, other.key, other.key),
+    ):
+        environ = {"HEADRACE_CA": authority, "HEADRACE_CERT": chain, "HEADRACE_KEY": key}
+        for read in (ClientSecrets.of_variables, lambda told: credentials_from(told).pem()):
+            with pytest.raises(ValueError, match=re.escape(named)):
+                read(environ)
 
 
 def _run(program: str, site: Site, variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
