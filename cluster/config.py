@@ -131,6 +131,8 @@ _MAY_BE_ZERO = frozenset(
 )
 MAX_WORKERS = 1024
 """The most workers of a pool: more is a slip of the keyboard."""
+_MOST = {".max_batch": 1 << 13, ".block_size": 1 << 12, "": 1 << 53}
+"""The most that settings with these ends may be; sizes in bytes are exact in every language up to the last."""
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _SHARES = (".digest_sample", "tracing.sample", ".device_share")
@@ -192,6 +194,9 @@ def problem(key: str, value: object) -> str | None:
         return f"{value} is more than {MAX_WORKERS}"
     if value < 0:
         return f"{value} is negative"
+    most = next(most for end, most in _MOST.items() if key.endswith(end))
+    if value > most:
+        return f"{value if value < 1e30 else 'a number of that size'} is more than {most}"
     if key.endswith(_SHARES) and value > 1:
         return f"{value} is more than all: a share is at most 1"
     if value == 0 and key not in _MAY_BE_ZERO:
