@@ -39,7 +39,7 @@ class ServerCertificates:
     """Any thread may use it.
 
     Mutable state, under a lock: what the files looked like when they were read, what they held, the contexts made of
-    it, when a certificate begins that was refused until then, and of which the log has said that it is not good.
+    it, when to look again at files that were refused, and what the log has said.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class ServerCertificates:
         self._seen: tuple[object, ...] = ()
         self._told: tuple[object, ...] = ()
         self._again_s = math.inf
+        self._said = ""
         self._bad: Validity | None = None
         self._pem, self._contexts = self._load()
         self._tell_if_bad()
@@ -79,11 +80,14 @@ class ServerCertificates:
                 try:
                     self._pem, self._contexts = self._load(self._pem.validity)
                 except AccessError as error:
-                    log.error("%s; the certificates before it stay in force", error)
+                    if str(error) != self._said:
+                        log.error("%s; the certificates before it stay in force", error)
+                    self._said = str(error)
                     cause = error.__cause__
                     if isinstance(cause, ssl.SSLError) or not isinstance(cause, OSError):  # else it may soon be read
                         self._told = seen
                 else:
+                    self._said = ""
                     log.warning("the certificate %s was read again", self._files.chain)
             self._tell_if_bad()
             return self._pem
@@ -126,7 +130,7 @@ class ServerCertificates:
             self._check(contexts[False])
         now_s = self._clock()
         if before and (problem := pem.validity.problem(now_s)) and not before.problem(now_s):
-            self._again_s = pem.validity.begins_s if now_s < pem.validity.begins_s else math.inf
+            self._again_s = pem.validity.begins_s if now_s < pem.validity.begins_s else before.ends_s
             raise AccessError(f"{files.chain_setting}: {files.chain}: {problem}")
         if self._look() != seen:
             raise AccessError(f"{files.chain_setting}: the files changed while they were read")

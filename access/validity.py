@@ -16,7 +16,7 @@ _SEQUENCE, _INTEGER, _VERSION, _UTC_TIME = 0x30, 0x02, 0xA0, 0x17
 
 
 class Validity(msgspec.Struct, frozen=True):
-    """When a chain is good, in seconds since 1970: while each of its certificates is."""
+    """When a certificate is good, in seconds since 1970."""
 
     begins_s: float
     ends_s: float
@@ -36,14 +36,15 @@ class Validity(msgspec.Struct, frozen=True):
 
 
 def validity_of(chain: bytes) -> Validity:
-    """Return when all certificates of a PEM file are good. Raises ValueError for what is no chain of certificates."""
-    found = [_dates(binascii.a2b_base64(block)) for block in _BLOCK.findall(chain)]
-    if not found:
+    """Return when the first certificate of a PEM file is good, which is the server's own. Those behind it may have
+    ended: clients find another way to an authority that they trust. Raises ValueError for what is no certificate."""
+    found = _BLOCK.search(chain)
+    if found is None:
         raise ValueError("no certificate in PEM")
-    return Validity(max(begins for begins, _ in found), min(ends for _, ends in found))
+    return _dates(binascii.a2b_base64(found[1]))
 
 
-def _dates(der: bytes) -> tuple[float, float]:
+def _dates(der: bytes) -> Validity:
     """A certificate is a sequence that begins with what is signed: a sequence of version, which may be left out, serial
     number, signature, issuer, validity and more. Raises ValueError."""
     (_, certificate), *_ = _parts(der)
@@ -52,7 +53,7 @@ def _dates(der: bytes) -> tuple[float, float]:
     if [kind for kind, _ in parts[:4]] != [_INTEGER, _SEQUENCE, _SEQUENCE, _SEQUENCE]:
         raise ValueError("no certificate in DER")
     begins, ends = [_time(kind, text.decode("ascii")) for kind, text in _parts(parts[3][1])]
-    return begins, ends
+    return Validity(begins, ends)
 
 
 def _parts(der: bytes) -> Iterator[tuple[int, bytes]]:

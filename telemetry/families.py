@@ -201,7 +201,7 @@ class ProcessMetrics:
         """Show when certificates end, in seconds since 1970, by what they are for; infinity where there are none."""
         self.families.asked(
             "certificate_expires_timestamp_seconds",
-            "When the certificate in force expires, or the first of its chain; +Inf without one.",
+            "When the certificate in force expires; +Inf without one.",
             "certificate",
             ends_s,
         )

@@ -172,9 +172,27 @@ def test_a_certificate_that_is_not_good_replaces_none_that_is(
     assert certificates.pem() is first and len(caplog.messages) == 2
     now_s += 0.5
     assert certificates.pem() is not first, "its time has come, and the files are as they were"
-    now_s += 10 * 86_400.0
+    _replace(pair, make_certificate(tmp_path, ca, "headrace", file="longer", days=8))
+    now_s += 8.5 * 86_400.0
+    assert certificates.pem().chain != Path(pair.cert).read_bytes(), "it has ended, and the other has not"
+    now_s += 1.0 * 86_400.0
+    assert certificates.pem().chain == Path(pair.cert).read_bytes(), "now neither is better"
     assert [certificates.pem() is first for _ in range(2)] == [False] * 2
-    assert [message.endswith("clients refuse it") for message in caplog.messages[2:]] == [False, True]
+    ends = [message.rpartition("; ")[2] for message in caplog.messages[2:] if "; " in message]
+    assert ends == ["the certificates before it stay in force", "clients refuse it"]
+
+
+def test_a_file_that_is_gone_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the log: every handshake and every scrape looks."""
+    pair = make_certificate(tmp_path, make_authority(tmp_path), "headrace")
+    certificates = ServerCertificates(PemSettings(pair.cert, pair.key, ""))
+    before = Path(pair.key).read_bytes()
+    for _ in range(2):
+        Path(pair.key).unlink()
+        assert len({certificates.pem().chain for _ in range(3)}) == 1
+        Path(pair.key).write_bytes(before)
+        certificates.pem()
+    assert [message.partition(" ")[0] for message in caplog.messages] == ["access.key_file:", "the"] * 2
 
 
 def _replace(pair: Pair, by: Pair) -> None:
