@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -74,11 +74,13 @@ class _Generation(Extension):
 
 class ChatTemplate:
     """One model's template. A template that cannot be parsed is reported when it is used, not when it is loaded: plain
-    prompts need none. `words` are the names, attributes and strings in its code: what it knows of."""
+    prompts need none. `words` are the names, attributes and strings in its code: what it knows of; `variables` are the
+    names that it takes from outside."""
 
     def __init__(self, source: str, named_tokens: dict[str, str]) -> None:
         self.source = source
         self.words: frozenset[str] = frozenset()
+        self.variables: frozenset[str] = frozenset()
         self._named_tokens = named_tokens
         self._problem = "" if source else "this model has no chat template"
         self._thinks = _THINKS.search(source) is not None
@@ -94,7 +96,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._reserved = RESERVED | named_tokens.keys() | environment.globals.keys()
         try:
-            self.words = _words(environment.parse(source))
+            tree = environment.parse(source)
+            self.words = _words(tree)
+            self.variables = frozenset(meta.find_undeclared_variables(tree))
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             self._problem = f"this model's chat template cannot be parsed: {error}"
@@ -148,7 +152,7 @@ class ChatTemplate:
             shown = f".{name[:64]}" if name.isascii() and name.isprintable() else ""
             if name in self._reserved or not name.isidentifier() or name.startswith("_"):
                 raise FieldError(f"chat_template_kwargs{shown}", "cannot be set by this field")
-            if name not in self.words and not self._asks_for_nothing(name, value):
+            if name not in self.variables and not self._asks_for_nothing(name, value):
                 what = f"this model's chat template has no variable {name[:64]}" if shown else "is no variable"
                 raise FieldError(f"chat_template_kwargs{shown}", what)
 

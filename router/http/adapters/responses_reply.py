@@ -103,7 +103,8 @@ def _blocks(started: Started, form: HttpForm) -> AnswerBlocks:
 
 
 def _response(started: Started, form: HttpForm, items: list[dict[str, Any]], end: Finished | None) -> dict[str, Any]:
-    echo: dict[str, Any] = msgspec.json.decode(form.repeated or "{}")
+    # Not as numbers of ours: a schema may hold some that no double does.
+    echo: dict[str, Any] = msgspec.json.decode(form.repeated or "{}", type=dict[str, msgspec.Raw])
     is_cut = end is not None and end.reason is FinishReason.LENGTH
     status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
     if is_cut and items:

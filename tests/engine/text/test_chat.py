@@ -234,6 +234,22 @@ def test_what_a_template_would_leave_out_in_silence_is_refused(source: str, aske
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("name", ["m", "role", "user", "loop", "first", "effort", "shown", "depth", "value"])
+def test_a_name_that_is_no_variable_of_a_template_is_refused(name: str) -> None:
+    """Guards a caller who names an attribute, a string, a loop's name or what the template itself sets: it was taken
+    and changed nothing."""
+    source = """{% set effort = reasoning_effort or 'medium' %}{% set shown = namespace(depth=1) %}
+{% macro line(value, key) %}{{ value if key in ('user', note) else indent }}{% endmacro %}
+{% if style is not defined %}{% set style = 'brief' %}{% endif %}
+{% for m in messages %}{% if loop.first %}{{ line(m.role, 'user') }}{% endif %}{{ style }}{{ shown.depth }}
+{% generation %}{{ m.content if not bare }}{% endgeneration %}{% endfor %}"""
+    template = ChatTemplate(source, {})
+    with pytest.raises(FieldError, match=f"has no variable {name}"):
+        template.render(chat([("user", "x")], template_kwargs=json.dumps({name: "x"})))
+    for known in ("reasoning_effort", "style", "note", "indent", "bare"):
+        template.render(chat([("user", "x")], template_kwargs=json.dumps({known: "x"})))
+
+
 @pytest.mark.parametrize("source", [PLAIN, THINKING])
 def test_a_variable_that_asks_for_nothing_may_be_unknown(source: str) -> None:
     """Guards clients that switch thinking off wherever they ask, also where nobody thinks."""

@@ -118,6 +118,15 @@ def test_a_whole_response() -> None:
     assert cut["output"][0]["status"] == "incomplete"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_is_repeated_as_it_came(stream: bool) -> None:
+    """Guards numbers that no double holds: the answer was written, and then lost to a status 500."""
+    schema = '{"type":"number","maximum":1e400,"minimum":-123456789012345678901234567890,"default":1.10}'
+    asked = body(tools=[TOOL | {"parameters": "@"}], stream=stream).replace(b'"@"', schema.encode())
+    reply = ask(script(asked), "POST", PATH, content=asked)
+    assert reply.status_code == 200 and schema in reply.text
+
+
 def streamed(frontend: FakeFrontend, asked: bytes) -> list[dict[str, Any]]:
     events = []
     for part in ask(frontend, "POST", PATH, content=asked).text.strip("\n").split("\n\n"):
