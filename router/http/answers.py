@@ -95,7 +95,8 @@ class WholeAnswer:
                 headers = {"content-type": "application/json", "x-request-id": label}
                 response = Response(body, headers=headers)
         except ApiError as error:
-            response = error_response(in_words_of(self._form.api, error), label, self._form.api)
+            told = in_words_of(self._form.api, error, is_best=self._form.best > 0)
+            response = error_response(told, label, self._form.api)
         await response(scope, receive, send)
 
 

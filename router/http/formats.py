@@ -69,10 +69,11 @@ def shape_of(path: str) -> str:
     return "messages" if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/") else ""
 
 
-def in_words_of(api: str, error: ApiError) -> ApiError:
+def in_words_of(api: str, error: ApiError, *, is_best: bool = False) -> ApiError:
     """Return an error of the frontend with the field as the caller of this shape knows it. The turns that the adapters'
-    readers have made are counted otherwise than the caller's, so they are named without their numbers."""
-    names, field = _NAMES[api], error.field
+    readers have made are counted otherwise than the caller's, so they are named without their numbers. `is_best`: the
+    samples are as many as `best_of` says."""
+    names, field = _NAMES[api] | ({"n": "best_of"} if is_best else {}), error.field
     if not field:
         return error
     name = field.partition("[")[0]

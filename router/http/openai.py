@@ -193,17 +193,17 @@ def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = 
         raise invalid("max_tokens", "must be at least 1 without echo")
     parsed = _parsed(request, prompts[0], 1 if is_prompt_only else limit, label, timeout_s, created)
     call, form, drawn = parsed.call, parsed.form, parsed.call.n
-    if best_of is not None and best_of != drawn:
-        if best_of < drawn:
-            raise invalid("best_of", "must not be below n")
+    if drawn < 1:
+        raise invalid("n", "must be at least 1")
+    if best_of is not None and best_of < drawn:
+        raise invalid("best_of", "must not be below n")
+    if best_of is not None and best_of > 1:
         if parsed.stream:
             raise invalid("best_of", "is allowed only without stream: the best are known at the end")
         if call.beam_width is not None:
             raise invalid("best_of", "is not allowed with beam_width")
         drawn, form = best_of, msgspec.structs.replace(form, best=drawn)
         call = msgspec.structs.replace(call, logprobs=call.logprobs or 0)
-    if drawn < 1:
-        raise invalid("n", "must be at least 1")
     if len(prompts) * drawn > MAX_CHOICES and len(prompts) > 1:
         raise invalid("prompt", f"asks for {len(prompts) * drawn} answers with its samples; at most {MAX_CHOICES}")
     if request.echo:

@@ -272,6 +272,9 @@ def test_the_best_are_those_with_the_greatest_mean() -> None:
     assert [(one["index"], one["text"]) for one in body["choices"]] == [(0, "0.1"), (1, "0.0")]
     assert all(one["logprobs"] is None for one in body["choices"])
     assert body["usage"]["completion_tokens"] == 4 * 3, "all four are paid for"
+    every = ask(Each(), "POST", TEXT, json={"prompt": "a", "best_of": 4, "n": 4}).json()  # type: ignore[arg-type]
+    assert [one["text"] for one in every["choices"]] == ["0.1", "0.0", "0.2", "0.3"], "also where all are answered"
+    assert not parse_completion(b'{"prompt": "a", "best_of": 1, "stream": true}').form.best, "which asks for nothing"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +286,11 @@ def test_the_best_are_those_with_the_greatest_mean() -> None:
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 2, "n": 2, "stream": True}, "best_of"),
         ({"best_of": 2, "beam_width": 2}, "best_of"),
+        ({"best_of": 2, "n": 2, "beam_width": 2}, "best_of"),
+        ({"best_of": 3, "n": 0}, "n"),
+        ({"best_of": 3, "n": -1}, "n"),
         ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
         ({"prompt": ["a"] * 100, "n": 0}, "n"),  # else as many requests as it likes
         ({"prompt": ["a"] * 100, "n": -1}, "n"),

@@ -90,8 +90,6 @@ def test_a_number_is_taken_up_to_its_limits_and_no_further(name: str, field: str
         return  # there it is true or false
     if field == "top_logprobs" and name == "CompletionRequest":
         return  # a chat's
-    if field == "best_of":
-        return  # its limits are those of n, which they name
     least = schema.get("minimum", schema.get("exclusiveMinimum"))
     most = schema["maximum"]
     step = 1 if schema["type"] == "integer" else 0.001
