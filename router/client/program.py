@@ -37,6 +37,13 @@ class Selection:
 Step = tuple[tuple[int, ...], int]
 """Ids so far, and the next one."""
 SHARED_OPTIONS = ("model", "tenant", "cache_salt", "priority", "session", "timeout_s")
+CHOICE_OPTIONS = ("model", "tenant", "timeout_s")
+"""Options that count where the text of a choice becomes tokens."""
+PROMPT_OPTIONS = (
+    *(*CHOICE_OPTIONS, "parse_control_tokens"),
+    *("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+)
+"""Options that count where a prompt does."""
 WRITING_OPTIONS = frozenset(
     {"min_tokens", "n", "beam_width", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs"}
     | {"json_schema", "regex", "lark", "choices"}
@@ -145,10 +152,25 @@ class _Script:
         kept = {name: value for name, value in self._options.items() if name not in WRITING_OPTIONS}
         return {**self._literal(), **kept, "max_tokens": 1}
 
+    def _choice_read(self) -> dict[str, Any]:
+        """Return the options by which a choice becomes tokens: as plain text that goes on with the prompt."""
+        return {**self._kept(CHOICE_OPTIONS), "add_special_tokens": False, "parse_control_tokens": False}
+
+    def _prompt_read(self) -> dict[str, Any]:
+        """Return the options by which the prompt becomes the tokens that `gen` goes on with. Raises ApiError for
+        `truncate_prompt_tokens`, which only a generation has."""
+        if self._options.get("truncate_prompt_tokens") is not None:
+            message = "truncate_prompt_tokens: select takes whole prompts only"
+            raise ApiError("INVALID_ARGUMENT", message, "truncate_prompt_tokens")
+        return {**self._literal(), **self._kept(PROMPT_OPTIONS)}
+
+    def _kept(self, names: Sequence[str]) -> dict[str, Any]:
+        return {name: self._options[name] for name in names if name in self._options}
+
     def _scoring(self, step: "Step") -> dict[str, Any]:
         """Return the options of the request whose one token is `step`'s, whatever the model would rather write."""
-        kept = {name: self._options[name] for name in SHARED_OPTIONS if name in self._options}
-        return {**kept, "max_tokens": 1, "allowed_token_ids": [step[1]], "logprobs": 0, "resumable": False}
+        own = {"max_tokens": 1, "allowed_token_ids": [step[1]], "logprobs": 0, "resumable": False}
+        return {**self._kept(SHARED_OPTIONS), **own}
 
     def _written(self, text: str) -> None:
         if self._messages:
@@ -187,10 +209,10 @@ class SyncProgram(_Script):
         """Let the model choose: each choice's tokens are scored as what comes next, and the likeliest is written.
 
         `by_token`: the mean of its tokens' log probabilities counts, so that long choices are not at a disadvantage;
-        else their sum. Every step is one request of one token, whose prompt the cache holds after the first."""
-        literal = {"add_special_tokens": False, "parse_control_tokens": False}
-        ids = {choice: self._client.tokenize(choice, **literal) for choice in choices}
-        prompt = self._client.tokenize(self._tokenized(), **self._literal())
+        else their sum. Every step is one request of one token, whose prompt the cache holds after the first. Raises
+        ApiError."""
+        prompt = self._client.tokenize(self._tokenized(), **self._prompt_read())
+        ids = {choice: self._client.tokenize(choice, **self._choice_read()) for choice in choices}
         first, *rest = scored_steps(prompt, ids)
 
         def score(step: Step) -> tuple[Step, GeneratedText]:
@@ -222,9 +244,8 @@ class AsyncProgram(_Script):
 
     async def select(self, name: str, choices: Sequence[str], *, by_token: bool = True) -> str:
         """Let the model choose (`SyncProgram.select`)."""
-        literal = {"add_special_tokens": False, "parse_control_tokens": False}
-        ids = {choice: await self._client.tokenize(choice, **literal) for choice in choices}
-        prompt = await self._client.tokenize(self._tokenized(), **self._literal())
+        prompt = await self._client.tokenize(self._tokenized(), **self._prompt_read())
+        ids = {choice: await self._client.tokenize(choice, **self._choice_read()) for choice in choices}
         first, *rest = scored_steps(prompt, ids)
         room = asyncio.Semaphore(SCORERS)
 

@@ -8,7 +8,7 @@ import pytest
 
 from protos import headrace_pb2 as pb
 from router.client.errors import ApiError
-from router.client.program import AsyncProgram, SyncProgram, ajoin, best_choice, join, scored_steps
+from router.client.program import PROMPT_OPTIONS, AsyncProgram, SyncProgram, ajoin, best_choice, join, scored_steps
 from router.client.requests import GeneratedText, Prompt
 
 
@@ -36,6 +36,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Prompt, dict[str, Any]]] = []
+        self.tokenized: list[tuple[Prompt, dict[str, Any]]] = []
 
     def generate(self, prompt: Any, **options: Any) -> GeneratedText:
         self.asked.append((prompt, options))
@@ -45,6 +46,7 @@ class Scripted:
         return generated(f"<{len(prompt)}>", 0.0, 2)
 
     def tokenize(self, prompt: Any, **options: Any) -> list[int]:
+        self.tokenized.append((prompt, options))
         return list(prompt.encode()) if isinstance(prompt, str) else [7] * len(prompt)
 
 
@@ -156,3 +158,43 @@ def test_nothing_to_choose_from_is_told() -> None:
     """Guards against a complaint of Python's about unpacking."""
     with pytest.raises(ApiError, match="choices: must not be empty"):
         SyncProgram(Scripted()).text("ab").select("x", [])  # type: ignore[arg-type]
+
+
+def test_a_choice_goes_on_with_the_prompt_that_gen_would() -> None:
+    """Guards scores of another prompt than the next `gen` reads: of a model that thinks, after what opens a thought."""
+    shared = {"model": "m", "tenant": "t", "timeout_s": 5.0}
+    chat = {"add_generation_prompt": False, "chat_template_kwargs": '{"thinks": false}', "tools": [{"name": "f"}]}
+    options = {**shared, **chat, "max_tokens": 9, "temperature": 0, "session": "s", "truncate_prompt_tokens": None}
+    client, other = Scripted(), AsyncScripted()
+    SyncProgram(client, **options).user("q").select("letter", ["a"])  # type: ignore[arg-type]
+    asyncio.run(AsyncProgram(other, **options).user("q").select("letter", ["a"]))  # type: ignore[arg-type]
+    told: list[tuple[Prompt, dict[str, Any]]] = [
+        ([{"role": "user", "content": "q"}], {**shared, **chat}),
+        ("a", {**shared, "add_special_tokens": False, "parse_control_tokens": False}),
+    ]
+    assert client.tokenized == told == other.tokenized
+    assert client.asked[0][1].items() >= shared.items()
+    SyncProgram(client, parse_control_tokens=True).text("<end>").select("x", ["a"])  # type: ignore[arg-type]
+    assert client.tokenized[-2] == ("<end>", {"parse_control_tokens": True})
+
+
+def test_every_option_of_a_prompt_is_passed_on() -> None:
+    """Guards a field that requests get later: both have it, and `select` drops it."""
+    both = {*pb.TokenizeRequest.DESCRIPTOR.fields_by_name} & {*pb.GenerateRequest.DESCRIPTOR.fields_by_name}
+    assert both - {"prompt", "chat"} == {*PROMPT_OPTIONS} - {"timeout_s"}
+
+
+@pytest.mark.parametrize("kind", [SyncProgram, AsyncProgram])
+def test_a_prompt_that_is_cut_is_not_selected_after(kind: type) -> None:
+    """Guards scores of the whole prompt where `gen` reads its end alone: nothing is asked."""
+    client = Scripted() if kind is SyncProgram else AsyncScripted()
+
+    async def go() -> None:
+        found = kind(client, truncate_prompt_tokens=5).text("ab").select("x", ["a"])
+        if kind is AsyncProgram:
+            await found
+
+    with pytest.raises(ApiError, match="truncate_prompt_tokens: select") as raised:
+        asyncio.run(go())
+    assert (raised.value.code, raised.value.field) == ("INVALID_ARGUMENT", "truncate_prompt_tokens")
+    assert client.tokenized == [] == client.asked
