@@ -6,6 +6,7 @@ refuses for good, and what takes longer, raises `ApiError`.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -64,19 +65,22 @@ class _Connected:
         self._retries = retries
         self._options = options
         self._random = Random(seed)
+        self._opening = threading.Lock()
         self._opened: Any = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._address!r})"
 
     def _channel(self) -> Any:
-        if self._opened is None:
-            self._opened = open_channel(self._library, self._address, self._secrets, self._options)
-        return self._opened
+        with self._opening:
+            if self._opened is None:
+                self._opened = open_channel(self._library, self._address, self._secrets, self._options)
+            return self._opened
 
     def _reading(self, prompt: Prompt, options: Mapping[str, Any]) -> Reading:
-        can_resume = all(options.get(name) is None for name in _NEVER_RESUMED)
-        given = {"timeout_s": self._timeout_s, "resumable": can_resume, **options}
+        named = {name: value for name, value in options.items() if value is not None}
+        can_resume = not any(name in named for name in _NEVER_RESUMED)
+        given = {"timeout_s": self._timeout_s, "resumable": can_resume, **named}
         own = call_metadata(given, _METADATA)
         retries = Retries(self._random) if self._retries else None
         request = generate_request(prompt, {name: value for name, value in given.items() if name not in _METADATA})
@@ -172,9 +176,10 @@ class SyncClient(_Connected):
 
     def close(self) -> None:
         """Close the channel; requests under way end, but for resumable ones."""
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        with self._opening:
+            channel, self._opened = self._opened, None
+        if channel is not None:
+            channel.close()
 
     def __enter__(self) -> "SyncClient":
         return self

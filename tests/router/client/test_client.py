@@ -1,7 +1,9 @@
 """The Python client against a real router with stand-ins for its workers."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,6 +13,7 @@ from router.app import RouterApp
 from router.client.channel import ClientSecrets, _plain
 from router.client.client import AsyncClient, SyncClient
 from router.client.errors import NOBODY, ApiError
+from router.client.progress import Retries
 from router.client.requests import GatheredAnswer, generate_request
 from router.config import RouterConfig
 from router.status.observer import NullObserver
@@ -288,6 +291,45 @@ def test_an_absent_server_is_waited_for_until_the_deadline(call: str) -> None:
     with client, pytest.raises(ApiError, match=NOBODY) as raised:
         getattr(client, call)("x")
     assert raised.value.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+
+
+@pytest.mark.parametrize("call", ["generate", "samples", "stream", "tokenize"])
+def test_no_deadline_of_a_call_is_the_clients(call: str) -> None:
+    """Guards against a call that is tried without end."""
+    client = SyncClient("127.0.0.1:9", timeout_s=0.2)
+    limits: list[float | None] = []
+
+    def pause_s(self: Retries, error: ApiError, left_s: float | None) -> None:
+        limits.append(left_s)
+
+    with pytest.MonkeyPatch.context() as patched, client, pytest.raises(ApiError):
+        patched.setattr(Retries, "pause_s", pause_s)
+        list(getattr(client, call)("x", timeout_s=None))
+    assert len(limits) == 1 and limits[0] is not None and limits[0] <= 0.2
+
+
+def test_threads_share_one_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a channel that nobody closes: two threads made the first call, and each opened one."""
+    opened: list[object] = []
+
+    class Channel:
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    def slowly(*_: object) -> Channel:
+        time.sleep(0.05)
+        opened.append(one := Channel())
+        return one
+
+    monkeypatch.setattr("router.client.client.open_channel", slowly)
+    client = SyncClient()
+    with ThreadPoolExecutor(2) as threads:
+        found = [one.result() for one in [threads.submit(client._channel) for _ in range(2)]]
+    assert found == opened * 2
+    client.close()
+    assert found[0].is_closed
 
 
 def test_leaving_cancels(cluster: Callable[..., None]) -> None:
