@@ -30,24 +30,31 @@ def drawn() -> bytes:
 class SecretFile:
     """The secrets of a file, which is read again when it has changed. Fulfils `engine.handshake.Secrets`."""
 
-    # Mutable state: what was read last, and of which file.
+    # Mutable state: what was read last, of which file, and what the log has said since of a worse one.
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError where there is no such file, others could read it, or it has no secret."""
         self._path = path
         self._read_of, secrets = _read(path)
+        self._told: tuple[object, str] | None = None
         self._keyring = Keyring(secrets)
 
     def __repr__(self) -> str:
         return f"SecretFile({self._path})"
 
     def valid(self) -> tuple[bytes, ...]:
-        """Return the secrets, the newest first. A file that cannot be used any more changes nothing."""
+        """Return the secrets, the newest first. A file that cannot be used any more changes nothing, and is logged once
+        for each thing that is wrong with it."""
+        found = None
         try:
-            if _state(self._path.stat()) != self._read_of:
+            found = _state(self._path.stat())
+            if found != self._read_of:
                 self.reread()
+            self._told = None
         except (OSError, ConfigError) as error:
-            log.error("the secrets stay as they were: %s", error)
+            if self._told != (found, str(error)):
+                self._told = found, str(error)
+                log.error("the secrets stay as they were: %s", error)
         return self._keyring.valid()
 
     def reread(self) -> None:

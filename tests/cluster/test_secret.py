@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,28 @@ def test_a_change_is_taken_over_and_nonsense_is_not(tmp_path: Path, caplog: pyte
     path.unlink()
     assert file.valid() == (TWO, ONE)
     write(path, (TWO,))
+    assert file.valid() == (TWO,)
+
+
+def test_a_file_that_stays_bad_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a log that an idle cluster fills, as streams ask for the secrets all the time; and what is said of a file
+    that became bad in another way, or again."""
+    path = tmp_path / "secret"
+    write(path, (ONE,))
+    file = SecretFile(path)
+    steps: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: path.write_text("short\n"), "64 hexadecimal digits"),
+        (lambda: path.chmod(0o644), "others can read it"),
+        (path.unlink, "No such file"),
+        (lambda: write(path, (TWO,)), ""),
+        (path.unlink, "No such file"),
+    )
+    for change, told in steps:
+        change()
+        caplog.clear()
+        for _ in range(3):
+            file.valid()
+        assert len(caplog.records) == bool(told) and told in caplog.text
     assert file.valid() == (TWO,)
 
 
