@@ -91,9 +91,15 @@ class RunDir:
             raise ConfigError(f"run_dir: {self.socket} is too long for a socket's path")
 
     def make(self) -> None:
-        """Make the folder, this user's alone. Raises ConfigError, and OSError where it cannot be made."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = self.folder.lstat()
+        """Make the folder, this user's alone. Raises ConfigError."""
+        try:
+            with suppress(FileExistsError):
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.folder.lstat()
+        except OSError as error:
+            raise ConfigError(f"run_dir: {self.folder}: {error.strerror}") from error
+        if stat.S_ISLNK(found.st_mode):
+            raise ConfigError(f"run_dir: {self.folder} is a symbolic link; name the folder itself")
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise ConfigError(f"run_dir: {self.folder} is not a folder of this user alone (0700)")
 

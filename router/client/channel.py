@@ -90,9 +90,14 @@ def _check_files(authority: str, chain: str, key: str) -> None:
         context = ssl.create_default_context(cafile=Path(authority).expanduser() if authority else None)
         if chain:
             named = f"{chain}, {key}"
-            context.load_cert_chain(Path(chain).expanduser(), Path(key).expanduser(), password=lambda: b"")
-    except ssl.SSLError as error:
-        raise ValueError(f"{named}: {error.reason or error}") from error
+            context.load_cert_chain(Path(chain).expanduser(), Path(key).expanduser(), password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(f"{named}: {getattr(error, 'reason', None) or error}") from error
+
+
+def _no_password() -> bytes:
+    """Given to OpenSSL, which would else ask at the terminal. Raises ValueError."""
+    raise ValueError("the private key is encrypted; give it without a password")
 
 
 def can_travel(text: str) -> bool:

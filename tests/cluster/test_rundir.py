@@ -82,8 +82,22 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     other.mkdir(mode=0o700)
     (tmp_path / "run").rmdir()
     (tmp_path / "run").symlink_to(other)
-    with pytest.raises(ConfigError, match="is not a folder of this user alone"), rundir(tmp_path).hold():
+    with pytest.raises(ConfigError, match="is a symbolic link"), rundir(tmp_path).hold():
         pytest.fail("held")
+
+
+def test_a_folder_that_cannot_be_made_is_told_by_its_setting(tmp_path: Path) -> None:
+    """Guards an error of Python's about a file, of which nobody knows whence it comes."""
+    run = tmp_path / "run"
+    run.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=f"^run_dir: {run} is a symbolic link"):
+        rundir(tmp_path).make()
+    run.unlink()
+    run.touch()
+    with pytest.raises(ConfigError, match=f"^run_dir: {run} is not a folder of this user alone"):
+        rundir(tmp_path).make()
+    with pytest.raises(ConfigError, match=f"^run_dir: {run}/run: Not a directory"):
+        rundir(run).make()
 
 
 @pytest.mark.parametrize("name", ["", "a/b", ".hidden"])

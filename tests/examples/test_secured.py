@@ -13,7 +13,7 @@ import pytest
 from access.client import VARIABLES, credentials_from
 from cluster.processes.leftovers import descendants, running
 from router.client.channel import ClientSecrets
-from tests.access.certificates import make_authority, make_certificate
+from tests.access.certificates import make_authority, make_certificate, openssl
 from tests.examples.test_examples import ROOT, SAYS
 from tests.integration.test_verbs import Shell
 
@@ -124,6 +124,18 @@ def test_a_file_that_holds_something_else_is_named_by_both(tmp_path: Path) -> No
         for read in (ClientSecrets.of_variables, lambda told: credentials_from(told).pem()):
             with pytest.raises(ValueError, match=re.escape(named)):
                 read(environ)
+
+
+def test_an_encrypted_key_is_told_by_both(tmp_path: Path) -> None:
+    """Guards against a number of a line in OpenSSL, which says nothing of a password."""
+    ca = make_authority(tmp_path)
+    one = make_certificate(tmp_path, ca, "one")
+    locked = str(tmp_path / "locked.key")
+    openssl("pkcs8", "-topk8", "-in", one.key, "-passout", "pass:sesame", "-out", locked)
+    environ = {"HEADRACE_CA": ca.cert, "HEADRACE_CERT": one.cert, "HEADRACE_KEY": locked}
+    for read in (ClientSecrets.of_variables, lambda told: credentials_from(told).pem()):
+        with pytest.raises(ValueError, match=re.escape(f"{locked}: the private key is encrypted")):
+            read(environ)
 
 
 def _run(program: str, site: Site, variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
