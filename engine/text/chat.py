@@ -143,10 +143,12 @@ class ChatTemplate:
             raise FieldError("tools", "this model's chat template does not know tools")
         for at, message in enumerate(chat.messages):
             if message.tool_calls and "tool_calls" not in self.words:
-                raise FieldError(f"messages[{at}].tool_calls", "this model's chat template does not know them")
+                what = "this model's chat template does not know calls of tools"
+                raise FieldError(f"messages[{at}].tool_calls", what)
             # Where a model thinks, its template may drop earlier thoughts: so it was trained.
             if message.reasoning and not (self._thinks or self.words & {"reasoning_content", "thinking"}):
-                raise FieldError(f"messages[{at}].reasoning_content", "this model's chat template does not show it")
+                what = "this model's chat template does not show reasoning; leave it out"
+                raise FieldError(f"messages[{at}].reasoning_content", what)
         for name, value in json.loads(chat.template_kwargs or "{}").items():
             # A field's name travels as metadata, which is printable ASCII.
             shown = f".{name[:64]}" if name.isascii() and name.isprintable() else ""

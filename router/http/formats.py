@@ -16,7 +16,11 @@ from router.http.openai_stream import EventPosition, StreamWriter, event
 MESSAGES_PATH = "/v1/messages"
 _NAMES = {
     "": {"reasoning_budget": "thinking_token_budget"},
-    "messages": {"stop": "stop_sequences", "reasoning_budget": "thinking.budget_tokens"},
+    "messages": {
+        "stop": "stop_sequences",
+        "reasoning_budget": "thinking.budget_tokens",
+        "continue_final_message": "messages",
+    },
     "responses": {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
 }
 """What fields of a call are called in a shape's requests."""

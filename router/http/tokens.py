@@ -11,14 +11,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from router.front.access import as_tenant, tenant_for
-from router.front.api import ApiError, invalid
+from router.front.api import ApiError, GenerateCall, TokenizedText, invalid
 from router.front.frontend import Frontend
 from router.http.adapters.messages_request import parse_count
 from router.http.answers import error_response, json_response, while_connected
 from router.http.bodies import Bodies, BodyRefusal
 from router.http.fields import FieldsReader, decoded
+from router.http.formats import in_words_of
 from router.http.gate import caller_of
-from router.http.openai import Int, Parsed, parse_chat, parse_completion
+from router.http.openai import CHAT, COMPLETION, Int, Parsed, parse_chat, parse_completion
 
 
 class TokenizeOptions(msgspec.Struct, kw_only=True):
@@ -44,6 +45,9 @@ class TokenizeReply(msgspec.Struct):
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 OPTIONS = FieldsReader(TokenizeOptions, {})
 IDS = FieldsReader(DetokenizeRequest, {})
+_known = {name for reader in (OPTIONS, CHAT, COMPLETION) for name in reader.whole.__struct_fields__}
+NAMES = FieldsReader(msgspec.defstruct("TokenizeNames", [(name, object, None) for name in sorted(_known)]), {})
+"""Reads the names of fields alone."""
 
 
 def parse_tokenize(body: bytes) -> tuple[Parsed, TokenizeOptions]:
@@ -52,13 +56,14 @@ def parse_tokenize(body: bytes) -> tuple[Parsed, TokenizeOptions]:
         fields = decoded(_fields, body)
     except msgspec.ValidationError as error:
         raise invalid("", "the body must be a JSON object, with prompt or messages in it") from error
+    NAMES.read(msgspec.json.encode(dict.fromkeys(fields)))
+    fields = {name: value for name, value in fields.items() if bytes(value) != b"null"}
     names = TokenizeOptions.__struct_fields__
     options = OPTIONS.read(msgspec.json.encode({name: fields.pop(name) for name in names if name in fields}))
     rest = msgspec.json.encode(fields)
     if "messages" in fields:
         return parse_chat(rest), options
     if "prompt" not in fields:
-        OPTIONS.read(rest)  # which says if a field is misspelt
         raise invalid("prompt", "is required, or messages")
     parsed = parse_completion(rest)
     if not isinstance(parsed.call.prompt, str):
@@ -84,7 +89,7 @@ class TokenRoutes:
 
     async def _count(self, request: Request, body: bytes) -> object:
         call = as_tenant(await self._bodies.large.parse(parse_count, body), caller_of(request))
-        return {"input_tokens": len((await self._frontend.tokenize(call)).ids)}
+        return {"input_tokens": len((await self._tokens_of(call, "messages")).ids)}
 
     async def detokenize(self, request: Request) -> Response:
         return await self._answered(request, self._detokenize)
@@ -107,9 +112,17 @@ class TokenRoutes:
         parsed, options = await self._bodies.large.parse(parse_tokenize, body)
         call = as_tenant(parsed.call, caller_of(request))
         strings = bool(options.return_token_strs)
-        found = await self._frontend.tokenize(call, add_special=options.add_special_tokens, strings=strings)
+        found = await self._tokens_of(call, add_special=options.add_special_tokens, strings=strings)
         context_tokens = self._frontend.model.context_tokens
         return TokenizeReply(len(found.ids), context_tokens, found.ids, found.strings if strings else None)
+
+    async def _tokens_of(
+        self, call: GenerateCall, api: str = "", *, add_special: bool | None = None, strings: bool = False
+    ) -> TokenizedText:
+        try:
+            return await self._frontend.tokenize(call, add_special=add_special, strings=strings)
+        except ApiError as error:
+            raise in_words_of(api, error) from error
 
     async def _detokenize(self, request: Request, body: bytes) -> object:
         asked = await self._bodies.large.parse(IDS.read, body)

@@ -187,6 +187,9 @@ def _call(request: CountRequest, form: HttpForm) -> GenerateCall:
     for at, message in enumerate(request.messages):
         messages += _turns(message, f"messages[{at}]")
     is_open = request.messages[-1].role == "assistant"
+    if is_open and messages[-1].tool_calls:
+        field = f"messages[{len(request.messages) - 1}].content"
+        raise invalid(field, "must be text alone, as the answer goes on with the assistant's last message")
     tools = []
     for at, tool in enumerate(request.tools or ()):
         schema = raw_text(tool.input_schema, f"tools[{at}].input_schema")

@@ -194,6 +194,8 @@ def test_a_template_may_say_how_json_is_written(asked: str) -> None:
 
 THINKING = "{% for m in messages %}{{ m.content.split('</think>')[-1] }};{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m.content }};{% endfor %}"
+THOUGHT = ChatMessage("assistant", "x", reasoning="hm")
+ON, OFF = '{"enable_thinking": true}', '{"enable_thinking": false}'
 NAMING = "{% for m in messages %}{{ m.role }}{% if m.role == 'user' %}({{ m['name'] }}){% endif %};{% endfor %}"
 
 
@@ -216,20 +218,21 @@ def test_what_a_turn_says_beside_its_content_is_shown_or_known_to_be_dropped(
 
 
 @pytest.mark.parametrize(
-    ("source", "asked", "field"),
+    ("source", "asked", "field", "what"),
     [
-        (NAMING, {"messages": (TURNS[0], ChatMessage("assistant", "y", name="Bo"))}, "messages[1].name"),
-        (PLAIN, {"messages": (ChatMessage("user", "x", name="Ann"),)}, "messages[0].name"),
-        (PLAIN, {"messages": (ChatMessage("assistant", "x", reasoning="hm"),)}, "messages[0].reasoning_content"),
-        (PLAIN, {"template_kwargs": '{"note": "x"}'}, "chat_template_kwargs.note"),
-        (PLAIN, {"template_kwargs": '{"enable_thinking": true}'}, "chat_template_kwargs.enable_thinking"),
-        (THINKING, {"template_kwargs": '{"enable_thinking": false}'}, "chat_template_kwargs.enable_thinking"),
+        (NAMING, {"messages": (TURNS[0], ChatMessage("assistant", "y", name="Bo"))}, "messages[1].name", "names"),
+        (PLAIN, {"messages": (ChatMessage("user", "x", name="Ann"),)}, "messages[0].name", "names"),
+        (PLAIN, {"messages": TURNS}, "messages[1].tool_calls", "calls of tools"),
+        (PLAIN, {"messages": (THOUGHT,)}, "messages[0].reasoning_content", "reasoning"),
+        (PLAIN, {"template_kwargs": '{"note": "x"}'}, "chat_template_kwargs.note", "note"),
+        (PLAIN, {"template_kwargs": ON}, "chat_template_kwargs.enable_thinking", "enable_thinking"),
+        (THINKING, {"template_kwargs": OFF}, "chat_template_kwargs.enable_thinking", "enable_thinking"),
     ],
 )
-def test_what_a_template_would_leave_out_in_silence_is_refused(source: str, asked: Any, field: str) -> None:
+def test_what_a_template_would_leave_out_in_silence_is_refused(source: str, asked: Any, field: str, what: str) -> None:
     """Guards a caller who says who speaks, what was thought or how to answer, against a prompt that knows nothing of
-    it, and an answer with status OK."""
-    with pytest.raises(FieldError, match="this model's chat template") as caught:
+    it, and an answer with status OK. Shapes that call the field otherwise tell only what is said of it."""
+    with pytest.raises(FieldError, match=f"model's chat template (does not .*|has no variable ){what}") as caught:
         ChatTemplate(source, {}).render(ChatPrompt(**({"messages": (ChatMessage("user", "x"),)} | asked)))
     assert caught.value.field == field
 

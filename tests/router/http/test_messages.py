@@ -112,6 +112,7 @@ def test_a_request_becomes_the_call_that_every_front_makes() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "f"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].name"),
+        ({"messages": [*HI, {"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]}, "messages[1].content"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [{"name": "f", "type": "web_search_20250305"}]}, "tools[0].type"),
@@ -267,6 +268,7 @@ def test_a_fault_of_ours_is_told_in_the_shape_of_the_route(monkeypatch: pytest.M
         (PATH, body(), "reasoning_budget", "thinking.budget_tokens"),
         (PATH, body(), "chat_template_kwargs.enable_thinking", "thinking.type"),
         (PATH, body(), "messages[3].content", "messages"),
+        (PATH, body(), "continue_final_message", "messages"),
         (PATH, body(), "stop[1]", "stop_sequences[1]"),
         ("/v1/responses", b'{"input": "x"}', "messages[3].content", "input"),
         ("/v1/responses", b'{"input": "x"}', "max_tokens", "max_output_tokens"),
@@ -292,6 +294,8 @@ class Counting(FakeFrontend):
     async def tokenize(self, call: GenerateCall, **options: object) -> Any:
         if call.model == "other":
             raise ApiError("NOT_FOUND", "model: is not served", "model")
+        if call.continue_final_message:
+            raise refusal("INVALID_ARGUMENT", field="continue_final_message")
         return type("Tokens", (), {"ids": [1, 2, 3]})
 
 
@@ -301,6 +305,9 @@ def test_tokens_of_a_prompt_are_counted() -> None:
     lost = ask(Counting(), "POST", f"{PATH}/count_tokens", content=json.dumps({"messages": HI, "model": "other"}))
     assert (lost.status_code, lost.json()["error"]["type"]) == (404, "not_found_error")
     assert ask(Counting(), "POST", f"{PATH}/count_tokens", content="{}").json()["type"] == "error"
+    begun = json.dumps({"messages": [*HI, {"role": "assistant", "content": "It"}]})
+    refused = ask(Counting(), "POST", f"{PATH}/count_tokens", content=begun).json()
+    assert refused["error"]["message"] == "messages: because", "not a field that this route does not have"
 
 
 

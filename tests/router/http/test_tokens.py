@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.http.routes import build_app
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText
-from tests.router.http.fakes import FakeFrontend, FakeState, ask
+from tests.router.http.fakes import HI, FakeFrontend, FakeState, ask
 from tests.secrets_of_tests import SECRETS
 
 
@@ -63,6 +63,10 @@ def test_ids_become_text_again() -> None:
         ("/tokenize", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
         ("/tokenize", {"prompt": "x", "return_token_str": True}, 400, "return_token_str"),
+        ("/tokenize", {"prompt": None, "messages": None}, 400, "prompt"),
+        ("/tokenize", {"model": "bytes"}, 400, "prompt"),
+        ("/tokenize", {"messages": HI, "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+        ("/tokenize", {"prompt": "x", "tools": []}, 400, "tools"),
         ("/tokenize", [1], 400, None),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, 300]}, 400, "tokens[1]"),
@@ -120,7 +124,10 @@ def test_bodies_have_the_limit_of_all() -> None:
         (b'{"prompt": "x",}', "the body is not valid JSON"),
         (b"[1]", "the body must be a JSON object"),
         (b'{"prompt": "\xff"}', "the body is not valid"),
-        (b'{"promt": "x"}', "promt: is not"),
+        (b'{"promt": "x"}', "promt: is not a field here; is prompt meant?"),
+        (b'{"mesages": []}', "mesages: is not a field here; is messages meant?"),
+        (b'{"prompt": "x", "return_token_str": true}', "return_token_str: is not a field here; is return_token_strs"),
+        (b'{"messages": [], "x": 1}', "x: is not supported"),
         (b"{}", "prompt: is required, or messages"),
     ],
 )
@@ -128,6 +135,13 @@ def test_what_is_wrong_with_a_body_is_told(sent: bytes, says: str) -> None:
     """Guards a caller with a comma too many, who was told that there is no field `prompt`."""
     reply = ask(FakeFrontend(), "POST", "/tokenize", content=sent)
     assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(says)
+
+
+def test_null_is_absent() -> None:
+    """Guards clients that send all fields, as typed ones do."""
+    plain, said = ({"prompt": "hi"}, {"messages": HI})
+    assert post("/tokenize", {"messages": None, "tools": None} | plain).json() == post("/tokenize", plain).json()
+    assert post("/tokenize", {"prompt": None} | said).json() == post("/tokenize", said).json()
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
