@@ -1,5 +1,5 @@
 """Until when certificates are good: the dates in X.509 files (RFC 5280, section 4.1.2.5), which Python's `ssl` tells of
-authorities alone. Pure."""
+authorities alone."""
 
 import binascii
 import datetime

@@ -1,7 +1,7 @@
 """Requests that a leaving decode worker has yielded: their KV is kept, and served, until nobody needs it. Pure.
 
     RUNNING --Yield--> departed --one more step--> complete: all rows are there, and the next token is drawn
-    departed --Release, cancel, deadline, router lost--> released --read by nobody--> gone, its blocks cached
+    departed --Release, cancel, deadline, router lost, dead end--> released --read by nobody--> gone, its blocks cached
     departed --router lost, and nobody has asked for it--> it runs here again, if its client may come back
 
 To whoever goes on with the request this worker is a prefill worker that has the whole prompt in its cache: it is asked
@@ -34,6 +34,8 @@ class Departure:
     asked: bool = False
     """Another worker has asked for it: that one knows of the request, and perhaps of these tokens."""
     released: bool = False
+    is_dead_end: bool = False
+    """No token can follow: there is no more to compute, and to who still reads it was said."""
     shelved: float | None = None
     """The time since which only lost readers keep it: quarantined, never written again."""
     serving: dict[Handoff, float] = field(default_factory=dict)
@@ -59,7 +61,9 @@ class Departures:
     @property
     def incomplete(self) -> list[Request]:
         """Requests whose last row is to be computed by the next step, or a part of it."""
-        return [d.request for d in self._departures.values() if not d.drawn and d.shelved is None]
+        return [
+            d.request for d in self._departures.values() if not d.drawn and not d.is_dead_end and d.shelved is None
+        ]
 
     def complete(self, request: Request, drawn: tuple[DrawnToken, ...], now: float) -> list[Command]:
         """Serve the rest of `request`, if anybody still wants it: the step has computed its last row, and `drawn`
@@ -75,8 +79,12 @@ class Departures:
         departure = self._departures.get(request.record.request)
         if departure is None or departure.request is not request:
             return []
-        commands = [c for handoff in departure.serving for c in self.source.fail(handoff, why.code, why.message)]
-        self._release(departure, now)
+        departure.is_dead_end = True
+        commands = []
+        for handoff in list(departure.serving):  # one that owes nothing is settled by it
+            commands += self.source.fail(handoff, why.code, why.message)
+        if self._departures.get(request.record.request) is departure:
+            self._release(departure, now)
         return commands
 
     def release(self, name: RequestId, placement: int, now: float) -> None:
@@ -164,7 +172,7 @@ class Departures:
             request = departure.request
             assert not request.lease.released and departure.serving.keys() <= set(self.sender.unsettled)
             assert request.known <= len(request.tokens)
-            assert (request.known == len(request.tokens)) == bool(departure.drawn)
+            assert departure.is_dead_end or (request.known == len(request.tokens)) == bool(departure.drawn)
             assert departure.serving or not departure.released, "kept for nobody"
 
 
@@ -172,6 +180,8 @@ def _problem(departure: Departure | None, message: StartPrefill) -> str:
     """Return why this worker cannot serve `message`, or nothing."""
     if departure is None or departure.shelved is not None:
         return "the request is not, or no longer, here"
+    if departure.is_dead_end:
+        return "no token can follow it"
     request, record = departure.request, message.record
     if record.tokens != request.tokens or record.space != request.record.space:
         return "its tokens are not those that were computed here"

@@ -84,7 +84,8 @@ class DiskIndex:
         """The segment is gone; returns the blocks that are nowhere on disk any more."""
         one = self._segments.pop(segment)
         self.used_bytes -= one.nbytes
-        gone = [i for i in one.identities if self.places[i].segment == segment]
+        # Of one that two segments held, nothing is known once the newer has gone.
+        gone = [i for i in one.identities if i in self.places and self.places[i].segment == segment]
         for identity in gone:
             del self.places[identity]
         return gone

@@ -9,6 +9,7 @@ in nobody's way: it is being read, or kept for somebody.
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from itertools import islice
 
 from engine.kv.shares import CacheShares
@@ -91,6 +92,11 @@ class HostIndex:
             return True
         self._join(identity, first=first)
         return False
+
+    def put_first(self, identities: Sequence[bytes]) -> None:
+        """Put these, which stand in line, before all others, in their order."""
+        for identity in reversed(identities):
+            self._join(identity, first=True)
 
     def spoil(self, identity: bytes) -> None:
         """A pinned block is not whole."""

@@ -294,7 +294,9 @@ class Tiers:
         self._commands.append(self._spill)
 
     def _spilled(self, spill: Spill, error: str) -> None:
+        older = [ident for ident in self.host.oldest(self._ahead_blocks) if self._is_on_disk(ident)]
         gone = [ident for ident in reversed(spill.identities) if self.host.unpin(ident, first=True)]
+        self.host.put_first(older)  # they were written ahead before, and give way before
         if error:
             self.disable_disk(error)
         elif gone:

@@ -16,6 +16,7 @@ from engine.messages import (
     Accepted,
     Cancel,
     Ended,
+    Fault,
     FirstToken,
     Handoff,
     Landed,
@@ -35,7 +36,7 @@ from engine.messages import (
     Yielded,
 )
 from engine.plan import STAGES
-from engine.step import DeadEnd, DrawnRun, StepPlan
+from engine.step import DeadEnd, Drawn, DrawnRun, StepPlan
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord, SamplingParams
 from transfer.handoff.commands import (
     Emit,
@@ -100,6 +101,18 @@ class Bench:
             self._do(self.scheduler.complete(plan, drawn, self.now))
         self.scheduler.check()
         return plan
+
+    def plan(self) -> StepPlan | None:
+        """Plan a step, and leave it under way."""
+        plan, commands = self.scheduler.plan(self.now)
+        self._do(commands)
+        return plan
+
+    def complete(self, plan: StepPlan | None, drawn: Drawn) -> None:
+        """End a step of one row that draws."""
+        assert plan is not None
+        self._do(self.scheduler.complete(plan, [drawn], self.now))
+        self.scheduler.check()
 
     def _do(self, commands: list[Command]) -> None:
         for command in commands:
@@ -559,3 +572,48 @@ def test_a_dead_end_of_one_that_departs_is_told_to_who_asks_and_to_no_router() -
     bench._do(bench.scheduler.complete(plan, [DeadEnd("INVALID_ARGUMENT", "no token can follow")], 1.0))
     assert not bench.told and not bench.scheduler.departures._departures
     bench.scheduler.check()
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("have", [0, 12], ids=["all of it", "what was computed"])
+def test_a_dead_end_behind_all_that_was_landed_ends_the_departure(have: int, readers: int) -> None:
+    """Guards a leaving worker that died of a request's end, and all its others with it: readers who owe it nothing are
+    settled by the failure itself."""
+    bench = _departing()
+    plan = bench.plan()
+    for attempt in range(readers):
+        handoff = bench.ask([*PROMPT, 1, 2, 3], have, attempt)
+        for sent in [one for one in bench.sends if one.move.handoff == handoff]:
+            bench.tell(FromReader(READER, Landed(handoff, sent.move.seq)))
+    bench.complete(plan, DeadEnd("nothing can follow"))
+    failed = [record.fault.message for record in bench.emitted if isinstance(record, PrefillFailed)]
+    assert failed == ["nothing can follow"] * readers
+    assert bench.plan() is None and not bench.scheduler.departures
+    bench.ask([*PROMPT, 1, 2, 3], 0, readers)
+    refused = bench.emitted[-1]
+    assert isinstance(refused, PrefillFailed) and refused.fault.code == "UNAVAILABLE"
+
+
+def test_a_dead_end_is_computed_once_while_its_reader_still_reads() -> None:
+    """Guards against a row without tokens in each step from then on, of which the model's step dies."""
+    bench = _departing()
+    plan = bench.plan()
+    handoff = bench.ask([*PROMPT, 1, 2, 3])
+    bench.complete(plan, DeadEnd("nothing can follow"))
+    assert bench.plan() is None, "nothing of it is left to compute"
+    other = bench.ask([*PROMPT, 1, 2, 3], 0, 1)
+    assert bench.emitted[-1] == PrefillFailed(other, Fault("UNAVAILABLE", "no token can follow it"))
+    for sent in bench.sends:
+        bench.tell(FromReader(READER, Landed(handoff, sent.move.seq)))
+    assert [type(record) for record in bench.emitted].count(PrefillFailed) == 2
+    assert not bench.scheduler.departures and not bench.scheduler.kv.leases()
+
+
+def _departing() -> Bench:
+    """With three output tokens, yielded while its last row is to be computed."""
+    bench = Bench()
+    bench.running()
+    bench.tell(Leave(60.0))
+    bench.router(Yield(A, 1))
+    bench.tell(ReaderUp(READER, True))
+    return bench

@@ -63,6 +63,17 @@ def test_a_block_in_two_segments_is_forgotten_with_the_newer_one() -> None:
     index.unpin(1)  # a load of it ends later than the segment was found unreadable
 
 
+def test_what_is_left_of_a_block_whose_newer_segment_went_first_names_nobody() -> None:
+    """Guards a worker whose disk kept a file that was to go: the next life finds a block twice."""
+    index = _index((A, B), (A, C))
+    index.unpin(index.pin(B).segment)
+    assert index.reserve(1) == (2, [1], [A, C])
+    index.written(2, (C,))
+    index.unpin(index.pin(C).segment)
+    assert index.reserve(1) == (3, [0], [B])
+    index.check()
+
+
 def test_numbers_of_an_earlier_life_are_not_given_again() -> None:
     index = DiskIndex(3)
     assert index.reserve(1, 7)[0] == 7 and index.reserve(1)[0] == 8

@@ -71,6 +71,24 @@ def test_a_slot_is_not_given_away_before_its_save_was_told() -> None:
     assert tiers.take_forgotten() == [IDENTS[0]] and tiers.counts.evicted["host"] == 1
 
 
+@pytest.mark.parametrize(("host_blocks", "segments"), [(16, 40), (64, 12), (256, 40)])
+def test_the_tiers_hold_what_was_used_last(host_blocks: int, segments: int) -> None:
+    """Guards half of the host memory, and as much of the disk, kept for ever by what nobody asks for: each segment that
+    was written ahead gave way before those written earlier."""
+    tiers = Tiers(host_blocks, BYTES, segments * segment_bytes(16, BYTES))
+    passed, names = 3000, [number.to_bytes(16) for number in range(3000)]
+    for name in names:
+        tiers.demote(name, BlockId(0))
+        while told := tiers.take_commands():
+            for command in told:
+                if isinstance(command, Spill):
+                    tiers.handle(Spilled(command.segment))
+    tiers.check()
+    assert all(name in tiers.host for name in names[-host_blocks:]) and tiers.disk is not None
+    oldest = min(names.index(name) for name in tiers.disk.places)
+    assert passed - oldest <= len(tiers.disk) + host_blocks, "and what is on disk is without a gap"
+
+
 def test_what_was_written_ahead_gives_way_without_loss() -> None:
     tiers = _tiers(segments=4)
     spill = _spilling(tiers)
@@ -462,6 +480,7 @@ class PlainTiers:
     def spilled(self, *, failed: bool) -> None:
         assert self.spill is not None
         (segment, idents), self.spill = self.spill, None
+        older = [ident for ident in self.line[: self.size // 2] if ident in self.places]
         broken = [ident for ident in idents if ident in self.spoilt and self.pins[ident] == 1]
         if not failed and self.disk is not None and not broken:
             segment.idents = tuple(idents)
@@ -471,6 +490,7 @@ class PlainTiers:
             self.drop(segment)
         for ident in reversed(idents):
             self.unpin(ident, 0)
+        self.line = older + [ident for ident in self.line if ident not in older]
         if failed:
             self.give_up()
         self.ahead()
