@@ -51,6 +51,14 @@ class Client:
         return expected_output(self.record, self.world.plan.windows)
 
     @property
+    def _comes_to_nothing(self) -> bool:
+        """Whether the whole answer ends before its end, since nothing may follow."""
+        constraint = self.record.constraint
+        if constraint is None or len(self.want) >= self.record.max_tokens:
+            return False
+        return grammar.is_dead_end(constraint, self.want)
+
+    @property
     def name(self) -> str:
         return self.record.request
 
@@ -94,13 +102,14 @@ class Client:
         got, reason = self.tokens_, FinishReason.STOP
         if self.stop_after is not None and len(got) >= self.stop_after:
             got = got[: self.stop_after]
-        elif got != self.want:
+        elif got != self.want or self._comes_to_nothing:
             raise Violation(f"{self.name}: ended with {got}, the uninterrupted run is {self.want}")
         else:
             reason = expected_reason(self.record, got)
         if end.reason is not reason:
             raise Violation(f"{self.name}: {got} is said to have ended by {end.reason}, not {reason}")
-        if self.record.constraint is not None and not grammar.accepts(self.record.constraint, got):
+        constraint = self.record.constraint
+        if constraint is not None and not grammar.accepts(constraint, got):
             raise Violation(f"{self.name}: {got} does not keep its constraint")
         if end.stats.output_tokens != len(got):
             raise Violation(f"{self.name}: {end.stats.output_tokens} tokens counted, {len(got)} came")
@@ -112,6 +121,10 @@ class Client:
         if fault.code == "DEADLINE_EXCEEDED":
             if self.deadline_s is None or now < self.deadline_s - 1e-9:
                 raise Violation(f"{self.name}: DEADLINE_EXCEEDED at {now:.3f}, due {self.deadline_s}")
+        elif (fault.code, fault.message) == ("INVALID_ARGUMENT", grammar.NOTHING_FOLLOWS):
+            if self.tokens_ != self.want or not self._comes_to_nothing:
+                raise Violation(f"{self.name}: {fault.message} behind {self.tokens_}; the whole is {self.want}")
+            self.world.note("dead end told")
         elif fault.code != "UNAVAILABLE":
             raise Violation(f"{self.name}: {fault.code}: {fault.message}")
         else:

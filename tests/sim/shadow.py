@@ -25,6 +25,7 @@ from engine.kv.tiers.tiers import Tiers
 from engine.messages import Handoff, MemoryUse
 from engine.step import (
     Candidates,
+    DeadEnd,
     Drawn,
     DrawnRun,
     LatestDraws,
@@ -293,6 +294,8 @@ class ShadowRunner:
         said: list[Drawn] = []
         for one, past in zip(draws_of(row), pasts, strict=True):
             drawn = self._draw(past, one)
+            if isinstance(drawn, DeadEnd):
+                break
             token = id_of(run_of(drawn)[0])
             is_over = row.record.constraint is not None and token == grammar.END
             if len(said) == row.drafts or token != tokens[len(one.tokens)] or is_over:
@@ -337,20 +340,24 @@ class ShadowRunner:
             total += sum(held) if row.windows else sum([in_group(past, number) for past in held])
         return total & _MASK
 
-    def _draw(self, past: int, row: Row) -> DrawnToken | DrawnRun:
+    def _draw(self, past: int, row: Row) -> DrawnToken | DrawnRun | DeadEnd:
         if row.record.constraint is not None:
             return self._constrained(past, row)
         token, wanted = draw(past, row.draw_key, row.banned), row.record.logprobs
         return token if wanted is None else log_probs(past, token, wanted)
 
-    def _constrained(self, past: int, row: Row) -> DrawnToken | DrawnRun:
+    def _constrained(self, past: int, row: Row) -> DrawnToken | DrawnRun | DeadEnd:
         record, output = row.record, [*row.tokens[row.record.prompt_tokens :]]
         assert record.constraint is not None
         if row.allowed:
             return int.from_bytes(row.allowed, "little").bit_length() - 1  # known, and dropped
         choices = grammar.allowed(record.constraint, output)
-        if self.plans_ahead and output and output[-1] == grammar.END:
+        if self.plans_ahead and output and (
+            output[-1] == grammar.END or grammar.is_dead_end(record.constraint, output[:-1])
+        ):
             return 0  # it ended in the step before, which nobody knew
+        if grammar.is_dead_end(record.constraint, output):
+            return DeadEnd(grammar.NOTHING_FOLLOWS)
         if not choices:
             raise Violation(f"{self.kv.process}: {row.request} goes on behind {output}: that breaks its constraint")
         token = draw(past, row.draw_key, row.banned, choices)

@@ -26,12 +26,14 @@ def barred(record: RequestRecord, answered: int) -> tuple[int, ...]:
 
 
 def expected_output(record: RequestRecord, windows: Sequence[int] = ()) -> list[int]:
-    """Return the whole answer, from the tokens alone."""
+    """Return the whole answer, or all of it before a dead end of its constraint, from the tokens alone."""
     rows = rows_of(record, record.tokens[: record.prompt_tokens])
     output: list[int] = []
     while len(output) < record.max_tokens and not (output and ends_answer(record, output[-1])):
         key = (record.seed, record.sample_index, record.prompt_tokens + len(output))
         choices = () if record.constraint is None else grammar.allowed(record.constraint, output)
+        if record.constraint is not None and not choices:
+            break
         output.append(draw(shown(rows, windows), key, barred(record, len(output)), choices))
         rows.append(mix(rows[-1], output[-1]))
     return output
