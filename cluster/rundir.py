@@ -217,7 +217,7 @@ class RunDir:
         """Return the word that was left, once; empty where all is well."""
         try:
             fault = self._fault.read_text(errors="replace")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return ""
         self._fault.unlink()
         return fault
@@ -225,7 +225,8 @@ class RunDir:
     def forget(self) -> None:
         """Remove what a killed supervisor has left in the folder."""
         for left in (self._left, self.socket, self.secret):
-            left.unlink(missing_ok=True)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                left.unlink()
 
     @property
     def secret(self) -> Path:

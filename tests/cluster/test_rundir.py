@@ -98,6 +98,8 @@ def test_a_folder_that_cannot_be_made_is_told_by_its_setting(tmp_path: Path) -> 
         rundir(tmp_path).make()
     with pytest.raises(ConfigError, match=f"^run_dir: {run}/run: Not a directory"):
         rundir(run).make()
+    rundir(run).forget()
+    assert rundir(run).take_fault() == "", "there is no cluster to end, and that is all"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", ".hidden"])
