@@ -123,14 +123,15 @@ class PrefillScheduler:
 
     def tick(self, now: float) -> list[Command]:
         """Give up jobs whose time is over."""
-        why, late = "the request's time is over", [job for job in self.line if now >= job.deadline]
-        return [command for job in late for command in self.source.fail(job.handoff, "DEADLINE_EXCEEDED", why)]
+        why = Fault("DEADLINE_EXCEEDED", "the request's time is over")
+        late = [job for job in self.line if now >= job.deadline]
+        return [command for job in late for command in self.source.fail(job.handoff, why)]
 
     def _leave(self) -> list[Command]:
         """Give up what has not begun: another worker does it sooner."""
         self.leaving = True
-        waiting = list(self.line.waiting)
-        return [command for job in waiting for command in self.source.fail(job.handoff, "UNAVAILABLE", GIVEN_UP)]
+        why, waiting = Fault("UNAVAILABLE", GIVEN_UP), list(self.line.waiting)
+        return [command for job in waiting for command in self.source.fail(job.handoff, why)]
 
     # what the source asks for
 
@@ -235,7 +236,7 @@ class PrefillScheduler:
             commands += self._offer(job, row.end)
             self.kv.slide(job.lease, row.end)
             if isinstance(token, DeadEnd):
-                commands += self.source.fail(job.handoff, token.code, token.message)
+                commands += self.source.fail(job.handoff, Fault(token.code, token.message, "constraint"))
             elif row.draw:
                 assert token is not None and not isinstance(token, tuple)
                 commands += self._finish(job, run_of(token), now)

@@ -121,7 +121,7 @@ class Client:
         if fault.code == "DEADLINE_EXCEEDED":
             if self.deadline_s is None or now < self.deadline_s - 1e-9:
                 raise Violation(f"{self.name}: DEADLINE_EXCEEDED at {now:.3f}, due {self.deadline_s}")
-        elif (fault.code, fault.message) == ("INVALID_ARGUMENT", grammar.NOTHING_FOLLOWS):
+        elif fault == Fault("INVALID_ARGUMENT", grammar.NOTHING_FOLLOWS, "constraint"):
             if self.tokens_ != self.want or not self._comes_to_nothing:
                 raise Violation(f"{self.name}: {fault.message} behind {self.tokens_}; the whole is {self.want}")
             self.world.note("dead end told")

@@ -175,10 +175,10 @@ class HandoffSource(Generic[T]):
         )
         return [Emit(handoff.decode, first), *self._settle(self.sender.close(handoff))]
 
-    def fail(self, handoff: Handoff, code: str, message: str) -> list[Command]:
+    def fail(self, handoff: Handoff, fault: Fault) -> list[Command]:
         """Give a handoff up and say so; the receiver's `Stop` settles what it may still be reading."""
         self._holder.unwanted(self._served[handoff].item)
-        said = Emit(handoff.decode, PrefillFailed(handoff, Fault(code, message)))
+        said = Emit(handoff.decode, PrefillFailed(handoff, fault))
         closed = self.sender.close(handoff) if self.sender.is_open(handoff) else []
         return [said, *self._settle(closed)]
 
@@ -206,7 +206,7 @@ class HandoffSource(Generic[T]):
                 case Settled(handoff):
                     self._holder.settled(self._served.pop(handoff).item, handoff)
                 case Broken(handoff, why):
-                    rest += self.fail(handoff, "UNAVAILABLE", f"KV blocks could not be sent: {why}")
+                    rest += self.fail(handoff, Fault("UNAVAILABLE", f"KV blocks could not be sent: {why}"))
                 case _:
                     rest.append(command)
         return rest

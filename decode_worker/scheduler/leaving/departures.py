@@ -82,7 +82,7 @@ class Departures:
         departure.is_dead_end = True
         commands = []
         for handoff in list(departure.serving):  # one that owes nothing is settled by it
-            commands += self.source.fail(handoff, why.code, why.message)
+            commands += self.source.fail(handoff, Fault(why.code, why.message, "constraint"))
         if self._departures.get(request.record.request) is departure:
             self._release(departure, now)
         return commands

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.kv.manager import KVCacheManager, Lease
-from engine.messages import FirstToken, Handoff, Offer, PrefillFailed, StartPrefill, Stop
+from engine.messages import Fault, FirstToken, Handoff, Offer, PrefillFailed, StartPrefill, Stop
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams, TokenLogprobs
 from transfer.handoff.commands import (
     Command,
@@ -170,7 +170,7 @@ def test_what_fails_before_anything_was_offered_is_settled_at_once() -> None:
     """Guards a lease that is kept for a reader that was told that nothing comes."""
     notes = Notes()
     notes.ask()
-    (said,) = notes.source.fail(H, "INTERNAL", "no room")
+    (said,) = notes.source.fail(H, Fault("INTERNAL", "no room"))
     assert isinstance(said, Emit) and isinstance(said.record, PrefillFailed)
     assert notes.heard == ["start", "unwanted", "settled"] and notes.source.items == []
 

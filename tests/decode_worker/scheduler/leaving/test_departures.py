@@ -586,8 +586,8 @@ def test_a_dead_end_behind_all_that_was_landed_ends_the_departure(have: int, rea
         for sent in [one for one in bench.sends if one.move.handoff == handoff]:
             bench.tell(FromReader(READER, Landed(handoff, sent.move.seq)))
     bench.complete(plan, DeadEnd("nothing can follow"))
-    failed = [record.fault.message for record in bench.emitted if isinstance(record, PrefillFailed)]
-    assert failed == ["nothing can follow"] * readers
+    failed = [record.fault for record in bench.emitted if isinstance(record, PrefillFailed)]
+    assert failed == [Fault("INVALID_ARGUMENT", "nothing can follow", "constraint")] * readers
     assert bench.plan() is None and not bench.scheduler.departures
     bench.ask([*PROMPT, 1, 2, 3], 0, readers)
     refused = bench.emitted[-1]
