@@ -35,6 +35,7 @@ from engine.messages import (
 from engine.types import FinishReason, RequestId, RequestRecord, TokenLogprobs
 from router.core import events
 from router.core.core import Router
+from router.core.endings import ROUTER_FAILED
 from router.core.registry import Life, ModelKey
 from router.core.sessions import Session
 from router.roster import Roster
@@ -165,10 +166,16 @@ class Hub:
 
     def submit(self, event: events.Submit, sink: Sink) -> None:
         """Hand a request to the core."""
-        self._sinks[event.record.request] = sink
+        request = event.record.request
+        self._sinks[request] = sink
         begin_s = self._clock()
         self.journal.submitted(event.record, begin_s)
-        commands = self.core.handle(event, begin_s)
+        try:
+            commands = self.core.handle(event, begin_s)
+        except Exception:
+            log.exception("a request could not be taken in", extra={"request": request})
+            self._give_up(request)
+            return
         self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
 
@@ -322,7 +329,9 @@ class Hub:
                     self._observer.hits(command.expected_tokens, stats.prefill_cached_tokens)
                 if sink is not None:
                     sink.completed(command, now)
-            case events.Fail(request, fault, outcome, retry_after_s, refusal):
+            case events.Fail(request, fault, outcome, retry_after_s, refusal, cause):
+                if cause is not None:
+                    log.error("a request could not be placed", exc_info=cause, extra={"request": request})
                 if refusal:
                     self._observer.refused(refusal)
                 if (sink := self._sinks.pop(request, None)) is not None:
@@ -369,8 +378,7 @@ class Hub:
     def _give_up(self, request: RequestId) -> None:
         """Our own fault with one request: tell its client, and let its worker go."""
         if (sink := self._sinks.pop(request, None)) is not None:
-            fault = Fault("INTERNAL", "the router failed on this request")
-            sink.failed(fault, FinishReason.ERROR, None, self._clock())
+            sink.failed(ROUTER_FAILED, FinishReason.ERROR, None, self._clock())
         self._handle(events.ClientLeft(request))
 
 

@@ -11,6 +11,7 @@ from router.core.leaving.moves import together
 DEADLINE = Fault("DEADLINE_EXCEEDED", "the deadline passed before the request ended")
 LEFT = Fault("CANCELLED", "the client left before the request ended")
 RESUMED_ELSEWHERE = Fault("CANCELLED", "another connection has resumed this stream")
+ROUTER_FAILED = Fault("INTERNAL", "the router failed on this request")
 
 
 def ending(call: Call, record: Ended) -> Ending:

@@ -172,13 +172,14 @@ class Complete(msgspec.Struct, frozen=True):
 
 class Fail(msgspec.Struct, frozen=True):
     """A request ended badly; `outcome` is its label in the metrics. `refusal`: why it was not let in, "full" or
-    "deadline"; empty for any other end."""
+    "deadline"; empty for any other end. `cause`: what the router's own code raised, where that is why."""
 
     request: RequestId
     fault: Fault
     outcome: FinishReason
     retry_after_s: float | None = None
     refusal: str = ""
+    cause: Exception | None = None
 
 
 class Ignored(msgspec.Struct, frozen=True):

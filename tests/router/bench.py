@@ -6,7 +6,7 @@ from engine.messages import Accepted, Ended, Fault, PeerAddress, RequestStats, R
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
-from router.core.events import Command, Connected, Event, Submit, TellWorker, WorkerSaid
+from router.core.events import Command, Connected, Event, Fail, Submit, TellWorker, WorkerSaid
 from router.core.policy import LeastCost
 from tests.router.fake_cluster import worker_info
 
@@ -39,6 +39,9 @@ class Bench:
 
     def do(self, event: Event) -> list[Command]:
         out = self.router.handle(event, self.now)
+        for command in out:
+            if isinstance(command, Fail) and command.cause is not None:
+                raise command.cause
         self.router.check()
         return out
 

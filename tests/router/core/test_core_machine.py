@@ -142,6 +142,8 @@ class RouterMachine(RuleBasedStateMachine):
                     assert not self.ends[command.request], "tokens after the end"
                     assert command.request not in self.interrupted, "tokens of a lost worker"
                     self.given[command.request] += command.ids
+                case Fail(cause=Exception() as error):
+                    raise error
                 case Complete() | Fail():
                     self.ends[command.request] += 1
 
