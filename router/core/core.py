@@ -107,7 +107,9 @@ class Router:
         self.registry, self.index = view.registry, view.index
         self._table = table = CallTable(view)
         self._calls, self._share = table.calls, table.share
-        self._placer = make_placer(policy, view.registry, view.index, config.local_prefill)
+        self._placer = make_placer(
+            policy, view.registry, view.index, config.local_prefill, config.unplaceable_s
+        )
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._sessions = Sessions(config.session_s, life)
         self._pins_to_tell: deque[tuple[Session, Pin, int, float]] = deque()
@@ -216,7 +218,7 @@ class Router:
 
     def _submit(self, event: Submit, now: float, out: list[Command]) -> None:
         request = event.record.request
-        fault = self._placer.impossible(event.record)
+        fault = self._placer.impossible(event.record, now)
         if fault is not None:
             out.append(Fail(request, fault, FinishReason.REJECTED))
             return

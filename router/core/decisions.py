@@ -158,9 +158,14 @@ class RecordedPlacer(Placer):
     """A placer that tells its policy for whom it asks."""
 
     def __init__(
-        self, policy: RecordedPolicy, registry: Registry, index: PrefixIndex, local_prefill: LocalPrefill
+        self,
+        policy: RecordedPolicy,
+        registry: Registry,
+        index: PrefixIndex,
+        local_prefill: LocalPrefill,
+        return_s: float,
     ) -> None:
-        super().__init__(policy, registry, index, local_prefill)
+        super().__init__(policy, registry, index, local_prefill, return_s)
         self._asked_for = policy.asked_for
 
     def choose(self, call: Call, now: float) -> Choice | None:
@@ -177,12 +182,16 @@ class RecordedPlacer(Placer):
 
 
 def make_placer(
-    policy: RoutingPolicy, registry: Registry, index: PrefixIndex, local_prefill: LocalPrefill = "never"
+    policy: RoutingPolicy,
+    registry: Registry,
+    index: PrefixIndex,
+    local_prefill: LocalPrefill = "never",
+    return_s: float = 0.0,
 ) -> Placer:
     """Return the placer that this policy needs."""
     if isinstance(policy, RecordedPolicy):
-        return RecordedPlacer(policy, registry, index, local_prefill)
-    return Placer(policy, registry, index, local_prefill)
+        return RecordedPlacer(policy, registry, index, local_prefill, return_s)
+    return Placer(policy, registry, index, local_prefill, return_s)
 
 
 class Otherwise(NamedTuple):

@@ -63,7 +63,7 @@ class Losses:
         worker = self._registry.get(name)
         if worker is None:
             return
-        self._registry.leave(name)
+        self._registry.leave(name, now)
         life, announced = worker.life, self._registry.was_leaving(worker.life)
         self._note(life, Loss(now, why, sum(_holds(call, life) for call in self._table.calls.values())))
         for call in list(self._table.calls.values()):

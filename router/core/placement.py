@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from engine.messages import Fault, PeerAddress, ReadTold
+from engine.messages import Fault, PeerAddress, ReadTold, WorkerInfo
 from engine.plan import MUCH_SHORTER
 from engine.types import RequestRecord
 from router.config import LocalPrefill
@@ -36,31 +36,47 @@ class Placer:
     """Asks the policy about the workers as the registry and the index know them now; changes neither."""
 
     def __init__(
-        self, policy: RoutingPolicy, registry: Registry, index: PrefixIndex, local_prefill: LocalPrefill
+        self,
+        policy: RoutingPolicy,
+        registry: Registry,
+        index: PrefixIndex,
+        local_prefill: LocalPrefill,
+        return_s: float = 0.0,
     ) -> None:
+        """`return_s`: how long a lost worker may take to come back before nobody counts on it."""
         self._policy = policy
         self._local_prefill = local_prefill == "auto"
+        self._return_s = return_s
         self._registry = registry
         self._fitted = registry.fitted
         self._index = index
         self._reuse = Reuse()
         self._views = WorkerViews(registry.fitted, self._reuse)
 
-    def impossible(self, record: RequestRecord) -> Fault | None:
-        """Return why no known worker could ever take `record`, however long it waited; None if one may."""
+    def impossible(self, record: RequestRecord, now: float) -> Fault | None:
+        """Return why no known worker could ever take `record`, however long it waited; None if one may. One that was
+        lost may come back."""
         whole = f"{record.prompt_tokens} prompt tokens and {record.max_tokens} output tokens"
         prompt = f"{record.prompt_tokens} tokens"
         for role, field, what in (("decode", "max_tokens", whole), ("prefill", "prompt", prompt)):
-            workers = self._registry.role(role)
-            if role == "prefill" and self._local_prefill:
+            connected = [worker.info for worker in self._registry.role(role)]
+            if not connected or (role == "prefill" and self._local_prefill):
                 continue  # a decode worker reads it
-            if workers and not any(_applies(w, record) for w in workers):
+            known = connected + self._registry.lost_since(role, now - self._return_s)
+            able = [info for info in known if _applies(info, record)]
+            if not able:
                 return Fault("NOT_FOUND", f"adapter: no {role} worker has {record.adapter}", "adapter")
-            if workers and not any(_holds(w, record) for w in workers):
-                room = max(w.info.blocks * w.info.block_size for w in workers)
+            if not any(_holds(info, record) for info in able):
+                room = max(info.blocks * info.block_size for info in able)
                 most = f"the largest {role} worker's {room} tokens of KV memory"
                 return Fault("OUT_OF_RANGE", f"{field}: {what} do not fit into {most}", field)
         return None
+
+    def takes_nobody_for(self, record: RequestRecord, now: float) -> bool:
+        """Return True if those decode workers that take new requests could not hold `record`, had they nothing else:
+        it waits for one that leaves, is silent, or is lost."""
+        takers = self._takers_for(record, now)
+        return bool(self._registry.takers("decode", now)) and not any(_may_take(w.info, record) for w in takers)
 
     def choose(self, call: Call, now: float) -> Choice | None:
         """The best pair for `call` now, or None if no decode worker may have room."""
@@ -122,9 +138,9 @@ class Placer:
         """The decode workers that take new requests; where none of them could ever hold `record`, those that could
         although they are ejected: else it would wait for a probe, and all others behind it."""
         takers = self._registry.takers("decode", now)
-        if not self._registry.ejections or any(_holds(w, record) for w in takers):
+        if not self._registry.ejections or any(_may_take(w.info, record) for w in takers):
             return takers
-        return [w for w in self._registry.live("decode", now) if not w.leaving and _holds(w, record)]
+        return [w for w in self._registry.live("decode", now) if not w.leaving and _may_take(w.info, record)]
 
     def _best_of(
         self, call: Call, held: Held, decodes: Sequence[WorkerEntry], pin: Pin | None, now: float
@@ -231,6 +247,7 @@ class Placer:
             fits(demands[worker.room], self._views.of_decode(worker, held), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
+            if _applies(worker.info, call.record)
         )
 
     def choose_prefill(self, call: Call, now: float) -> PrefillView | None:
@@ -289,12 +306,16 @@ def _whole_view(name: str, wanted: Demand) -> PrefillView:
     return PrefillView(name, wanted.prompt_tokens - 1, 0, 0.0, 0)
 
 
-def _applies(worker: WorkerEntry, record: RequestRecord) -> bool:
+def _applies(worker: WorkerInfo, record: RequestRecord) -> bool:
     """Return True if the worker can compute under the record's adapter."""
-    return not record.adapter or record.adapter in worker.info.adapters
+    return not record.adapter or record.adapter in worker.adapters
 
 
-def _holds(worker: WorkerEntry, record: RequestRecord) -> bool:
+def _holds(worker: WorkerInfo, record: RequestRecord) -> bool:
     """Return True if the empty pool could hold the prompt, history included (on a decode worker, the answer too)."""
-    needs = demand(record, worker.info)
-    return (needs.most_blocks if worker.info.role == "decode" else needs.prompt_blocks) <= worker.info.blocks
+    needs = demand(record, worker)
+    return (needs.most_blocks if worker.role == "decode" else needs.prompt_blocks) <= worker.blocks
+
+
+def _may_take(worker: WorkerInfo, record: RequestRecord) -> bool:
+    return _applies(worker, record) and _holds(worker, record)

@@ -23,6 +23,10 @@ Room = tuple[int, int | None]
 """Block size and promised growth: what the demand of a request depends on."""
 
 
+KEPT_ENDS = 4096
+"""Of how many workers it is remembered that they had announced their end."""
+
+
 @dataclass(slots=True)
 class InFlight:
     """One request of ours on a worker, and what it adds until a report counts it."""
@@ -119,8 +123,8 @@ class Registry:
     """Workers by name. The router core owns it."""
 
     # Mutable state: the connected workers, and of every worker the life it is said to have, the last life seen, and
-    # the last seen leaving; the kinds of those that are connected and the roles of all that ever were; who has failed;
-    # and what is fitted of them.
+    # the last seen leaving; what those said that were lost, and since when they are; the kinds of those that are
+    # connected and the roles of all that ever were; who has failed; and what is fitted of them.
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -129,6 +133,7 @@ class Registry:
         self._named: dict[str, Incarnation] = {}
         self._lives: dict[str, Incarnation] = {}
         self._left: dict[str, Incarnation] = {}
+        self._absent: dict[str, tuple[WorkerInfo, float]] = {}
         self._met_roles: set[str] = set()
         self.keys: tuple[ModelKey, ...] = ()
         """The kinds of the connected workers."""
@@ -164,6 +169,11 @@ class Registry:
     def is_connected(self, life: Life) -> bool:
         worker = self._workers.get(life[0])
         return worker is not None and worker.life == life
+
+    def lost_since(self, role: str, since_s: float) -> list[WorkerInfo]:
+        """What workers of a role had said of themselves that were lost at `since_s` or later, and may be started
+        again: not those that left."""
+        return [info for info, lost_s in self._absent.values() if info.role == role and lost_s >= since_s]
 
     def role(self, role: str) -> list[WorkerEntry]:
         return list(self._roles.get(role, {}).values())
@@ -210,6 +220,7 @@ class Registry:
         self._roles.setdefault(info.role, {})[peer.name] = worker
         self._met_roles.add(info.role)
         self._sort()
+        self._absent.pop(peer.name, None)
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
         self.ejections.forget(peer.name, but=info.incarnation)
@@ -217,10 +228,12 @@ class Registry:
             self.fitted.joined(peer.name, info.role, info.host)
         return fresh
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, now: float) -> None:
         """Note that a worker is not connected any more; it may come back with its cache."""
         worker = self._workers.pop(name, None)
         if worker is not None:
+            if not self.was_leaving(worker.life):
+                self._absent[name] = worker.info, now
             del self._roles[worker.info.role][name]
             self._sort()
 
@@ -229,8 +242,8 @@ class Registry:
 
     def forget(self, name: str) -> None:
         """Drop what is known of a worker that was taken away, and is not connected any more."""
-        self._lives.pop(name, None)
-        self._named.pop(name, None)
+        for known in (self._lives, self._named, self._absent):
+            known.pop(name, None)
         self.ejections.forget(name)
         self.fitted.forget(name)
 
@@ -243,7 +256,10 @@ class Registry:
         worker.reported(load)
         self.fitted.reported(name, load)
         if load.leaving:
+            self._left.pop(name, None)
             self._left[name] = worker.info.incarnation
+            if len(self._left) > KEPT_ENDS:  # its last stream may end after it was forgotten
+                del self._left[next(iter(self._left))]
 
     def forgive(self, now: float) -> None:
         """Count all silence from now: nobody could have been heard until here."""

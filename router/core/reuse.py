@@ -86,6 +86,8 @@ class Arrivals:
         """Return how many tokens' time each of them loses, if a worker has so many more to compute."""
         if not self._compared:
             return tokens  # nothing is known of other workers
+        if not tokens:
+            return 0.0  # also where nobody has had a token to spare
         return tokens * self._spare_tokens / (tokens + self._spare_tokens)
 
 

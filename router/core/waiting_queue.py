@@ -13,7 +13,7 @@ from collections import deque
 
 import msgspec
 
-from engine.messages import Place
+from engine.messages import Fault, Place
 from engine.types import FinishReason, RequestId
 from router.core.call import Call, State
 from router.core.call_table import CallTable
@@ -27,14 +27,17 @@ from router.core.sessions import Session, Sessions
 MOST_OPEN_OFFERS = 16
 """Offers without an answer, for each decode worker, above which nobody new has a turn. What no worker takes comes back
 before all lines, so of a flood that workers refuse no more stands before those that come later."""
+ASIDE_S = 0.25
+"""For how long one is passed by that none of those could hold which take requests now, before it is tried again."""
 DEPARTURES = 32
 """Requests that workers took last, of which the line's speed is known."""
 FEWEST_DEPARTURES = 8
 
 
 class WaitingQueue:
-    """The router core owns it. A request of an earlier router whose place is not known yet is put aside meanwhile, and
-    one that is held back for news of the workers that it was offered to (`router.core.recovery`)."""
+    """The router core owns it. A request of an earlier router whose place is not known yet is put aside meanwhile, one
+    that is held back for news of the workers that it was offered to (`router.core.recovery`), and one that only a
+    worker could hold that takes nobody now: all others pass."""
 
     # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
     # skipped. For how long somebody has waited here, and since when somebody does; when, on that clock, workers took
@@ -92,10 +95,13 @@ class WaitingQueue:
             choice = self._offer(call, now, out)
             if choice is None:
                 # It may have come while no worker was known; now that some are, it may be too large for each.
-                fault = self._placer.impossible(call.record)
-                if fault is None:
+                fault = self._placer.impossible(call.record, now)
+                if fault is not None:
+                    self._table.forget(call, out, _refused(call, fault))
+                elif self._placer.takes_nobody_for(call.record, now):
+                    self._put_aside(call, now)
+                else:
                     return
-                self._table.forget(call, out, Fail(request, fault, FinishReason.REJECTED))
                 continue
             if request in self._share:
                 self._share.serve(request, len(call.record.tokens) - choice.prefill.cached_tokens)
@@ -143,6 +149,16 @@ class WaitingQueue:
         until_s = None if call is None else call.held_back_until_s
         return (until_s is not None and now < until_s) or self._adoptions.is_unsure(request, now)
 
+    def _put_aside(self, call: Call, now: float) -> None:
+        """Let all others pass for a while."""
+        request = call.record.request
+        if request in self._share:
+            self._share.serve(request, len(call.record.tokens))
+        else:
+            heapq.heappop(self._back)
+        call.held_back_until_s = now + ASIDE_S
+        self._aside.append((call.turn, request))
+
     def _line_s(self, now: float) -> float:
         """Return for how long somebody has waited here, all in all: a line that nobody stands in does not move."""
         return self._waited_s + (now - self._since_s if self._since_s is not None else 0.0)
@@ -170,8 +186,15 @@ class WaitingQueue:
         return None if following is None else calls[following]
 
     def _has_asked_enough(self, now: float) -> bool:
-        asked = len(self._table.open_offers)
-        return asked >= MOST_OPEN_OFFERS and asked >= MOST_OPEN_OFFERS * len(self._view.registry.takers("decode", now))
+        offers = self._table.open_offers
+        if len(offers) < MOST_OPEN_OFFERS:
+            return False
+        takers = {worker.name for worker in self._view.registry.takers("decode", now)}
+        most = MOST_OPEN_OFFERS * len(takers)
+        if not takers or len(offers) < most:
+            return not takers
+        # One that hangs answers nothing: what it was offered says nothing of the others.
+        return sum(self._table.calls[request].decode in takers for request in offers) >= most
 
     def _offer(self, call: Call, now: float, out: list[Command]) -> Choice | None:
         """Offer `call` to a worker, which this returns; None if none may have room for it."""
@@ -204,3 +227,12 @@ class WaitingQueue:
                 if choice is not None:
                     return host.record.request, choice
         return None, None
+
+
+def _refused(call: Call, fault: Fault) -> Fail:
+    """Return how a call ends that no worker could hold: one that was taken before was not too large, but its worker is
+    lost, and has not come back."""
+    if not call.losses:
+        return Fail(call.record.request, fault, FinishReason.REJECTED)
+    lost = Fault("UNAVAILABLE", f"the worker that could hold it was lost: {fault.message}")
+    return Fail(call.record.request, lost, FinishReason.ERROR)

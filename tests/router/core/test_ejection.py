@@ -87,7 +87,7 @@ def test_the_last_that_is_left_is_taken_whatever_its_record() -> None:
     for _ in range(CONSECUTIVE):
         parts.registry.failed(lives[0], 0.0)
     assert [w.name for w in parts.registry.takers("decode", 0.0)] == ["d1"]
-    parts.registry.leave("d1")
+    parts.registry.leave("d1", 0.0)
     assert [w.name for w in parts.registry.takers("decode", 0.0)] == ["d0"]
 
 

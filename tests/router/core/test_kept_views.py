@@ -226,7 +226,7 @@ def some_event(parts: Parts, random: Random, running: list[Call], number: int) -
                 parts.index.add(name, 64)
         case "leave":
             if random.random() < 0.3:
-                parts.registry.leave(name)
+                parts.registry.leave(name, 0.0)
         case "refuse":
             if (worker := parts.registry.get(name)) is not None:
                 worker.refused = True

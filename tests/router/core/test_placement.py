@@ -49,18 +49,18 @@ def test_demand_in_blocks(growth: int | None, blocks: int) -> None:
 def test_what_fits_into_no_worker_is_impossible() -> None:
     """Guards against a request that would wait for ever, and names the field that its caller can change."""
     parts = Parts()
-    assert parts.placer.impossible(request_record()) is None, "no worker is known"
+    assert parts.placer.impossible(request_record(), 0.0) is None, "no worker is known"
     parts.join("d0", blocks=3)
-    fault = parts.placer.impossible(request_record())
+    fault = parts.placer.impossible(request_record(), 0.0)
     assert fault is not None and (fault.code, fault.field) == ("OUT_OF_RANGE", "max_tokens")
     assert "40 prompt tokens and 24 output tokens" in fault.message and "48 tokens of KV" in fault.message
     parts.join("d1", blocks=4)
-    assert parts.placer.impossible(request_record()) is None
+    assert parts.placer.impossible(request_record(), 0.0) is None
     parts.join("p0", blocks=2)
-    fault = parts.placer.impossible(request_record())
+    fault = parts.placer.impossible(request_record(), 0.0)
     assert fault is not None and (fault.code, fault.field) == ("OUT_OF_RANGE", "prompt")
     assert "40 tokens" in fault.message and "prefill worker's 32 tokens" in fault.message
-    assert parts.placer.impossible(request_record(tokens=32, max_tokens=32)) is None, "it holds no answer"
+    assert parts.placer.impossible(request_record(tokens=32, max_tokens=32), 0.0) is None, "it holds no answer"
 
 
 def test_only_who_may_have_room_is_asked() -> None:
@@ -147,7 +147,7 @@ def test_what_a_decode_worker_reads_is_not_impossible() -> None:
     parts = Parts(local_prefill="auto")
     parts.join("d0")
     parts.join("p0", blocks=2)
-    assert parts.placer.impossible(request_record()) is None
+    assert parts.placer.impossible(request_record(), 0.0) is None
     assert pair(parts.placer.choose(waiting(), 0.0)) == (LOCAL.name, "d0")
 
 
@@ -221,7 +221,7 @@ def test_who_yielded_a_request_serves_its_kv() -> None:
     call.source = source.life
     choice = parts.placer.choose(call, 0.0)
     assert choice is not None and pair(choice) == ("d0", "d1") and choice.prefill.cached_tokens == 39
-    parts.registry.leave("d0")
+    parts.registry.leave("d0", 0.0)
     assert pair(parts.placer.choose(call, 0.0)) == ("p0", "d1")
 
 
@@ -239,7 +239,7 @@ def test_the_place_beside_another_sample() -> None:
     parts.report("d0", active=59)
     assert parts.placer.beside(call, host, 0.0) is None, "no room for what is not shared"
     parts.report("d0")
-    parts.registry.leave("p0")
+    parts.registry.leave("p0", 0.0)
     assert pair(parts.placer.beside(call, host, 0.0)) == (LOCAL.name, "d0")
     home.refused = True
     assert parts.placer.beside(call, host, 0.0) is None
@@ -305,7 +305,7 @@ def test_no_prompt_is_read_without_its_adapter() -> None:
         worker.info = msgspec.structs.replace(worker.info, adapters=adapters)
     parts.report("p1", waiting_tokens=100_000, s_per_token=1.0)
     assert pair(parts.placer.choose(waiting(adapter="x"), 0.0)) == ("p1", "d0")
-    parts.registry.leave("p1")
+    parts.registry.leave("p1", 0.0)
     assert pair(parts.placer.choose(waiting(adapter="x"), 0.0)) == (LOCAL.name, "d0")
     assert pair(parts.placer.choose(waiting(), 0.0)) == ("p0", "d0")
 
@@ -603,7 +603,7 @@ def test_what_the_next_best_worker_would_have_taken_is_counted() -> None:
     parts.join("p1")
     parts.report("p1", s_per_token=0.01)
     parts.placer.choose(waiting(name="r1"), 1.0)
-    assert arrivals.lost(32) == 0.0
+    assert arrivals.lost(32) == arrivals.lost(0) == 0.0, "nobody has had a token to spare"
     assert arrivals._gap_s == pytest.approx(2.0), "one a second for two"
     call = waiting(name="r2")
     parts.index.insert("p0", call.chain(worker.key))
@@ -710,9 +710,9 @@ def test_what_fits_into_none_of_several_is_told_the_largest() -> None:
     parts = Parts()
     for name, blocks in (("d0", 3), ("d1", 2), ("p0", 1), ("p1", 2)):
         parts.join(name, blocks=blocks)
-    fault = parts.placer.impossible(request_record())
+    fault = parts.placer.impossible(request_record(), 0.0)
     assert fault is not None and "the largest decode worker's 48 tokens" in fault.message
-    fault = parts.placer.impossible(request_record(tokens=40, max_tokens=1))
+    fault = parts.placer.impossible(request_record(tokens=40, max_tokens=1), 0.0)
     assert fault is not None and "the largest prefill worker's 32 tokens" in fault.message
 
 
@@ -828,7 +828,7 @@ def test_what_is_being_computed_is_waited_for() -> None:
     again = waiting(name="c", tokens=810)
     choice = parts.placer.choose(again, 0.0)
     assert choice is not None
-    parts.registry.leave("p1")
+    parts.registry.leave("p1", 0.0)
     choice = parts.placer.choose(again, 0.0)
     assert choice is not None and choice.prefill.cached_tokens == 800
     assert (choice.prefill.queue_tokens, choice.prefill.passed_tokens) == (800, 0)
@@ -852,7 +852,7 @@ def test_a_prompt_that_has_been_read_is_in_nobodys_way() -> None:
         for worker in parts.registry:
             worker.check()
         parts.report("p0", s_per_token=0.01, waiting_tokens=800)
-        parts.registry.leave("p1")
+        parts.registry.leave("p1", 0.0)
         choice = parts.placer.choose(call, 0.0)
         assert choice is not None and choice.prefill.passed_tokens == 0, "of what is queued there, nothing is known"
 

@@ -126,11 +126,11 @@ def test_only_a_new_life_begins_with_an_empty_cache() -> None:
     registry = Parts().registry
     peer, info = PeerAddress("d0", "d0:1"), worker_info("d0", "decode", 1)
     assert registry.join(peer, info, 0.0)
-    registry.leave("d0")
+    registry.leave("d0", 0.0)
     assert registry.get("d0") is None
     assert not registry.join(peer, info, 0.0)
     assert registry.join(peer, worker_info("d0", "decode", 2), 0.0)
-    registry.leave("d0")
+    registry.leave("d0", 0.0)
     registry.forget("d0")
     assert registry.join(peer, worker_info("d0", "decode", 2), 0.0)
 
@@ -145,7 +145,7 @@ def test_lives_connected_and_only_named() -> None:
     assert sorted(registry.lives()) == [first, second]
     assert registry.is_connected(first) and not registry.is_connected(("d0", Incarnation(10)))
     assert registry.has_met(first) and not registry.has_met(second) and not registry.has_met(("d0", Incarnation(10)))
-    registry.leave("d0")
+    registry.leave("d0", 0.0)
     assert registry.has_met(first) and not registry.is_connected(first)
     registry.forget("d0")
     registry.forget("d1")
@@ -157,7 +157,7 @@ def test_an_announced_end_is_remembered_for_that_life() -> None:
     parts = Parts()
     parts.join("d0", 11)
     parts.report("d0", leaving=True)
-    parts.registry.leave("d0")
+    parts.registry.leave("d0", 0.0)
     parts.registry.forget("d0")
     assert parts.registry.was_leaving(("d0", Incarnation(11)))
     assert not parts.registry.was_leaving(("d0", Incarnation(21)))
@@ -197,9 +197,9 @@ def test_the_kinds_of_workers_are_those_that_are_connected() -> None:
     parts.join("d1", block_size=24)
     parts.join("d2", block_size=24)
     assert parts.registry.keys == (("f", 16), ("f", 24))
-    parts.registry.leave("d1")
+    parts.registry.leave("d1", 0.0)
     assert parts.registry.keys == (("f", 16), ("f", 24))
-    parts.registry.leave("d2")
+    parts.registry.leave("d2", 0.0)
     assert parts.registry.keys == (("f", 16),)
 
 
@@ -209,7 +209,7 @@ def test_of_a_worker_that_was_taken_away_no_figure_is_left() -> None:
     parts.join("p0")
     parts.report("p0", s_per_token=0.5)
     assert parts.registry.fitted.usual_s_per_token == 0.5
-    parts.registry.leave("p0")
+    parts.registry.leave("p0", 0.0)
     parts.registry.forget("p0")
     assert parts.registry.fitted.usual_s_per_token == 0.0
 
@@ -226,7 +226,7 @@ def test_a_worker_that_comes_back_in_another_role_is_in_that_one_alone() -> None
     assert [w.name for w in registry.takers("prefill", 0.0)] == ["p0", "x"]
     registry.join(PeerAddress("x", "x:1"), worker_info("x", "decode", 3), 0.0)
     assert [[w.name for w in registry.role(role)] for role in ("prefill", "decode")] == [["p0"], ["d0", "x"]]
-    registry.leave("x")
+    registry.leave("x", 0.0)
     assert [w.name for w in registry.live("decode", 0.0)] == ["d0"]
 
 

@@ -6,13 +6,13 @@ test_call_table.py, requests of an earlier router in leaving/test_adoption.py, a
 
 import pytest
 
-from engine.messages import Orphan, Place, Refused, TenantsTold
+from engine.messages import Accepted, Orphan, Place, Refused, TenantsTold, Tokens
 from engine.types import FinishReason, Incarnation, RequestId, TokenLogprobs
 from router.core.call import State
 from router.core.ejection import CONSECUTIVE
 from router.core.events import Command, Fail, Lost, Submit, TellWorker, Tick
 from router.core.fair_share import MOST_PASSED
-from router.core.waiting_queue import FEWEST_DEPARTURES, MOST_OPEN_OFFERS
+from router.core.waiting_queue import ASIDE_S, FEWEST_DEPARTURES, MOST_OPEN_OFFERS
 from tests.router.bench import Bench, ended, is_told
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import load
@@ -94,7 +94,7 @@ def test_why_it_goes_there(case: str, reason: str) -> None:
     if case != "alone":
         parts.join("p0")
     if case == "left alone":
-        parts.registry.leave("p0")
+        parts.registry.leave("p0", 0.0)
     if case == "sample":
         parts.run("first", group="g")
         parts.take()
@@ -422,3 +422,86 @@ def test_offers_that_are_open_hold_up_nobody_that_came_back_and_no_other_worker(
     assert len(offered(bench.join("d1", "decode", 1, 100_000))) == MOST_OPEN_OFFERS, "as many for each worker"
     (again,) = offered(bench.do(Lost("d1")))[:1]
     assert again == f"a{MOST_OPEN_OFFERS}", "it has had its turn"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_the_line_does_not_stand_behind_one_that_only_a_leaving_worker_could_hold(is_new: bool) -> None:
+    """Guards all tenants of a cluster whose largest worker drains, for as long as that takes: the others were idle."""
+    parts = Parts()
+    large = parts.join("d0", blocks=200)
+    if not is_new:
+        call = parts.run("large", tokens=2000)
+        parts.queue.rejoin(call)
+        parts.take()
+    parts.join("d1", blocks=10)
+    parts.report("d0", leaving=True, blocks=200)
+    if is_new:
+        parts.wait("large", tokens=2000)
+    for number in range(3):
+        parts.wait(f"tiny{number}", tokens=8, max_tokens=8)
+    assert advance(parts) == ["tiny0", "tiny1", "tiny2"]
+    parts.wait("late", tokens=8, max_tokens=8)
+    assert advance(parts, ASIDE_S) == ["late"], "it is tried again, and passed again"
+    parts.report("d0", blocks=200)
+    assert advance(parts, ASIDE_S) == [], "it waits aside for a while"
+    assert advance(parts, 3 * ASIDE_S) == ["large"] and "large" in large.own
+    parts.table.forget(parts.table.calls[RequestId("large")], parts.out)
+    assert not parts.queue._aside and not parts.queue._back
+
+
+def test_what_only_a_leaving_worker_could_hold_is_refused_once_that_has_gone() -> None:
+    parts = Parts()
+    parts.join("d0", blocks=200)
+    parts.join("d1", blocks=10)
+    parts.report("d0", leaving=True, blocks=200)
+    parts.wait("large", tokens=2000)
+    assert advance(parts) == []
+    parts.registry.leave("d0", 1.0)
+    parts.queue.advance(2.0, parts.out)
+    (failed,) = parts.take()
+    assert isinstance(failed, Fail) and failed.fault.code == "OUT_OF_RANGE"
+
+
+def test_a_request_of_a_lost_worker_waits_for_its_return() -> None:
+    """Guards an answer that is being written where one worker is larger than all others: that it was lost, and started
+    again two seconds later, ended it as if it had been too long."""
+    bench = Bench(blocks=16)
+    bench.join("big", "decode", 1, 400)
+    bench.hear(load(blocks=400), "big")
+    out = bench.do(Submit(request_record("long", 40, 2000)))
+    assert [command.worker for command in out if is_told(command, Place)] == ["big"]
+    bench.hear(Accepted(RequestId("long"), 1, 0), "big")
+    bench.hear(Tokens(RequestId("long"), 1, 0, [5, 6]), "big")
+    assert not [command for command in bench.do(Lost("big")) if isinstance(command, Fail)]
+    assert offered(bench.do(Submit(request_record("short")))) == ["short"], "and nobody waits behind it"
+    assert not bench.do(Submit(request_record("other", 40, 2000))), "so does one that comes meanwhile"
+    bench.now = 2.0
+    assert set(offered(bench.join("big", "decode", 2, 400))) == {"long", "other"}
+    bench.do(Lost("big"))
+    bench.now = 13.0
+    told = [*bench.hear(load(blocks=16)), *bench.do(Tick())]
+    fails = [command for command in told if isinstance(command, Fail)]
+    said = {command.request: (command.fault.code, command.outcome) for command in fails}
+    assert said == {
+        "long": ("UNAVAILABLE", FinishReason.ERROR),
+        "other": ("OUT_OF_RANGE", FinishReason.REJECTED),
+    }
+
+
+def test_a_worker_that_hangs_does_not_hold_up_the_others() -> None:
+    """Guards a cluster of two: what the one left unanswered was counted as if the other had been asked too often."""
+    bench = Bench(blocks=100_000)
+
+    def served(number: int) -> bool:
+        """Whether `d1` was offered it, and takes it."""
+        asked = [c.worker for c in bench.do(Submit(request_record(f"r{number}"))) if is_told(c, Place)]
+        if "d1" in asked:
+            bench.accept(RequestId(f"r{number}"), 1, "d1")
+        return "d1" in asked
+
+    assert not any(served(number) for number in range(MOST_OPEN_OFFERS))
+    assert len(bench.router._table.open_offers) == MOST_OPEN_OFFERS, "the one there was hangs"
+    bench.now = 11.0
+    bench.join("d1", "decode", 1, 100_000)
+    bench.hear(load(blocks=100_000), "d1")
+    assert all(served(number) for number in range(100, 140)) and bench.router.waiting == 0
