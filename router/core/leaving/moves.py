@@ -26,15 +26,18 @@ def due_moves(
     for worker in leaving:
         moving = [c for c in known if c.source == worker.life or (c.yielding and c.decode == worker.name)]
         free = at_once - len(moving)
+        promised: int | None = None  # summed once, for the first who could move
         for call in known:
             if free <= 0 or (waits is not None and waits < call.turn):
                 break
             if not _is_worth_moving(call, worker):
                 continue
-            promised = sum(demand(other.record, worker.info).blocks for other in pending)
+            if promised is None:
+                promised = sum(demand(other.record, worker.info).blocks for other in pending)
             if placer.has_room_elsewhere(call, worker, promised, now):
                 due.append(call)
                 pending.append(call)
+                promised += demand(call.record, worker.info).blocks
                 free -= 1
     return due
 

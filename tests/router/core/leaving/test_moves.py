@@ -14,10 +14,11 @@ from engine.messages import (
     RequestStats,
     Tokens,
     UsePrefill,
+    WorkerInfo,
     Yield,
     Yielded,
 )
-from engine.types import FinishReason, RequestId
+from engine.types import FinishReason, RequestId, RequestRecord
 from router.core.call import Call, State
 from router.core.events import (
     Begin,
@@ -30,7 +31,10 @@ from router.core.events import (
     StopFound,
     TellWorker,
 )
+from router.core.leaving import moves
 from router.core.leaving.moves import due_moves
+from router.core.policy import Demand
+from router.core.worker_views import demand
 from tests.router.bench import A, B, Bench, ended, is_told
 from tests.router.core.parts import Parts, request_record
 from tests.router.core.test_recovery import running
@@ -297,6 +301,32 @@ def test_so_many_move_at_a_time_as_there_is_room_for(at_once: int, due: list[str
     for name in "abc":
         parts.call(name)
     assert parts.due(at_once) == due
+
+
+def test_what_moves_off_one_worker_counts_where_another_leaves_too() -> None:
+    """Guards the room that two leaving workers' requests are to have: it is there once."""
+    parts = Leaving()
+    parts.join("d2", blocks=8)
+    parts.report("d2", leaving=True)
+    for name, home in (("a", "d0"), ("b", "d2"), ("c", "d2")):
+        parts.call(name).decode = home
+    assert parts.due() == ["a", "b"]
+
+
+def test_all_that_wait_are_added_up_once_for_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the event loop, which looks at each report while a worker leaves: many run there, and many wait."""
+    parts, asked = Leaving(), list[str]()
+
+    def counted(record: RequestRecord, info: WorkerInfo) -> Demand:
+        asked.append(record.request)
+        return demand(record, info)
+
+    monkeypatch.setattr(moves, "demand", counted)
+    for i in range(10):
+        parts.call(f"runs{i}")
+    for i in range(20):
+        parts.call(f"waits{i}", State.WAITING)
+    assert parts.due() == [] and len(asked) == 20
 
 
 @pytest.mark.parametrize("state", [State.OFFERED, State.FINISHING, State.CLOSING])
