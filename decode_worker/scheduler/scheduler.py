@@ -181,10 +181,12 @@ class DecodeScheduler:
         """Take a request, or say no. One that is placed again ends first where it was; twice the same is said once."""
         record, commands = message.record, list[Command]()
         known = self._requests.get(record.request)
-        if known is not None and known.placement >= message.placement:
+        is_said = known is not None and known.placement >= message.placement
+        # Routers count placements each from a life of its own: another one's may have any number.
+        if known is not None and known.link != link and (is_said or known.link != NOBODY):
+            return [Tell(link, Taken(record.request, message.placement))]
+        if is_said:
             return []
-        if known is not None and known.link not in (link, NOBODY):
-            return [Tell(link, Taken(message.record.request, message.placement))]
         if known is not None:
             commands = self.endings.end(known, FinishReason.CANCELLED, now)
         self.endings.orphans.forget(record.request)

@@ -550,6 +550,24 @@ def test_what_the_former_router_still_says_changes_nothing(word: Cancel | Finish
     assert bench.step() == [(2, Tokens(R, 3, 4, [104]))]
 
 
+@pytest.mark.parametrize("claimer_lives", [True, False])
+@pytest.mark.parametrize("placement", [3, 2])
+def test_an_offer_of_what_another_router_goes_on_with_is_always_answered(claimer_lives: bool, placement: int) -> None:
+    """Guards a request that stays offered for ever: its router has not heard that it was claimed, and counts placements
+    from a life before the claimer's."""
+    bench = Bench()
+    two_routers(bench)
+    bench.hear(2, Claim(KEY))
+    if not claimer_lives:
+        bench.lose(2)
+    place = Place(record=bench.scheduler._requests[R].record, placement=placement, prefill=HERE)
+    assert bench.hear(1, place) == [(1, Taken(R, placement))]
+    bench.step()
+    link, orphan = bench.hear(1, Claim(KEY))[-2]
+    assert link == 1 and isinstance(orphan, Orphan) and orphan.tokens == [100, 101, 102, 103], "its client cannot go on"
+    assert bench.hear(1, place) == [], "its own is taken from it"
+
+
 def test_only_what_is_claimed_is_given() -> None:
     """Guards other requests, and those of another tenant, against a claim."""
     bench = Bench()
