@@ -79,6 +79,8 @@ class Vocabulary(msgspec.Struct, kw_only=True):
         """Read it with `get`, which returns a metadata value by its name in the file, or None. Raises ModelError."""
         names = [each.encode_name for each in fields(Vocabulary)]
         found = {name: value for name in names if (value := get(name)) is not None}
+        if found.get("tokenizer.ggml.model") == "llama":
+            found = _SENTENCE_PIECE_IDS | found
         try:
             return msgspec.convert({**found, "path": path}, Vocabulary)
         except msgspec.ValidationError as error:
@@ -89,6 +91,14 @@ class Vocabulary(msgspec.Struct, kw_only=True):
 
     def name(self, token: int | None) -> str | None:
         return self.tokens[token] if token is not None and 0 <= token < len(self.tokens) else None
+
+
+_SENTENCE_PIECE_IDS: dict[str, object] = {
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+"""Where SentencePiece has them, and what every reader of such a file takes that does not say it."""
 
 
 def _by_pattern(pattern: str) -> pre_tokenizers.PreTokenizer:

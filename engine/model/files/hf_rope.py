@@ -36,7 +36,8 @@ def rope_parameters(
         by_kind = {FULL: {}, SLIDING: {}, **by_kind}
     for kind, each in by_kind.items():
         usual = local_theta if local_theta is not None and kind == SLIDING else theta
-        parameters = {"rope_theta": usual, **{key: value for key, value in each.items() if value is not None}}
+        said = {key: value for key, value in each.items() if value is not None or key == "truncate"}
+        parameters = {"rope_theta": usual, **said}
         if share is not None:
             parameters.setdefault("partial_rotary_factor", share)
         if original is not None:
@@ -97,7 +98,8 @@ def _scaling(path: Path, kind: object, said: Parameters, context_tokens: int) ->
             original_context_tokens=original,
             beta_fast=float(said.get("beta_fast") or 32.0),
             beta_slow=float(said.get("beta_slow") or 1.0),
-            truncate=flag(said, "truncate", True),
+            # A null is no absence here: transformers, which the published files are tried with, takes it for false.
+            truncate=said.get("truncate", True) is not None and flag(said, "truncate", True),
         )
         return yarn, _yarn_scale(factor, said)
     if kind == "longrope":

@@ -395,3 +395,15 @@ def test_gpt_oss_scales_where_its_file_does_not_say(said: Raw) -> None:
     """Guards a file that leaves YaRN to its class, which has it as it was released."""
     config = read({key: value for key, value in GPT_OSS_20B.items() if key != "rope_scaling"} | said)
     assert (config.ropes, config.context_tokens) == (read(GPT_OSS_20B).ropes, 131072)
+
+
+def test_a_rounding_of_yarn_that_is_null_is_none() -> None:
+    """Guards a file that went through a tool which writes nulls: its classes take one for false, and a key that is
+    missing for true."""
+    raw: Any = deepcopy(GPT_OSS_20B)
+    (unrounded,) = read(raw).ropes
+    raw["rope_scaling"]["truncate"] = None
+    assert read(raw).ropes == (unrounded,)
+    del raw["rope_scaling"]["truncate"]
+    (rounded,) = read(raw).ropes
+    assert rounded != unrounded

@@ -245,6 +245,22 @@ def test_sentence_piece_vocabulary() -> None:
         assert made.decode(encoded.ids) == text
 
 
+@pytest.mark.parametrize("said", [{}, {"tokenizer.ggml.eos_token_id": 3}])
+def test_special_ids_that_a_sentence_piece_file_leaves_out_are_its_own(said: dict[str, int]) -> None:
+    """Guards prompts without their first token, and answers without an end."""
+    words = sentence_piece()
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": words.tokens,
+        "tokenizer.ggml.scores": words.scores,
+        "tokenizer.ggml.token_type": words.kinds,
+        **said,
+    }
+    found = Vocabulary.read(Path("m.gguf"), metadata.get)
+    assert (found.unknown, found.bos, found.eos) == (0, 1, said.get("tokenizer.ggml.eos_token_id", 2))
+    assert Vocabulary.read(Path("m.gguf"), (metadata | {"tokenizer.ggml.model": "gpt2"}).get).bos is None
+
+
 def test_sentence_piece_makes_no_control_token_of_letters() -> None:
     """Guards the template's words: with `<`, `s`, `>` and `s>` among the tokens, `<s>` in a message became `<s>`."""
     words = sentence_piece()
