@@ -25,6 +25,8 @@ _DEAD = -1  # in the place of a parent
 _FIRST_BUCKETS = 1024
 BUCKETS_PER_BLOCK = 2
 """So that most lookups end with the first node of a bucket, or without any: each further one is a pass of all keys."""
+CHECKED_AT_ONCE = 4096
+"""Nodes of one step of a check: some 0.5 ms."""
 
 
 class BlockTable:
@@ -233,30 +235,50 @@ class BlockTable:
                 self._buckets, self._split = 2 * self._buckets, 0
                 self._heads = _grown(self._heads, 2 * self._buckets, self._buckets)
 
-    def living(self) -> list[int]:
-        """All nodes that are somebody's."""
-        dead = set(self._free[: self._free_count].tolist())
-        return [node for node in range(1, self._fresh) if node not in dead]
-
     def check(self) -> None:
         """Raise AssertionError if nodes, buckets and sets disagree, or a holder holds a block without its parent."""
-        dead = set(self._free[: self._free_count].tolist())
-        living = np.array(self.living(), np.int32)
-        assert np.array_equal(self.find(self.keys[living]), living), "a node is not found"
-        parents = self.parents[living]
-        assert not dead & set(parents.tolist()), "a parent is forgotten"
-        assert (parents != _DEAD).all()
-        children = np.bincount(parents[parents > 0], minlength=self._fresh)
-        assert np.array_equal(children[living], self.children[living])
-        uses = np.bincount(self._sets[living], minlength=len(self._masks))
-        for mask, number in self._numbers.items():
-            assert self._masks[number] == mask and (not number or uses[number] == self._uses[number] > 0)
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """Check as `check` does, in steps of CHECKED_AT_ONCE nodes. No step may follow a change."""
+        is_living = np.ones(self._fresh, np.bool_)
+        is_living[0] = False
+        is_living[self._free[: self._free_count]] = False
+        children = np.zeros(self._fresh, np.int32)
+        uses = np.zeros(len(self._masks), np.int64)
+        for living in self._parts(is_living):
+            assert np.array_equal(self.find(self.keys[living]), living), "a node is not found"
+            parents, sets = self.parents[living], self._sets[living]
+            assert (parents != _DEAD).all()
+            below = parents > 0
+            assert is_living[parents[below]].all(), "a parent is forgotten"
+            np.add.at(children, parents[below], 1)
+            uses += np.bincount(sets, minlength=len(uses))
+            pairs = zip(sets[below].tolist(), self._sets[parents[below]].tolist(), strict=True)
+            for mine, above in set(pairs):
+                assert not self._masks[mine] & ~self._masks[above], "a block is held without its parent"
+            yield
+        for living in self._parts(is_living):
+            assert np.array_equal(children[living], self.children[living])
+            yield
         assert uses[0] == 0, "a node is held by nobody"
-        assert uses.sum() == sum(uses[number] for number in self._numbers.values())
-        below = parents > 0
-        pairs = zip(self._sets[living[below]].tolist(), self._sets[parents[below]].tolist(), strict=True)
-        for mine, above in set(pairs):
-            assert not self._masks[mine] & ~self._masks[above], "a block is held without its parent"
+        named = 0
+        for at, (mask, number) in enumerate(self._numbers.items()):
+            assert self._masks[number] == mask and (not number or uses[number] == self._uses[number] > 0)
+            named += uses.item(number)
+            if at % CHECKED_AT_ONCE == 0:
+                yield
+        assert uses.sum() == named
+
+    def _parts(self, is_living: NDArray[np.bool_]) -> Iterator[Nodes]:
+        """The nodes that are somebody's, some at a time."""
+        for begin in range(0, self._fresh, CHECKED_AT_ONCE):
+            yield is_living[begin : begin + CHECKED_AT_ONCE].nonzero()[0].astype(np.int32) + np.int32(begin)
+
+    def are_held(self, nodes: Nodes, bit: int) -> bool:
+        """Return True if a bit holds all of these nodes."""
+        return all(self._masks[number] >> bit & 1 for number in set(self._sets.take(nodes).tolist()))
 
     def held(self) -> Iterator[tuple[int, int]]:
         """Yield every set of holders that there is, as bits, and how many blocks it holds."""

@@ -154,8 +154,7 @@ class ClusterView:
         self.registry.released(call.decode, call.record.request)
 
     def check(self, calls: Mapping[RequestId, Call]) -> None:
-        """Raise AssertionError if what workers are believed to hold is not what `calls` say."""
-        self.index.check()
+        """Raise AssertionError if what workers are believed to have to do is not what `calls` say."""
         for request, call in calls.items():
             if call.state is not State.WAITING:
                 decode = self.registry.get(call.decode)

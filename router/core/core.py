@@ -574,6 +574,12 @@ class Router:
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""
+        self.index.check()
+        self.check_requests()
+
+    def check_requests(self) -> None:
+        """Check all but what workers are believed to hold, which may be millions of blocks: `PrefixIndex.checks` goes
+        through them step by step."""
         self._table.check()
         self._queue.check()
 

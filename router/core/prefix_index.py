@@ -8,18 +8,21 @@ says that it has gone to another one.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
 from engine.identity import IDENTITY_BYTES, SHORT_BYTES
 from router.core.believed_cache import BelievedCache, BelievedTier, nodes_of
-from router.core.block_table import BlockTable, Keys, Nodes, leading
+from router.core.block_table import CHECKED_AT_ONCE, BlockTable, Keys, Nodes, leading
 
 Chain = Sequence[bytes]
 
 TIERS = ("device", "host", "disk")
 RESERVED_BLOCKS = 1 << 24
 """Blocks that the table is made for when workers join, so that it need not be copied while requests wait."""
+SETS_AT_ONCE = 64
+"""Sets of holders of one step of a check."""
 
 
 class PrefixIndex:
@@ -27,7 +30,7 @@ class PrefixIndex:
 
     # Mutable state: the table, the caches by name, whose each bit of the table's sets is, the bits of the workers that
     # have lower tiers, and the chain that was looked for last, with its keys and their nodes, and what the table's
-    # count of changes was.
+    # count of changes was; and the index's own count.
 
     def __init__(self) -> None:
         self._table = BlockTable()
@@ -35,6 +38,8 @@ class PrefixIndex:
         self._owners: list[tuple[str, int] | None] = []
         self._tiered = 0
         self._latest: tuple[Chain, Keys, Nodes, int] = ((), _keys(()), self._table.find(_keys(())), 0)
+        self.changes = 0
+        """How often something was learned that may have changed what is believed."""
 
     def __repr__(self) -> str:
         held = ", ".join(f"{name}: {h.whole.blocks}/{h.whole.capacity}" for name, h in self._caches.items())
@@ -43,6 +48,7 @@ class PrefixIndex:
     def add(self, worker: str, blocks: int, host_blocks: int = 0, disk_blocks: int = 0) -> None:
         """Begin with nothing for `worker`, whatever was believed of it. It can hold so many blocks in each tier."""
         self.forget(worker)
+        self.changes += 1
         tiers: list[BelievedTier] = []
         capacity = 0
         for number, (name, more) in enumerate(zip(TIERS, (blocks, host_blocks, disk_blocks), strict=True)):
@@ -63,6 +69,7 @@ class PrefixIndex:
     def forget(self, worker: str) -> None:
         cache = self._caches.pop(worker, None)
         if cache is not None:
+            self.changes += 1
             self._table.drop(cache.nodes(), cache.mask)
             self._tiered &= ~cache.mask
             for tier in cache.tiers:
@@ -139,6 +146,7 @@ class PrefixIndex:
         cache = self._caches.get(worker)
         if cache is None:
             return
+        self.changes += 1
         most = cache.whole.capacity
         keys, found = self._find(chain)
         path = self._table.extend(keys[:most], found=found[:most])
@@ -155,6 +163,7 @@ class PrefixIndex:
         cache = self._caches.get(worker)
         if cache is None or len(blocks) % SHORT_BYTES or len(parent) not in (0, SHORT_BYTES):
             return
+        self.changes += 1
         above, top = list[int](), 0
         if parent:
             top = self._table.find(np.frombuffer(parent, "<u8")).item(0)
@@ -162,7 +171,7 @@ class PrefixIndex:
                 return
             above = self._path(top)
         room = max(0, cache.whole.capacity - len(above))
-        below = self._table.extend(np.frombuffer(blocks, "<u8")[:room], top)
+        below = self._table.extend(_distinct(np.frombuffer(blocks, "<u8"))[:room], top)
         if len(below):
             path = np.concatenate((np.array(above, np.int32), below))
             cache.use(path)
@@ -171,11 +180,13 @@ class PrefixIndex:
 
     def recall(self, worker: str, parent: bytes, blocks: bytes) -> None:
         """Believe that a run of blocks is held (short identities, packed, each the parent of the next), and was used
-        before all that is known already. Below a `parent` that is not held it says nothing; empty: it begins there."""
+        before all that is known already. Below a `parent` that is not held it says nothing; empty: it begins there. A
+        run ends before the first block that it names once more."""
         cache = self._caches.get(worker)
         if cache is None or len(blocks) % SHORT_BYTES or len(parent) not in (0, SHORT_BYTES):
             return
-        keys, top = np.frombuffer(blocks, "<u8"), 0
+        self.changes += 1
+        keys, top = _distinct(np.frombuffer(blocks, "<u8")), 0
         if parent:
             top = self._table.find(np.frombuffer(parent, "<u8")).item(0)
             if not self._holds(cache, top):
@@ -211,6 +222,7 @@ class PrefixIndex:
         """Drop blocks with everything below them; unknown ones are ignored."""
         cache = self._caches.get(worker)
         if cache is not None and identities:
+            self.changes += 1
             gone = self._let_go(cache, self._table.find(_keys(identities)), cache.whole, cache.cut)
             if gone:
                 self._table.drop(np.concatenate(gone), cache.mask)
@@ -222,6 +234,7 @@ class PrefixIndex:
         cache = self._caches.get(worker)
         if cache is None or not blocks:
             return
+        self.changes += 1
         for at, below in enumerate(cache.tiers[1:], 1):
             nodes = self._nodes(blocks.get(below.name, b""))
             for tier in cache.tiers[:at] if len(nodes) else ():
@@ -295,28 +308,65 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raise AssertionError if table and stretches disagree, or a tier holds more than it can."""
-        self._table.check()
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """Check as `check` does, in steps of a few milliseconds at most. No step may follow a change: `changes` says
+        whether there was one."""
+        yield from self._table.checks()
         bits = {tier.bit: cache for cache in self._caches.values() for tier in cache.tiers}
         assert {bit for bit, owner in enumerate(self._owners) if owner is not None} == bits.keys()
         marked = dict.fromkeys(bits, 0)
-        for mask, blocks in self._table.held():
+        for at, (mask, blocks) in enumerate(self._table.held()):
             for bit in _bits(mask):
                 marked[bit] += blocks
+            if at % SETS_AT_ONCE == 0:
+                yield
         for cache in self._caches.values():
-            self._check_cache(cache)
+            yield from self._check_cache(cache)
             for tier in cache.tiers:
                 assert marked[tier.bit] == tier.blocks <= tier.capacity, f"{tier} of {marked[tier.bit]} blocks"
 
-    def _check_cache(self, cache: BelievedCache) -> None:
-        paths = {use: nodes_of(path) for use, path in cache.stretches.items()}
-        assert cache.tops == {path.item(0): use for use, path in paths.items()}
-        uses = {node: use for use, path in paths.items() for node in path.tolist()}
-        assert len(uses) == cache.whole.blocks, "two stretches share a block"
-        assert all(self._holds(cache, node) for node in uses)
-        for use, path in paths.items():
-            top, *parents = self._table.parents[path].tolist()
-            assert parents == path[:-1].tolist(), "a stretch is no piece of a chain"
-            assert not top or uses[top] >= use, "a block is newer than its parent"
+    def _check_cache(self, cache: BelievedCache) -> Iterator[None]:
+        uses = np.zeros(len(self._table.keys), np.int64)  # by node; 0 is none
+        blocks = 0
+        for some in _batches(cache.stretches):
+            nodes = nodes_of(b"".join(some.values()))
+            lengths = [len(nodes_of(stretch)) for stretch in some.values()]
+            tops = np.cumsum([0, *lengths[:-1]])
+            theirs = np.repeat(list(some), lengths)
+            assert [cache.tops.get(top) for top in nodes[tops].tolist()] == list(some)
+            assert not uses[nodes].any(), "two stretches share a block"
+            uses[nodes] = theirs
+            assert (uses[nodes] == theirs).all(), "two stretches share a block"
+            blocks += len(nodes)
+            assert self._table.are_held(nodes, cache.whole.bit)
+            is_below = self._table.parents[nodes[1:]] == nodes[:-1]
+            is_below[tops[1:] - 1] = True
+            assert is_below.all(), "a stretch is no piece of a chain"
+            yield
+        assert len(cache.tops) == len(cache.stretches)
+        assert blocks == cache.whole.blocks, "two stretches share a block"
+        items = iter(cache.tops.items())
+        while pairs := list(islice(items, CHECKED_AT_ONCE)):
+            nodes, theirs = np.array(pairs, np.int64).T
+            above = self._table.parents[nodes]
+            assert ((above == 0) | (uses[above] > theirs)).all(), "a block is newer than its parent"
+            yield
+
+
+def _batches(stretches: Mapping[int, bytes]) -> Iterator[dict[int, bytes]]:
+    """The stretches by use, some at a time: CHECKED_AT_ONCE blocks of them, or one that is longer."""
+    batch, blocks = dict[int, bytes](), 0
+    for use, stretch in stretches.items():
+        batch[use] = stretch
+        blocks += len(nodes_of(stretch))
+        if blocks >= CHECKED_AT_ONCE:
+            yield batch
+            batch, blocks = {}, 0
+    if batch:
+        yield batch
 
 
 def _keys(chain: Chain) -> Keys:
@@ -326,6 +376,14 @@ def _keys(chain: Chain) -> Keys:
         packed = b"".join(one[:IDENTITY_BYTES].ljust(IDENTITY_BYTES, b"\0") for one in chain)
     keys: Keys = np.frombuffer(packed, "<u8")[:: IDENTITY_BYTES // SHORT_BYTES]
     return keys
+
+
+def _distinct(keys: Keys) -> Keys:
+    """The first keys, as far as no two are the same."""
+    order = keys.argsort(kind="stable")
+    ranked = keys.take(order)
+    again = order[1:][ranked[1:] == ranked[:-1]]
+    return keys[: again.min()] if len(again) else keys
 
 
 def _bits(mask: int) -> list[int]:

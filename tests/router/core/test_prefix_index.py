@@ -3,6 +3,7 @@ What it is told of workers, and asked by the placer, is tried in test_cluster_vi
 
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from random import Random
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.identity import SHORT_BYTES, chain, root
+from router.core.believed_cache import BelievedCache, nodes_of
 from router.core.block_table import BlockTable
 from router.core.prefix_index import PrefixIndex
 
@@ -601,6 +603,25 @@ def test_a_run_of_nothing_changes_nothing() -> None:
     assert [index.match("a", blocks([n])) for n in (1, 2, 3)] == [0, 1, 1], "the oldest use has given way"
 
 
+@pytest.mark.parametrize("how", [PrefixIndex.recall, PrefixIndex.learn])
+def test_a_run_that_names_a_block_twice_ends_before_it(
+    how: Callable[[PrefixIndex, str, bytes, bytes], None],
+) -> None:
+    """Guards the table against two nodes of one identity, which have ended the router at its next check."""
+    prompt = blocks([1, 2, 3])
+    for known in (0, 1):
+        for first, again in ((0, 0), (1, 1), (1, 0), (2, 1)):
+            index = PrefixIndex()
+            index.add("a", 8)
+            index.insert("a", prompt[:known])
+            how(index, "a", b"", short([*prompt[: first + 1], prompt[again], prompt[2]]))
+            index.check()
+            assert index.depths(prompt) == {"a": first + 1} and index.held_blocks("a") == first + 1
+    how(index, "a", short(prompt[:1]), short([prompt[0], prompt[0]]))
+    index.check()
+    assert index.held_blocks("a") == 3
+
+
 def test_what_was_told_in_part_and_is_used_again_counts_whole() -> None:
     """Guards the counts of a worker that told what it held before it was used: they outlived its uses, tidied away, and
     made those that came after them as small."""
@@ -641,3 +662,40 @@ def test_a_chain_that_was_found_before_is_found_as_it_is_now() -> None:
             assert index.depths(asked)[name] == len(asked)
         found = index.depths(asked)
         assert found == index.depths(list(asked)), "the same blocks in another list"
+
+
+def _reversed(stretch: bytes) -> bytes:
+    """A stretch with all but its first node the other way round."""
+    nodes = nodes_of(stretch)
+    return np.concatenate((nodes[:1], nodes[:0:-1])).tobytes()
+
+
+DAMAGE: dict[str, Callable[[BlockTable, BelievedCache], object]] = {
+    "a node is not found": lambda table, cache: table.keys.__setitem__(1, 7),
+    "a parent is forgotten": lambda table, cache: table._remove(np.array([1], np.int32)),
+    "a block is held without its parent": lambda table, cache: table._change(np.array([1], np.int32), 0, 2),
+    "a node is held by nobody": lambda table, cache: table._change(np.array([3], np.int32), 0, 3),
+    "two stretches share a block": lambda table, cache: cache.stretches.update(
+        {1: cache.stretches[1] + cache.stretches[2]}
+    ),
+    "a stretch is no piece": lambda table, cache: cache.stretches.update({2: _reversed(cache.stretches[2])}),
+    "a block is newer than": lambda table, cache: (
+        cache.stretches.update({9: cache.stretches.pop(1)}),
+        cache.tops.update({nodes_of(cache.stretches[9]).item(0): 9}),
+    ),
+    "of 4 blocks": lambda table, cache: setattr(cache.whole, "capacity", 3),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_check_finds(what: str) -> None:
+    """Guards the check, which looks at many blocks at once: each fault that it is to find, planted."""
+    index = PrefixIndex()
+    for name in "ab":
+        index.add(name, 8)
+        index.insert(name, blocks([0, 0, 0]))
+    index.insert("a", blocks([0, 0, 1]))
+    index.check()
+    DAMAGE[what](index._table, index._caches["a"])
+    with pytest.raises(AssertionError, match=what):
+        index.check()
