@@ -12,6 +12,7 @@ import pytest
 
 from engine.messages import PeerAddress
 from engine.types import Incarnation, RequestId
+from router.core import registry as registry_module
 from router.core.ejection import CONSECUTIVE
 from tests.router.core.parts import Parts
 from tests.router.fake_cluster import load, worker_info
@@ -161,6 +162,20 @@ def test_an_announced_end_is_remembered_for_that_life() -> None:
     parts.registry.forget("d0")
     assert parts.registry.was_leaving(("d0", Incarnation(11)))
     assert not parts.registry.was_leaving(("d0", Incarnation(21)))
+
+
+def test_announced_ends_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the memory of a router whose workers come and go under new names: the latest ends are remembered."""
+    monkeypatch.setattr(registry_module, "KEPT_ENDS", 3)
+    parts = Parts()
+    for number in range(9):
+        name = f"d{number}"
+        parts.join(name, 11)
+        parts.report(name, leaving=True)
+        parts.registry.leave(name, 0.0)
+        parts.registry.forget(name)
+    known = [number for number in range(9) if parts.registry.was_leaving((f"d{number}", Incarnation(11)))]
+    assert known == [6, 7, 8] and len(parts.registry._left) == 3
 
 
 @pytest.mark.parametrize(("model", "arithmetic", "differs"), [("f", "x", True), ("f", "", False), ("g", "x", False)])
