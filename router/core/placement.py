@@ -247,6 +247,7 @@ class Placer:
             fits(demands[worker.room], self._views.of_decode(worker, held), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
+            if promised <= worker.info.blocks - worker.used_blocks  # before its prompt is looked for in the index
             if _applies(worker.info, call.record)
         )
 
