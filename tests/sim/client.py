@@ -125,6 +125,8 @@ class Client:
             if self.tokens_ != self.want or not self._comes_to_nothing:
                 raise Violation(f"{self.name}: {fault.message} behind {self.tokens_}; the whole is {self.want}")
             self.world.note("dead end told")
+        elif self.name == self.world.plan.giant and fault.code in ("UNAVAILABLE", "OUT_OF_RANGE"):
+            self.world.giant_failed(self, fault.message)
         elif fault.code != "UNAVAILABLE":
             raise Violation(f"{self.name}: {fault.code}: {fault.message}")
         else:

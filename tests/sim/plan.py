@@ -41,6 +41,10 @@ class Plan:
     goings: list[Going] = field(default_factory=list)
     workers: dict[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 2})
     blocks: dict[str, int] = field(default_factory=lambda: {"prefill": 14, "decode": 14})
+    large_blocks: int = 0
+    """Blocks of the first decode worker, where that has more than the others."""
+    giant: str = ""
+    """The request, if any, that no other one could hold."""
     block_size: dict[str, int] = field(default_factory=lambda: {"prefill": 4, "decode": 4})
     windows: tuple[int, ...] = ()
     """The windows of the layer groups but the first, in tokens; empty: all layers are in one group."""

@@ -62,6 +62,8 @@ OWN_ENDS = 0.15
 """Share of the requests without a grammar that name tokens which end them."""
 CONSTRAINED = 0.3
 """Share of the requests that are held to a constraint."""
+LARGE, MOST_OF_A_GIANT = 0.3, 80
+"""Share of the plans whose decode workers differ in size, where the small ones have room for at most so many tokens."""
 SHARED = 0.3
 """Share of the schedules whose tenants have shares of the cache."""
 WINDOWS: tuple[tuple[int, ...], ...] = (*[()] * 8, (3,), (6,), (9, 5), (20, 2))
@@ -134,6 +136,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     _constrain(plan, Random(f"constraints {seed}"))
     _end(plan, Random(f"ends {seed}"))
     _share(plan, Random(f"shares {seed}"))
+    _enlarge(plan, Random(f"large {seed}"))
     return plan
 
 
@@ -193,6 +196,20 @@ def _share(plan: Plan, rng: Random) -> None:
         shares = {ask.record.namespace: rng.choice((0.0, 0.1, 0.3, 0.6)) for ask in plan.asks}
         for ask in plan.asks:
             ask.record = replace(ask.record, cache_share=shares[ask.record.namespace])
+
+
+def _enlarge(plan: Plan, rng: Random) -> None:
+    """Give, in some of the plans, one decode worker a larger pool than the others, and it alone room for a request."""
+    size = plan.block_size["decode"]
+    fit = plan.blocks["decode"] * size
+    alone = [ask for ask in plan.asks if not ask.record.group and ask.record.beams is None]
+    if plan.windows or fit > MOST_OF_A_GIANT or not alone or rng.random() >= LARGE:
+        return
+    ask = rng.choice(alone)
+    plan.giant = ask.record.request
+    tokens = fit + rng.randint(1, 3 * size) - ask.record.prompt_tokens
+    ask.record = replace(ask.record, max_tokens=tokens, min_tokens=rng.choice((0, tokens)), constraint=None)
+    plan.large_blocks = -(-(fit + 3 * size) // size) + rng.randint(0, 4)
 
 
 def _search(plan: Plan, rng: Random) -> None:

@@ -205,6 +205,8 @@ class NullMetrics:
         return _nothing
 
 
+LARGE = "decode-0"
+"""The worker that may have a larger pool than the others of its role."""
 _nothing: Callable[..., Any] = "".format
 """Takes whatever it is given, without a call of Python."""
 
@@ -212,6 +214,8 @@ _nothing: Callable[..., Any] = "".format
 def _open_device(config: object, limits: object, *rest: object) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
     blocks, size = plan.blocks[process.role], plan.block_size[process.role]
+    if process.name == LARGE:
+        blocks = max(blocks, plan.large_blocks)
     drafter = EachAlone(Scripted) if plan.drafts else None
     windows = plan.windows, plan.masked
     opened = shadow.device(process, blocks, size, plan.context_tokens, plan.ahead, drafter, *windows)

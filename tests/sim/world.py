@@ -248,6 +248,12 @@ class World:
         if self.plan.strict and not self._may_fail():
             raise Violation(f"{client.name}: UNAVAILABLE without need: {message}")
 
+    def giant_failed(self, client: Client, message: str) -> None:
+        """Note that the request which one worker alone could hold got no answer."""
+        self.note("larger than all that are left")
+        if not (self.faults.struck.total() or self.faults.unseen or self.plan.goings):
+            raise Violation(f"{client.name}: refused without need: {message}")
+
     def lost(self, client: Client) -> None:
         """Note a client that came back for a request that the new router does not know."""
         self.note("client lost its request")
