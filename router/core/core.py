@@ -85,6 +85,8 @@ from router.core.registry import Life
 from router.core.sessions import Pin, Session, Sessions
 from router.core.waiting_queue import WaitingQueue
 
+MOVES_S = 0.05
+"""How soon it is asked again who could move off a leaving worker, but at that one's own reports."""
 PINS_AT_ONCE = 256
 """Sessions that a router which has begun is told at a tick."""
 _RUNNING = State.RUNNING  # looked up once: every token asks
@@ -112,6 +114,7 @@ class Router:
         )
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._sessions = Sessions(config.session_s, life)
+        self._moves_s = -MOVES_S
         self._pins_to_tell: deque[tuple[Session, Pin, int, float]] = deque()
         self._queue = _GuardedQueue(table, view, self._placer, self._adoptions, self._sessions)
         self._admission = DeadlineGate(config, table, self._placer, self._queue)
@@ -257,7 +260,9 @@ class Router:
             self.index.moved(worker, record.moved)
             self._losses.give_up(self._detector.accused(worker, record.silent, now), now, out)
             self._queue.advance(now, out)
-            self._move(now, out)
+            if record.leaving or now - self._moves_s >= MOVES_S:
+                self._moves_s = now
+                self._move(now, out)
             return
         if isinstance(record, HoldingTold):
             for run in record.runs:

@@ -20,6 +20,7 @@ from engine.messages import (
 )
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.core.call import Call, State
+from router.core.core import MOVES_S
 from router.core.events import (
     Begin,
     ClientLeft,
@@ -98,6 +99,8 @@ def test_nobody_is_asked_for_what_no_other_worker_could_hold() -> None:
     other = {"d0": "d1", "d1": "d0"}[home]
     bench.hear(load(active=4, blocks=6), other)
     assert leave(bench, home) == [] and not bench.router._calls[A].yielding
+    assert bench.hear(load(blocks=6), other) == [], "it was asked a moment ago: reports come by the hundred"
+    bench.now += MOVES_S
     assert bench.hear(load(blocks=6), other) == [TellWorker(home, Yield(A, 1))]
 
 
