@@ -24,7 +24,7 @@ Room = tuple[int, int | None]
 
 
 KEPT_ENDS = 4096
-"""Of how many workers it is remembered that they had announced their end."""
+"""Workers that had announced their end, the latest ones: so many are remembered."""
 
 
 @dataclass(slots=True)
