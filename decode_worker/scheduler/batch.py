@@ -162,10 +162,10 @@ class Batch:
         wants = [want for request in self.running for want in self.wants(request)]
         return sum(short for _, short in wants)
 
-    def fill(self, now: float) -> None:
-        """Let requests that are ready run, as far as a step has rows for them. One whose constraint is still being
-        compiled is passed over."""
-        rows = sum([_rows(request) for request in self.running if not self._ends(request)])
+    def fill(self, now: float, departing: int = 0) -> None:
+        """Let requests that are ready run, as far as a step has rows for them beside so many of requests that depart.
+        One whose constraint is still being compiled is passed over."""
+        rows = departing + sum([_rows(request) for request in self.running if not self._ends(request)])
         for request in [r for r in self.ready if is_compiled(r.record, self._compiled)]:
             rows += _rows(request)
             if rows > self._max_rows:

@@ -53,6 +53,8 @@ class Preemption:
     line: list[Request] = field(default_factory=list)
     preempted: Counter[str] = field(default_factory=Counter)
     """Preemptions, by the state in which the requests were."""
+    _refused: tuple[Request, int] | None = None
+    """Who of the line there was no room for at last, and how many blocks there were then that it might have had."""
 
     def bars(self, record: RequestRecord) -> bool:
         """Say if a preempted request comes before a new one."""
@@ -63,17 +65,19 @@ class Preemption:
     def make_room(self, now: float) -> bool:
         """Have a block for the next token of every running request, as long as others can give way. Return True if any
         did: those that are ready may take their rows."""
-        before, awaited = self.preempted.total(), 0
+        before, awaited, freeing = self.preempted.total(), 0, -1
         for request in sorted(self.batch.running, key=order):
             if request.state is not RequestState.RUNNING:
                 continue  # it has given way to one before it
             wants = self.batch.wants(request)
             while (short := sum(self.kv.cost(*want) for want in wants)) > self.kv.available:
-                if awaited + short <= self.kv.available + self.swapping.freeing:
+                freeing = self.swapping.freeing if freeing < 0 else freeing  # not for everybody anew: it takes long
+                if awaited + short <= self.kv.available + freeing:
                     awaited += short
                     break
                 victims = self.victims(request)
                 self.preempt(victims, now)
+                freeing = -1
                 if not victims or request in victims:
                     break
             else:
@@ -151,6 +155,11 @@ class Preemption:
         record, tokens, kv, prefills = request.record, request.tokens, self.kv, self.prefills
         # Who runs wants its next block soon: to take it away would preempt this request again.
         spare = max(len(self.batch.running), self.batch.shortage)
+        refused, self._refused = self._refused, None
+        if self.batch.running and refused and refused[0] is request and kv.available - spare <= refused[1]:
+            # What it shares with others takes as much from what it needs as from what there is.
+            self._refused = refused
+            return None
         sample = None if record.prompt_logprobs is not None else self._fetched_sample(request)
         # 1. Another sample of its prompt is being fetched, and this one was swapped: it waits, since fetching what they
         # share twice would take room twice.
@@ -177,6 +186,7 @@ class Preemption:
             return None
         lease = self.admission.acquire(record, tokens, migrating=loads or not here, spare=spare, match_limit=limit)
         if lease is None:
+            self._refused = request, kv.available - spare
             return None
         preempted = self._begin(request, lease, "here" if here else "pool", now)
         request.have_blocks = lease.cached_tokens // kv.block_size

@@ -205,7 +205,8 @@ class DecodeScheduler:
         commands to carry out. It may be called again before `complete`: that step is planned behind the first, and None
         may mean that it can be planned when the first has ended."""
         commands = self.endings.settle(self.preemption.resume(now), now)
-        self.batch.fill(now)
+        departing = len(self.departures.incomplete)
+        self.batch.fill(now, departing)
         if self.batch.waits(not self.departures.incomplete and self.prefills.is_landing(now), now):
             return None, commands
         if self.batch.is_under_way:
@@ -213,7 +214,7 @@ class DecodeScheduler:
             goes_on = not self.departures.incomplete and self.batch.goes_on()
             return (self.batch.plan([], now) if goes_on else None), commands
         while self.preemption.make_room(now):
-            self.batch.fill(now)
+            self.batch.fill(now, departing)
         # Whoever departs has a row once more: one that is only ready waits until there is one for it.
         for request in list(self.batch.running):
             if request.yielding and not self.kv.shortage(request.lease, len(request.tokens)):

@@ -97,7 +97,10 @@ class KVCacheManager:
 
     def matched_tokens(self, namespace: bytes, tokens: Sequence[int], limit: int) -> int:
         """Return how many of `tokens[:limit]` are cached, to the token."""
-        match = self.cache.match(namespace, tokens, limit)
+        return self.tokens_of(self.cache.match(namespace, tokens, limit))
+
+    def tokens_of(self, match: Match) -> int:
+        """Return how many tokens a match is long."""
         return len(match.nodes) * self.block_size + match.partial_tokens
 
     # leases

@@ -105,10 +105,19 @@ class RadixCache:
         """Blocks that could be evicted, one after the other."""
         return self.shares.idle
 
-    def match(self, namespace: bytes, tokens: Sequence[int], limit: int, *, whole: bool = False) -> Match:
+    def match(
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        limit: int,
+        *,
+        whole: bool = False,
+        before: Match | None = None,
+    ) -> Match:
         """The longest cached prefix of `tokens[:limit]`, from whose end can be computed on; `whole`: of whole blocks.
-        Changes nothing."""
-        found = self.longest(namespace, tokens, limit)
+        `before`: what was found last of the same, by which it is found sooner, and which is used up. Changes nothing.
+        """
+        found = self.longest(namespace, tokens, limit, None if self._windows else before)
         if self._windows:
             return self._in_windows(found, whole)
         return Match(found.nodes) if whole else found
@@ -140,13 +149,19 @@ class RadixCache:
         windows = zip(self._windows, runs, strict=True)
         return all(run >= blocks - group.first_needed(tokens, self.block_size) for group, run in windows)
 
-    def longest(self, namespace: bytes, tokens: Sequence[int], limit: int) -> Match:
+    def longest(
+        self, namespace: bytes, tokens: Sequence[int], limit: int, before: Match | None = None
+    ) -> Match:
         """Do the same for the first layer group alone, whatever the others have."""
         nodes: list[Node] = []
         node = self._roots.get(namespace)
         if node is None:
             return Match(nodes)
         size, pack, at = self.block_size, self._pack, 0
+        # A node goes after its children: while the last one is there, all before it are.
+        if before is not None and before.nodes and self._by_block.get(before.nodes[-1].block) is before.nodes[-1]:
+            nodes = before.nodes
+            node, at = nodes[-1], len(nodes) * size
         while at + size <= limit:
             child = node.children.get(pack(*tokens[at : at + size]))
             if child is None:

@@ -191,7 +191,9 @@ class Line:
 
     def _matched(self, job: Job) -> int:
         record = job.record
-        return self._kv.matched_tokens(record.space, record.tokens, job.match_limit)
+        # In every step: of a long prompt, only what was cached, or has gone, since the last one is looked at.
+        job.match = self._kv.cache.match(record.space, record.tokens, job.match_limit, before=job.match)
+        return self._kv.tokens_of(job.match)
 
     def _coming(self, job: Job) -> int:
         """Return what `Job.coming` says, as things stand."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.kv.manager import Lease
+from engine.kv.radix_cache import Match
 from engine.kv.tiers.fetches import Fetch
 from engine.messages import Handoff
 from engine.plan import MUCH_SHORTER, mean
@@ -44,6 +45,8 @@ class Job:
     than are there already."""
     beginnings: list[int] = field(default_factory=list)
     """What the line knows its prompt's beginnings by, until it is computed."""
+    match: Match | None = None
+    """What of it was cached when that was last asked, while it waits."""
     lease: Lease | None = None
     computed: int = 0
     cached_tokens: int = 0

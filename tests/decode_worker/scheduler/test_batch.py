@@ -95,6 +95,24 @@ def test_a_prompt_without_a_share_of_the_step_has_no_row() -> None:
     assert plan is not None and [(row.request, row.end - row.start) for row in plan.rows] == [("b", 4)]
 
 
+def test_rows_of_who_departs_are_rows_of_the_step() -> None:
+    """Guards the step's memory where a worker leaves: for so many rows it was counted."""
+    bench = Fetching(max_batch=3)
+    for number, name in enumerate("abc", 1):
+        assert bench.place(name, _prompt(number))
+    plan, _ = bench.scheduler.plan(1.0)
+    assert plan is not None
+    bench.scheduler.complete(plan, [1] * sum(row.draw for row in plan.rows), 1.0)
+    batch = bench.scheduler.batch
+    assert len(batch.ready) == 3
+    batch.fill(1.0, 2)
+    assert len(batch.running) == 1
+    batch.fill(1.0, 1)
+    assert len(batch.running) == 2
+    batch.fill(1.0)
+    assert len(batch.running) == 3
+
+
 def test_a_search_takes_as_many_rows_as_it_is_wide() -> None:
     """Guards the step's memory: two searches of two hypotheses are four rows, not two."""
     bench = Fetching(max_batch=3)

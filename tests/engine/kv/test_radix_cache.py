@@ -2,6 +2,8 @@
 is in test_sorted_keys.py, random requests in test_machine.py, the published examples in test_examples.py and
 test_figure.py."""
 
+import random
+
 import pytest
 
 from engine.kv.radix_cache import Match, Node, RadixCache
@@ -107,3 +109,45 @@ def test_a_shorter_tail_that_somebody_holds_does_not_give_way() -> None:
     assert cache.idle == 0
     with pytest.raises(KeyError):
         cache.evict(NAME)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_match_that_goes_on_is_the_one_that_begins_anew(seed: int) -> None:
+    """Guards the waiting prompts of a line, looked up in every step: also where blocks go, and others come."""
+    dice, cache = random.Random(seed), RadixCache(2, "m")
+    prompts = [[dice.randrange(2) for _ in range(dice.randrange(1, 14))] for _ in range(8)]
+    latest: list[Match | None] = [None] * len(prompts)
+    free, went_on = [BlockId(at) for at in range(40)], 0
+    for _ in range(300):
+        tokens = dice.choice(prompts)[: dice.randrange(1, 14)]
+        if dice.random() < 0.5 and len(free) > 7:
+            path = [cache.root(NAME)]
+            for at in range(0, len(tokens) - 1, 2):
+                node = cache.insert(path[-1], tokens[at : at + 2], free[-1])
+                assert node is not None
+                if node.block == free[-1]:
+                    free.pop()
+                else:
+                    cache.occupy(node.block)
+                path.append(node)
+            for node in reversed(path[1:]):
+                cache.let_go(node.block)
+        elif len(cache):
+            free.append(cache.evict(NAME).block)
+        for number, prompt in enumerate(prompts):
+            if dice.random() < 0.5:
+                before = latest[number]
+                went_on += before is not None and bool(before.nodes)
+                latest[number] = cache.match(NAME, prompt, len(prompt), before=before)
+                assert latest[number] == cache.match(NAME, prompt, len(prompt))
+    assert went_on > 100
+
+
+def test_a_match_that_goes_on_looks_at_no_token_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long prompts that wait: each step looked up all that they have in common, for each of them."""
+    cache, tokens = RadixCache(4, "m"), list(range(4000))
+    nodes = _insert(cache, tokens[:3996], 0)
+    match, packed = cache.match(NAME, tokens, 4000), list[int]()
+    monkeypatch.setattr(cache, "_pack", lambda *them: packed.extend(them) or b"")
+    again = cache.match(NAME, tokens, 4000, before=match)
+    assert again.nodes == nodes and len(packed) <= 4
