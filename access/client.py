@@ -52,7 +52,8 @@ class ClientCredentials(msgspec.Struct, frozen=True, kw_only=True):
         gRPC could not use: it would not say which one is at fault."""
         if self.has_tls:
             self.ssl_context()
-        self.check()
+        else:
+            self.check()
         roots = None if self.ca_file == SYSTEM else _read(self.ca_file)
         if not self.cert_file:
             return roots, None, None

@@ -49,7 +49,7 @@ from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
 from router.core.decisions import make_placer
 from router.core.ejection import WORKERS_FAULT
-from router.core.endings import DEADLINE, LEFT, RESUMED_ELSEWHERE, ROUTER_FAILED, complete, ending
+from router.core.endings import DEADLINE, LEFT, RESUMED_ELSEWHERE, complete, ending
 from router.core.escalation import FailureDetector, Verdict
 from router.core.events import (
     Begin,
@@ -116,7 +116,7 @@ class Router:
         self._sessions = Sessions(config.session_s, life)
         self._moves_s = -MOVES_S
         self._pins_to_tell: deque[tuple[Session, Pin, int, float]] = deque()
-        self._queue = _GuardedQueue(table, view, self._placer, self._adoptions, self._sessions)
+        self._queue = WaitingQueue(table, view, self._placer, self._adoptions, self._sessions)
         self._admission = DeadlineGate(config, table, self._placer, self._queue)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
         self._detector = FailureDetector(view.registry, config.escalate_s, config.worker_hung_s)
@@ -587,34 +587,3 @@ class Router:
         through them step by step."""
         self._table.check()
         self._queue.check()
-
-
-class _GuardedQueue(WaitingQueue):
-    """Keeps what goes wrong with one request from all others, and from the ticks: it ends that request alone."""
-
-    # Mutable state: whose turn it is.
-
-    _placing: Call | None = None
-
-    def advance(self, now: float, out: list[Command]) -> None:
-        while True:
-            self._placing = None
-            try:
-                super().advance(now, out)
-                return
-            except Exception as error:
-                if self._placing is None:
-                    raise  # no request's fault: a broken invariant ends the router
-                self._fail(self._placing, error, out)
-
-    def _head(self, now: float) -> Call | None:
-        self._placing = None
-        self._placing = super()._head(now)
-        return self._placing
-
-    def _fail(self, call: Call, error: Exception, out: list[Command]) -> None:
-        request = call.record.request
-        self._adoptions.close(request)
-        if call.state is State.OFFERED:  # whether its worker hears of it, nobody knows
-            out.append(TellWorker(call.decode, Cancel(request, call.placement, FinishReason.CANCELLED)))
-        self._table.forget(call, out, Fail(request, ROUTER_FAILED, FinishReason.ERROR, cause=error))

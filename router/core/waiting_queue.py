@@ -13,11 +13,12 @@ from collections import deque
 
 import msgspec
 
-from engine.messages import Fault, Place
+from engine.messages import Cancel, Fault, Place
 from engine.types import FinishReason, RequestId
 from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
+from router.core.endings import ROUTER_FAILED
 from router.core.events import Command, Fail, TellWorker
 from router.core.leaving.adoption import Adoptions
 from router.core.placement import Placer
@@ -41,8 +42,8 @@ class WaitingQueue:
 
     # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
     # skipped. For how long somebody has waited here, and since when somebody does; when, on that clock, workers took
-    # requests since nobody last waited anywhere; and whether it stands until an offer is answered. Those that are new
-    # are in the table's `share`.
+    # requests since nobody last waited anywhere; whether it stands until an offer is answered; and whose turn it is
+    # while `advance` runs. Those that are new are in the table's `share`.
 
     def __init__(
         self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions, sessions: Sessions
@@ -59,6 +60,7 @@ class WaitingQueue:
         self._since_s: float | None = None
         self._departures: deque[float] = deque(maxlen=DEPARTURES)
         self._awaits_answers = False
+        self._placing: Call | None = None
 
     def enter(self, call: Call, tenant: str, weight: float, session: Session | None = None) -> None:
         """A new request waits from now on, in its tenant's line."""
@@ -77,7 +79,19 @@ class WaitingQueue:
         heapq.heappush(self._back, (call.turn, call.record.request))
 
     def advance(self, now: float, out: list[Command]) -> None:
-        """Offer requests from the head of the queue while some worker may have room."""
+        """Offer requests from the head of the queue while some worker may have room. What goes wrong with one ends that
+        one alone; what goes wrong before anybody's turn is known is raised."""
+        while True:
+            self._placing = None
+            try:
+                self._advance(now, out)
+                return
+            except Exception as error:
+                if self._placing is None:
+                    raise  # no request's fault: a broken invariant ends the router
+                self._fail(self._placing, error, out)
+
+    def _advance(self, now: float, out: list[Command]) -> None:
         if self._since_s is None and not self._is_empty():
             self._since_s = now
         if self._aside:
@@ -88,6 +102,7 @@ class WaitingQueue:
         if not self._is_empty() and self._placer.have_all_refused(now):
             return  # before anybody asks whose turn it is
         while (call := self._head(now)) is not None:
+            self._placing = call
             request = call.record.request
             if self._is_aside(request, now):
                 self._aside.append(heapq.heappop(self._back))
@@ -149,6 +164,14 @@ class WaitingQueue:
         until_s = None if call is None else call.held_back_until_s
         return (until_s is not None and now < until_s) or self._adoptions.is_unsure(request, now)
 
+    def _fail(self, call: Call, error: Exception, out: list[Command]) -> None:
+        """End a call whose placing raised `error`."""
+        request = call.record.request
+        self._adoptions.close(request)
+        if call.state is State.OFFERED:  # whether its worker hears of it, nobody knows
+            out.append(TellWorker(call.decode, Cancel(request, call.placement, FinishReason.CANCELLED)))
+        self._table.forget(call, out, Fail(request, ROUTER_FAILED, FinishReason.ERROR, cause=error))
+
     def _put_aside(self, call: Call, now: float) -> None:
         """Let all others pass for a while."""
         request = call.record.request
@@ -172,6 +195,7 @@ class WaitingQueue:
 
     def _head(self, now: float) -> Call | None:
         """Return the call that is next; None too while there are too many offers without an answer."""
+        self._placing = None
         calls = self._table.calls
         while self._back:
             turn, request = self._back[0]

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from engine.identity import SHORT_BYTES
-from router import app as router_app
-from router.app import IDLE_CHECK_S, IdleCheck, RouterApp
+from router.app import RouterApp
 from router.config import RouterConfig
 from router.core.prefix_index import PrefixIndex
+from router.idle_check import IDLE_CHECK_S, IdleCheck
 from router.status.observer import NullObserver
 from tests.router.bench import Bench
 from tests.router.fake_cluster import ByteText
@@ -110,7 +110,7 @@ def test_no_step_takes_long() -> None:
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_a_broken_invariant_ends_an_idle_router(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check itself: a router whose index is wrong must not go on by it, and a sound one must."""
-    monkeypatch.setattr(router_app, "IDLE_CHECK_S", 0.1)
+    monkeypatch.setattr("router.idle_check.IDLE_CHECK_S", 0.1)
 
     async def run() -> None:
         app = RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS)
