@@ -103,8 +103,8 @@ def verdict(s: Scope) -> str:
 
 
 def certificate_left_s(s: Scope) -> str:
-    """Seconds for which certificates are still good."""
-    return f"{s.series('certificate_expires_timestamp_seconds')} - time()"
+    """Seconds for which certificates are still good; ten years where there is none that could end."""
+    return f"clamp_max({s.series('certificate_expires_timestamp_seconds')} - time(), 10 * 365 * 86400)"
 
 
 def files_used(s: Scope) -> str:

@@ -241,6 +241,9 @@ def test_a_frozen_router_holds_nobody_up() -> None:
     assert child.started_within(60.0) is not None
 
     def announce() -> None:
+        child.set_workers([], peers)
+        # Half of it is in the pipe, and the rest can't be: what comes now waits.
+        eventually(lambda: not child._unsent, 4.0)
         for _ in range(20):
             child.set_workers([], peers)
         child.set_workers([], [])
