@@ -29,6 +29,12 @@ _VARIABLES = {
     "messages": {"chat_template_kwargs.enable_thinking": "thinking.type"},
     "responses": {"chat_template_kwargs.reasoning_effort": "reasoning.effort"},
 }
+_TOOLS: dict[str, dict[str, str]] = {
+    "": {},
+    "messages": {".function.parameters": ".input_schema", ".function": ""},
+    "responses": {".function": ""},
+}
+"""What stands in a shape's tool for what a field of a call says of it."""
 
 
 class EventWriter(Protocol):
@@ -82,6 +88,9 @@ def in_words_of(api: str, error: ApiError, *, is_best: bool = False) -> ApiError
         return error
     name = field.partition("[")[0]
     rest = "" if api and name == "messages" else field[len(name) :]
+    if name == "tools":
+        for said, known in _TOOLS[api].items():
+            rest = rest.replace(said, known)
     shown = _VARIABLES[api].get(field) or names.get(name, name) + rest
     if shown == field:
         return error
