@@ -43,7 +43,7 @@ def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
     check_ports(config)
     logs.configure("supervisor", config.log_level, config.log_json)
     os.environ.update(rundir.mark)  # every process started from here has it
-    with rundir.hold(), Bars() as bars:
+    with on_hangup(_pass_over_hangup), rundir.hold(), Bars() as bars:
         config, settings = _keyed(resolved, rundir)
         cluster = Cluster(config, make_launcher(config.launcher, config.ray), progress=bars.report)
         admin = AdminServer(
@@ -72,6 +72,10 @@ def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
         finally:
             admin.stop()
     return 0
+
+
+def _pass_over_hangup() -> None:
+    log.warning("SIGHUP replaces workers while the cluster serves: now that it starts or stops, nothing is done")
 
 
 def _keyed(resolved: Resolved, rundir: RunDir) -> tuple[ClusterConfig, tuple[Setting, ...]]:

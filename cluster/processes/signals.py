@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from cluster.processes.spec import LaunchError
+
 log = logging.getLogger(__name__)
 
 
@@ -67,13 +69,16 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def on_hangup(act: Callable[[], None]) -> Iterator[None]:
-    """Run `act` for every SIGHUP inside this block, one after the other; what it raises is logged."""
+    """Run `act` for every SIGHUP inside this block, one after the other; what it raises is logged. A block inside this
+    one has an `act` of its own."""
     turn = threading.Lock()
 
     def run() -> None:
         with turn:
             try:
                 act()
+            except LaunchError as error:
+                log.warning("what SIGHUP asked for is not done: %s", error)
             except Exception:
                 log.exception("what SIGHUP asked for has failed")
 

@@ -7,6 +7,8 @@ import threading
 import pytest
 
 from cluster.processes.signals import on_hangup
+from cluster.processes.spec import LaunchError
+from tests.cluster.processes.test_launchers import eventually
 
 
 def test_each_hangup_is_acted_on_and_none_of_them_ends_the_process(
@@ -31,3 +33,17 @@ def test_each_hangup_is_acted_on_and_none_of_them_ends_the_process(
             os.kill(os.getpid(), signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) is before
     assert "no such worker" in caplog.text
+
+
+def test_a_cluster_that_is_taken_down_while_it_rolls_has_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a traceback in the log where nothing was wrong: `headrace down` came before the last worker."""
+
+    def act() -> None:
+        raise LaunchError("nobody watches the cluster any more")
+
+    with on_hangup(act):
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert eventually(lambda: bool(caplog.records), 5.0)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.exc_info is None
+    assert "nobody watches the cluster any more" in record.getMessage()
