@@ -216,21 +216,28 @@ class AdminServer:
         )
 
     def overview(self) -> Overview:
-        """Return what all routers say together. Raises LaunchError where none answers."""
-        return merged(self._ask_routers("overview", Overview))
+        """Return what all routers say together, and which do not answer. Raises LaunchError where none does."""
+        told, silent = self._ask_routers("overview", Overview)
+        return msgspec.structs.replace(merged(told), silent=silent)
 
     def traffic(self) -> Traffic:
-        """Return the latest requests of all routers. Raises LaunchError where none answers."""
-        return together(self._ask_routers("traffic", Traffic))
+        """Return the latest requests of all routers, and which do not answer. Raises LaunchError where none does."""
+        told, silent = self._ask_routers("traffic", Traffic)
+        return msgspec.structs.replace(together(told), silent=silent)
 
-    def _ask_routers(self, question: str, kind: type[T]) -> list[T]:
-        """Ask every router that is up; return at least one answer. Raises LaunchError where none answers."""
-        answers = self._ask(list(self._cluster.routers), question).values()
-        told = [msgspec.json.decode(answer, type=kind) for answer in answers if not isinstance(answer, LaunchError)]
-        why = [answer for answer in answers if isinstance(answer, LaunchError)]
-        if why and not told:
-            raise why[-1]
-        return told
+    def _ask_routers(self, question: str, kind: type[T]) -> tuple[list[T], dict[str, str]]:
+        """Ask every router; return at least one answer, and why each of the others gave none. Raises LaunchError where
+        none answers."""
+        told: list[T] = []
+        failed: dict[str, LaunchError] = {}
+        for name, answer in self._ask(list(self._cluster.routers), question).items():
+            if isinstance(answer, LaunchError):
+                failed[name] = answer
+            else:
+                told.append(msgspec.json.decode(answer, type=kind))
+        if failed and not told:
+            raise list(failed.values())[-1]
+        return told, {name: str(why) for name, why in failed.items()}
 
     def _ask(self, names: Sequence[str], question: str, about: str = "") -> dict[str, bytes | LaunchError]:
         """Ask processes side by side: those that hang take the time of one. Return what each answers, or why it does

@@ -1,6 +1,6 @@
 """`headrace status` as a table, or as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from rich.console import Console
@@ -58,6 +58,11 @@ def ranks_lines(worker: str, ranks: Sequence[RankUse]) -> list[str]:
     weights = " to ".join(format_size(nbytes) for nbytes in dict.fromkeys((parts[0], parts[-1])))
     sums = [f"{worker} adds up over its ranks {ranks[0].sums}"] if ranks[0].sums else []
     return [f"{worker} is {len(ranks)} ranks: pids {pids}; {weights} of weights each", *sums]
+
+
+def silent_lines(silent: Mapping[str, str]) -> list[Text]:
+    """Say which processes could not be asked, and why."""
+    return [Text(f"{name} could not be asked: {why}", "red") for name, why in silent.items()]
 
 
 def duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 from cluster.admin import ProcessStatus, Status
 from cluster.admin_client import AdminClient
 from cluster.cli.hints import hints
-from cluster.cli.status_view import STYLES, duration, ranks_lines
+from cluster.cli.status_view import STYLES, duration, ranks_lines, silent_lines
 from cluster.processes.spec import LaunchError
 from cluster.sizes import format_size
 from router.status.journal import Recent
@@ -27,12 +27,13 @@ CACHED = ("cached", "░", "cyan")
 
 
 def run_top(client: AdminClient, once: bool, interval_s: float) -> int:
-    """Show the cluster until interrupted; with `once`, show one frame. Raises LaunchError if the cluster cannot be
-    asked, or ends."""
+    """Show the cluster until interrupted; with `once`, show one frame, and return 1 where a router is missing from it.
+    Raises LaunchError if the cluster cannot be asked, or ends."""
     console = Console(highlight=False)
     if once:
-        console.print(frame(client.status(), client.overview()))
-        return 0
+        status, overview = client.status(), client.overview()
+        console.print(frame(status, overview))
+        return 1 if overview.silent else 0
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             status = client.status()
@@ -49,6 +50,7 @@ def frame(status: Status, overview: Overview) -> RenderableType:
     return Group(
         head(status),
         _requests(overview),
+        *silent_lines(overview.silent),
         _recent(overview.recent),
         _pools(status, overview),
         *(Text(line) for one in overview.workers if one.ranks for line in ranks_lines(one.name, one.ranks)),

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.admin import Flights
+from cluster.cli.status_view import silent_lines
 from telemetry.flight import Flight, FlightEvent
 
 PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
@@ -48,8 +49,8 @@ def is_router_silent(told: Flights) -> bool:
 
 
 def _print_silent(told: Flights, console: Console) -> None:
-    for name, why in told.silent.items():
-        console.print(Text(f"{name} could not be asked: {why}", "red"), soft_wrap=True)
+    for line in silent_lines(told.silent):
+        console.print(line, soft_wrap=True)
 
 
 def _clock(flight: Flight) -> str:

@@ -54,7 +54,8 @@ def _disagg(arguments: argparse.Namespace) -> int:
     try:
         found = report(told, bounds, limits, arguments.objective, arguments.last)
     except TooLittleTrafficError as error:
-        print(f"headrace: {error}", file=sys.stderr)
+        silent = "".join(f"; {name} could not be asked: {why}" for name, why in told.silent.items())
+        print(f"headrace: {error}{silent}", file=sys.stderr)
         return 1
     print(msgspec.json.encode(found).decode() if arguments.json else text(found))
     return 0

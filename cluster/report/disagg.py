@@ -76,7 +76,8 @@ class DisaggReport(msgspec.Struct, frozen=True, kw_only=True):
     """`verdict`: "split", "one pool" or "no difference", of the best arrangement of either kind. `best` names the best
     of all, splits with local prefill among them, if it is surely better than the present one, else that. `regret` is
     what the present one gives away by the objective, 0.0 where nothing is surely better; `self_error` how far its own
-    score is predicted wrong; `within_share` the requests that kept both limits, as measured."""
+    score is predicted wrong; `within_share` the requests that kept both limits, as measured. The requests of the
+    `silent` routers are not among them."""
 
     objective: Objective
     limits: TimeLimits
@@ -89,6 +90,7 @@ class DisaggReport(msgspec.Struct, frozen=True, kw_only=True):
     best: str
     regret: float
     forecasts: list[ArrangementForecast]
+    silent: dict[str, str] = {}
 
 
 class TooLittleTrafficError(Exception):
@@ -138,6 +140,7 @@ def report(
         best=best.name,
         regret=max(best.gain, 0.0),
         forecasts=forecasts,
+        silent=traffic.silent,
     )
 
 
@@ -231,6 +234,7 @@ def text(told: DisaggReport) -> str:
             f"only {told.within_share:.0%} of the requests kept both limits: another split of as many workers is "
             "not all that it takes; `headrace top` names the longest stage"
         )
+    lines += [f"{name} could not be asked, its requests are left out: {why}" for name, why in told.silent.items()]
     return "\n".join(lines)
 
 

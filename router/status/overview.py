@@ -31,7 +31,8 @@ class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """`waiting` requests stand in line; `open` ones wait, or are held by some worker. The targets are for the time to
-    first token, and for the mean gap between tokens."""
+    first token, and for the mean gap between tokens. `silent`: routers that could not be asked, and why; no router says
+    that itself."""
 
     model: str
     ready: bool
@@ -41,6 +42,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     recent: Recent
     slo_ttft_s: float = 0.5
     slo_itl_s: float = 0.05
+    silent: dict[str, str] = {}
 
 
 def merged(told: Sequence[Overview]) -> Overview:

@@ -45,7 +45,8 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """`shapes` in the order of their ends. The times are means over the workers that have measured any, 0.0 without: of
-    a prompt token where prompts are read, of a decode step without rows, and of each row in it."""
+    a prompt token where prompts are read, of a decode step without rows, and of each row in it. `silent`: routers that
+    could not be asked, and why; no router says that itself."""
 
     shapes: list[RequestShape] = []
     prefill_workers: int = 0
@@ -56,6 +57,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     s_per_row: float = 0.0
     slo_ttft_s: float = 0.0
     slo_itl_s: float = 0.0
+    silent: dict[str, str] = {}
 
 
 class TrafficWindow:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import msgspec
@@ -25,7 +27,10 @@ from cluster.processes.spec import LaunchError, OrderLateError, Sealed
 from cluster.processes.supervisor import RestartConfig
 from cluster.resolve import Setting
 from cluster.rundir import RunDir
+from engine.handshake import Keyring
 from engine.messages import RankUse
+from router.status.traffic import Traffic
+from tests.cluster.cli.test_top import OVERVIEW
 from tests.cluster.processes.test_launchers import CONFIG, FAKES, eventually
 
 SETTINGS = (Setting("model", "", "default"), Setting("router.namespace_key", "hush", "file x"))
@@ -297,6 +302,30 @@ def test_processes_that_hang_take_the_time_of_one(served: Served, monkeypatch: p
 
     monkeypatch.setattr(served.cluster, "ask", ask)
     assert served.client.flights("r").silent == {name: f"{name} did not answer flights of 'r'" for name in names}
+
+
+def test_a_router_that_does_not_answer_is_named_beside_what_the_others_say(tmp_path: Path) -> None:
+    """Guards `top` and `report disagg`, which took the figures of those routers that answer for those of all."""
+    said = {"overview": msgspec.json.encode(OVERVIEW), "traffic": msgspec.json.encode(Traffic(decode_workers=2))}
+    silent = {"router-1": "router-1: did not answer in 10 s"}
+
+    def ask(name: str, question: str, about: str) -> bytes:
+        if name in silent:
+            raise LaunchError(silent[name])
+        return said[question]
+
+    names = ["router-0", "router-1"]
+    cluster: Any = SimpleNamespace(routers=names, ask=ask, keys=Keyring((bytes(32),)))
+    config = msgspec.structs.replace(CONFIG, run_dir=str(tmp_path / "run"))
+    admin = AdminServer(cluster, RunDir(config, {}), SETTINGS, "process", lambda: None)
+    found = admin.overview()
+    assert (found.open, found.silent) == (OVERVIEW.open, silent)
+    assert admin.traffic() == Traffic(decode_workers=2, silent=silent)
+    silent.clear()
+    assert admin.overview().silent == admin.traffic().silent == {}
+    silent |= dict.fromkeys(names, "did not answer in 10 s")
+    with pytest.raises(LaunchError, match="did not answer in 10 s"):
+        admin.overview()
 
 
 def test_only_this_user_may_ask(served: Served) -> None:

@@ -1,6 +1,8 @@
 """What `top`, `status` and `trace` show, from records made by hand."""
 
 from io import StringIO
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +12,7 @@ from cluster.admin import Flights, ProcessStatus, Status
 from cluster.cli.__main__ import main
 from cluster.cli.hints import hints
 from cluster.cli.status_view import duration, print_status, ranks_lines
-from cluster.cli.top import frame
+from cluster.cli.top import frame, run_top
 from cluster.cli.trace_view import print_latest, print_trace, request_of
 from engine.messages import Load, RankUse
 from router.status.journal import Recent
@@ -160,6 +162,18 @@ def test_status_and_top_say_how_ranks_on_gpus_add_up() -> None:
     worker, *rest = OVERVIEW.workers
     workers = [msgspec.structs.replace(worker, ranks=ranks), *rest]
     assert line in shown(frame(STATUS, msgspec.structs.replace(OVERVIEW, workers=workers)))
+
+
+@pytest.mark.parametrize("silent", [{}, {"router-1": "did not answer in 10 s"}], ids=["all", "one silent"])
+def test_top_says_which_router_its_figures_leave_out(
+    silent: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards figures of half of the requests that are taken for those of all."""
+    overview = msgspec.structs.replace(OVERVIEW, silent=silent)
+    client: Any = SimpleNamespace(status=lambda: STATUS, overview=lambda: overview)
+    assert run_top(client, once=True, interval_s=1.0) == bool(silent)
+    said = "router-1 could not be asked: did not answer in 10 s"
+    assert (said in capsys.readouterr().out) == bool(silent)
 
 
 def test_what_is_there_is_seen_in_the_bar() -> None:

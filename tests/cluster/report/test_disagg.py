@@ -204,3 +204,18 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert cli.main(["report", "disagg", "--slo", "nonsense"]) == 2
     assert cli.main(["report", "disagg", "--last", "3"]) == 1
     assert "8 are needed" in capsys.readouterr().err
+
+
+def test_requests_of_a_router_that_does_not_answer_are_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a verdict on the requests of some of the routers that is taken for one on all."""
+    silent = {"router-1": "did not answer in 10 s"}
+    told = msgspec.structs.replace(lived(MANY_PROMPTS[0], PoolSizes(1, 1)), silent=silent)
+    monkeypatch.setattr("cluster.admin_client.AdminClient", lambda rundir: _Client(told))
+    assert cli.main(["report", "disagg"]) == 0
+    assert "router-1 could not be asked, its requests are left out: did not" in capsys.readouterr().out
+    assert cli.main(["report", "disagg", "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out)["silent"] == silent
+    assert cli.main(["report", "disagg", "--last", "3"]) == 1
+    assert "8 are needed; router-1 could not be asked" in capsys.readouterr().err
