@@ -1,5 +1,6 @@
 """The command's edges: signals, the demo's table, and clean-up that can be proven."""
 
+import io
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from cluster.cli import __main__ as cli
+from cluster.cli import command
 from cluster.cli.ask import ClientAnswer
 from cluster.cli.demo_report import figures, summary, table
 from cluster.processes.leftovers import descendants, running
@@ -191,3 +193,64 @@ def test_a_server_that_is_not_there_is_told_in_plain_words(
         f"headrace: UNAVAILABLE: nobody answers at 127.0.0.1:{free_port}: Connection refused "
         "(start a cluster with: headrace up)\n"
     )
+
+
+CLOSED = """
+import os, sys
+from types import SimpleNamespace
+from cluster.cli.__main__ import main
+
+def run(words):
+    null = os.stat(os.devnull).st_rdev
+    for fd in map(int, words):
+        assert os.fstat(fd).st_rdev == null and os.get_inheritable(fd)
+    told = open(os.environ["TOLD"], "w")
+    assert told.fileno() > 2
+    assert not sys.stdin.isatty()
+    print("out", flush=True)
+    print("err", file=sys.stderr, flush=True)
+    told.write("done")
+    return 0
+
+sys.modules["cluster.cli.command"] = SimpleNamespace(run=run)
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_a_verb_whose_input_or_output_is_closed_does_its_work(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """Guards `headrace down >&-` and cron jobs: a traceback behind work that was done, or a socket that is printed to.
+    """
+    script = 'exec "$0" "$@" ' + " ".join(f"{descriptor}>&-" for descriptor in closed)
+    told = tmp_path / "told"
+    done = subprocess.run(
+        ["sh", "-c", script, sys.executable, "-c", CLOSED, *map(str, closed)],
+        env={**os.environ, "TOLD": str(told)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0 and told.read_text() == "done"
+    assert done.stdout == (b"" if 1 in closed else b"out\n")
+    assert done.stderr == (b"" if 2 in closed else b"err\n")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors", "shown"),
+    [
+        ("latin-1", "strict", b"caf\xe9 ???"),
+        ("ascii", "surrogateescape", b"caf? ???"),
+        ("utf-8", "strict", b"caf\xc3\xa9 \xe2\x96\x88\xe2\x86\x92?"),
+        ("ascii", "backslashreplace", rb"caf\xe9 \u2588\u2192\udcff"),
+    ],
+)
+def test_nothing_that_is_printed_ends_a_verb(
+    encoding: str, errors: str, shown: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards `top`, `doctor` and answers on a terminal that is not UTF-8: tracebacks at the first bar, tick or emoji.
+    """
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding, errors))
+    monkeypatch.setattr(command, "run", lambda words: print("café █→\udcff", end="") or 0)
+    assert cli.main([]) == 0
+    assert output.getvalue() == shown
