@@ -92,14 +92,16 @@ class _Entry:
     charged: float | None = None
     epoch: int = 0
     has_begun: bool = False
+    is_aside: bool = False
 
 
 class FairShare:
     """The router core owns it. It knows requests by name, and each from `enter`, or `go_on`, to `left`."""
 
     # Mutable state: the tenants' accounts, those of them that wait, who waits elsewhere, and who was last said to wait
-    # here; the requests, where the tenant stood that was served last, and how often all began anew; how many words were
-    # told, and how often what they sum up began anew, which it does too where accounts are forgotten.
+    # here; the requests, those of them that are put aside, where the tenant stood that was served last, and how often
+    # all began anew; how many words were told, and how often what they sum up began anew, which it does too where
+    # accounts are forgotten.
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -108,6 +110,7 @@ class FairShare:
         self._told: set[str] = set()
         self._entries: dict[RequestId, _Entry] = {}
         self._tenants: dict[RequestId, str] = {}
+        self._aside: dict[RequestId, _Entry] = {}
         self._level = 0.0
         self._epoch = 0
         self._words = 0
@@ -117,13 +120,16 @@ class FairShare:
         return f"FairShare(at {self._level:g}, {len(self._accounts)} tenants, {len(self)} waiting)"
 
     def __len__(self) -> int:
-        """How many requests wait."""
+        """How many requests stand in the lines."""
         return sum(len(account.line) for account in self._waiting.values())
 
     def __contains__(self, request: RequestId) -> bool:
-        """Return True if the request waits here."""
+        """Return True if the request stands in a line."""
         entry = self._entries.get(request)
-        return entry is not None and entry.charged is None
+        return entry is not None and entry.charged is None and not entry.is_aside
+
+    def is_aside(self, request: RequestId) -> bool:
+        return request in self._aside
 
     def enter(self, request: RequestId, tenant: str, weight: float, priority: int, turn: int) -> None:
         """A request waits from now on. Its turn is behind all earlier ones'."""
@@ -132,15 +138,27 @@ class FairShare:
         if account is None:
             account = self._accounts[tenant] = _Account(weight, self._least())
         account.weight = weight
-        if not account.line:
-            if tenant not in self._others.waiting:
-                account.spent = max(account.spent, self._least())
-            self._waiting[tenant] = account
         entry = self._entries[request] = _Entry(request, account, (-priority, turn), weight)
         self._tenants[request] = tenant
         account.requests += 1
-        insort(account.line, entry, key=_key)
-        account.arrived[turn] = entry
+        self._line_up(entry)
+
+    def put_aside(self, request: RequestId) -> None:
+        """No worker could hold the request as things are. It stands in no line, and its tenant pays nothing for that.
+        """
+        entry = self._entries[request]
+        self._take_out(entry)
+        entry.is_aside = True
+        self._aside[request] = entry
+
+    def bring_back(self, request: RequestId) -> bool:
+        """The request has its turn in the line again that it had before it was put aside; False if it was not."""
+        entry = self._aside.pop(request, None)
+        if entry is None:
+            return False
+        entry.is_aside = False
+        self._line_up(entry)
+        return True
 
     def go_on(self, request: RequestId, tenant: str, weight: float) -> None:
         """A request that another router had goes on here. It pays for what it writes from now on; for its prompt it
@@ -203,7 +221,9 @@ class FairShare:
         entry = self._entries.pop(request, None)
         if entry is None:
             return
-        if entry.charged is None:
+        if entry.is_aside:
+            del self._aside[request]
+        elif entry.charged is None:
             self._take_out(entry)
         elif not entry.has_begun:
             self._charge(entry, 0.0)
@@ -274,10 +294,15 @@ class FairShare:
         self._others.tick(now)
 
     def last_of_the_longest(self) -> RequestId:
-        """Return whose turn would come last of the tenant that has the most waiting for its weight: it goes where there
-        is no room for all."""
-        longest = max(self._waiting.values(), key=lambda account: len(account.line) / account.weight)
-        return longest.line[-1].request
+        """Return whose turn would come last of the tenant that has the most waiting for its weight, aside or not: where
+        there is no room for all it goes. Somebody waits."""
+        last: dict[_Account, list[_Entry]] = {account: account.line[-1:] for account in self._waiting.values()}
+        waiting = {account: len(account.line) for account in last}
+        for entry in self._aside.values():
+            last.setdefault(entry.account, []).append(entry)
+            waiting[entry.account] = waiting.get(entry.account, 0) + 1
+        longest = max(waiting, key=lambda account: waiting[account] / account.weight)
+        return max(last[longest], key=_key).request
 
     def ahead(self, tenant: str, weight: float, priority: int) -> int:
         """Return about how many requests would be served before a new one of this tenant."""
@@ -287,8 +312,8 @@ class FairShare:
         return before + sum(_at_most(len(a.line), (before + 1) * a.weight / weight) for a in others)
 
     def check(self, waiting: Iterable[RequestId]) -> None:
-        """Raise AssertionError if what waits is not in the lines, or is in them twice."""
-        lined = [entry.request for account in self._waiting.values() for entry in account.line]
+        """Raise AssertionError if what waits is neither in the lines nor aside, or twice."""
+        lined = [entry.request for account in self._waiting.values() for entry in account.line] + list(self._aside)
         assert sorted(lined) == sorted(waiting), "the lines hold others than those that wait"
         for tenant, account in self._waiting.items():
             assert account.line == sorted(account.line, key=_key) and self._accounts[tenant] is account
@@ -311,6 +336,19 @@ class FairShare:
         if entry.epoch == self._epoch:
             entry.account.charge((tokens - entry.charged) / entry.weight)
         entry.charged = tokens
+
+    def _line_up(self, entry: _Entry) -> None:
+        account, tenant = entry.account, self._tenants[entry.request]
+        if not account.line:
+            if tenant not in self._others.waiting:
+                account.spent = max(account.spent, self._least())
+            self._waiting[tenant] = account
+        insort(account.line, entry, key=_key)
+        arrived, is_latest = account.arrived, not account.arrived or next(reversed(account.arrived)) < _turn(entry)
+        arrived[_turn(entry)] = entry
+        if not is_latest:
+            for turn in sorted(arrived):
+                arrived.move_to_end(turn)
 
     def _take_out(self, entry: _Entry) -> None:
         line = entry.account.line

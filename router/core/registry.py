@@ -137,6 +137,9 @@ class Registry:
         self._met_roles: set[str] = set()
         self.keys: tuple[ModelKey, ...] = ()
         """The kinds of the connected workers."""
+        self.openings = 0
+        """How often a worker has begun to take requests: it connected, was heard again, or leaves no more. One that is
+        ejected no more is not counted."""
         self.ejections = Ejections()
         self.fitted = Coefficients()
 
@@ -220,6 +223,7 @@ class Registry:
         self._roles.setdefault(info.role, {})[peer.name] = worker
         self._met_roles.add(info.role)
         self._sort()
+        self.openings += 1
         self._absent.pop(peer.name, None)
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
@@ -252,6 +256,9 @@ class Registry:
         worker = self._workers.get(name)
         if worker is None:
             return
+        takes_again = worker.leaving and not load.leaving
+        if takes_again or worker.seen_s < now - self._silent_s:
+            self.openings += 1
         worker.seen_s = now
         worker.reported(load)
         self.fitted.reported(name, load)
@@ -263,6 +270,7 @@ class Registry:
 
     def forgive(self, now: float) -> None:
         """Count all silence from now: nobody could have been heard until here."""
+        self.openings += 1
         for worker in self._workers.values():
             worker.seen_s = now
 

@@ -10,6 +10,7 @@ Pure: time is an argument.
 
 import heapq
 from collections import deque
+from itertools import islice
 
 import msgspec
 
@@ -29,7 +30,9 @@ MOST_OPEN_OFFERS = 16
 """Offers without an answer, for each decode worker, above which nobody new has a turn. What no worker takes comes back
 before all lines, so of a flood that workers refuse no more stands before those that come later."""
 ASIDE_S = 0.25
-"""For how long one is passed by that none of those could hold which take requests now, before it is tried again."""
+MOST_TRIED = 8
+"""So many of those that no worker could hold which takes requests now are tried again in such a time, and in any when
+more workers take requests: it has to be found out for each whom it could go to."""
 DEPARTURES = 32
 """Requests that workers took last, of which the line's speed is known."""
 FEWEST_DEPARTURES = 8
@@ -41,9 +44,11 @@ class WaitingQueue:
     worker could hold that takes nobody now: all others pass."""
 
     # Mutable state: (turn, request) of those that have come back, and of those of them put aside; stale entries are
-    # skipped. For how long somebody has waited here, and since when somebody does; when, on that clock, workers took
-    # requests since nobody last waited anywhere; whether it stands until an offer is answered; and whose turn it is
-    # while `advance` runs. Those that are new are in the table's `share`.
+    # skipped. The turns of those that no worker could hold which takes requests, in the order in which they are tried
+    # again; how many of them are due, when more are, and how often workers had begun to take requests. For how long
+    # somebody has waited here, and since when somebody does; when, on that clock, workers took requests since nobody
+    # last waited anywhere; whether it stands until an offer is answered; and whose turn it is while `advance` runs.
+    # Those that are new are in the table's `share`.
 
     def __init__(
         self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions, sessions: Sessions
@@ -56,6 +61,10 @@ class WaitingQueue:
         self._share = table.share
         self._back: list[tuple[int, RequestId]] = []
         self._aside: list[tuple[int, RequestId]] = []
+        self._passed: dict[RequestId, int] = {}
+        self._due = 0
+        self._due_s = 0.0
+        self._openings = 0
         self._waited_s = 0.0
         self._since_s: float | None = None
         self._departures: deque[float] = deque(maxlen=DEPARTURES)
@@ -99,6 +108,8 @@ class WaitingQueue:
             for entry in set(self._aside).difference(waiting):
                 heapq.heappush(self._back, entry)
             self._aside = waiting
+        if self._passed:
+            self._try_passed(now)
         if not self._is_empty() and self._placer.have_all_refused(now):
             return  # before anybody asks whose turn it is
         while (call := self._head(now)) is not None:
@@ -114,7 +125,7 @@ class WaitingQueue:
                 if fault is not None:
                     self._table.forget(call, out, _refused(call, fault))
                 elif self._placer.takes_nobody_for(call.record, now):
-                    self._put_aside(call, now)
+                    self._pass(call, now)
                 else:
                     return
                 continue
@@ -135,7 +146,8 @@ class WaitingQueue:
             self.advance(now, out)
 
     def last(self) -> Call:
-        """Return who goes where there is no room for all: of the tenant that has the most waiting, the last in turn."""
+        """Return who goes where there is no room for all: the last one of the tenant that has the most waiting for a
+        first turn. Somebody does."""
         return self._table.calls[self._share.last_of_the_longest()]
 
     def wait_s(self, tenant: str, weight: float, priority: int, now: float) -> float:
@@ -148,13 +160,13 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Raise AssertionError if a request waits outside of the queue."""
-        back = {request for _, request in self._back + self._aside}
+        back = {request for _, request in self._back + self._aside} | set(self._passed)
         lined = []
         for request, call in self._table.calls.items():
             if call.state is State.WAITING:
                 assert request in back or request in self._share, f"{request} waits outside of the queue"
                 assert not call.decode
-                if request in self._share:
+                if request in self._share or self._share.is_aside(request):
                     lined.append(request)
         self._share.check(lined)
 
@@ -172,22 +184,40 @@ class WaitingQueue:
             out.append(TellWorker(call.decode, Cancel(request, call.placement, FinishReason.CANCELLED)))
         self._table.forget(call, out, Fail(request, ROUTER_FAILED, FinishReason.ERROR, cause=error))
 
-    def _put_aside(self, call: Call, now: float) -> None:
+    def _pass(self, call: Call, now: float) -> None:
         """Let all others pass for a while."""
         request = call.record.request
         if request in self._share:
-            self._share.serve(request, len(call.record.tokens))
+            self._share.put_aside(request)
         else:
             heapq.heappop(self._back)
-        call.held_back_until_s = now + ASIDE_S
-        self._aside.append((call.turn, request))
+        if not self._passed:
+            self._due, self._due_s, self._openings = 0, now + ASIDE_S, self._view.registry.openings
+        self._passed[request] = call.turn
+
+    def _try_passed(self, now: float) -> None:
+        """Give those who were passed their turns again that are due: all of them, where a worker has begun to take
+        requests since."""
+        calls, openings = self._table.calls, self._view.registry.openings
+        known = ((request, turn, calls.get(request)) for request, turn in self._passed.items())
+        passed = {request: turn for request, turn, call in known if call is not None and call.turn == turn}
+        if openings != self._openings:
+            self._openings, self._due = openings, len(passed)
+        elif now >= self._due_s:
+            self._due, self._due_s = max(self._due, MOST_TRIED), now + ASIDE_S
+        for request in list(islice(passed, min(self._due, MOST_TRIED))):
+            turn = passed.pop(request)
+            self._due -= 1
+            if not self._share.bring_back(request):
+                heapq.heappush(self._back, (turn, request))
+        self._passed = passed
 
     def _line_s(self, now: float) -> float:
         """Return for how long somebody has waited here, all in all: a line that nobody stands in does not move."""
         return self._waited_s + (now - self._since_s if self._since_s is not None else 0.0)
 
     def _is_empty(self) -> bool:
-        return not (self._back or self._aside or len(self._share))
+        return not (self._back or self._aside or self._passed or len(self._share))
 
     def _nobody_waits(self) -> bool:
         """Return True if nobody waits here, nor at other routers."""

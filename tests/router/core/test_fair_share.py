@@ -526,6 +526,7 @@ class Books:
     passed: int = 0
     open: int = 0
     line: list[tuple[str, int, int, float]] = field(default_factory=list)
+    aside: list[tuple[str, int, int, float]] = field(default_factory=list)
 
     def next(self) -> tuple[str, int, int, float]:
         oldest = min(self.line, key=lambda entry: entry[2])
@@ -550,11 +551,33 @@ class Plain:
     def enter(self, request: str, tenant: str, weight: float, priority: int, turn: int) -> None:
         books = self.books.setdefault(tenant, Books(weight))
         books.weight = weight
+        self.line_up(books, (request, priority, turn, weight))
+        books.open += 1
+
+    def line_up(self, books: Books, entry: tuple[str, int, int, float]) -> None:
         if not books.line:
             others = self.waiting()
             books.spent = max(books.spent, others[0][1].spent if others else self.level)
-        books.line.append((request, priority, turn, weight))
-        books.open += 1
+        books.line.append(entry)
+
+    def put_aside(self, request: str, tenant: str) -> None:
+        books = self.books[tenant]
+        entry = next(entry for entry in books.line if entry[0] == request)
+        books.line.remove(entry)
+        books.aside.append(entry)
+
+    def bring_back(self, request: str, tenant: str) -> None:
+        books = self.books[tenant]
+        entry = next(entry for entry in books.aside if entry[0] == request)
+        books.aside.remove(entry)
+        self.line_up(books, entry)
+
+    def last(self) -> set[str]:
+        """The last of each tenant that has the most waiting for its weight."""
+        waiting = {name: b.line + b.aside for name, b in self.books.items() if b.line or b.aside}
+        most = max(len(entries) / self.books[name].weight for name, entries in waiting.items())
+        longest = [entries for name, entries in waiting.items() if len(entries) / self.books[name].weight == most]
+        return {max(entries, key=lambda entry: (-entry[1], entry[2]))[0] for entries in longest}
 
     def go_on(self, request: str, tenant: str, weight: float) -> None:
         books = self.books.setdefault(tenant, Books(weight, self.level))
@@ -593,6 +616,7 @@ class Plain:
         books = self.books[tenant]
         books.open -= 1
         books.line = [entry for entry in books.line if entry[0] != request]
+        books.aside = [entry for entry in books.aside if entry[0] != request]
         if request in self.charged and request not in self.begun:
             self.charge(request, tenant, 0.0)
         self.charged.pop(request, None)
@@ -615,9 +639,9 @@ def test_any_order_of_events_is_accounted_for_as_the_rules_say(seed: int) -> Non
     """Guards every figure of the accounts, and so whose turn it is: a token, a turn or a request too many."""
     random, share, plain = Random(seed), FairShare(), Plain()
     tenants: dict[str, str] = {}
-    waiting, served = list[str](), list[str]()
+    waiting, aside, served = list[str](), list[str](), list[str]()
     for turn in range(1, 260):
-        what = random.randrange(12)
+        what = random.randrange(14)
         if what < 4:
             name, tenant = f"r{turn}", random.choice("abcdefghijk"[: 3 + seed])
             tenants[name], weight, priority = tenant, random.choice((1.0, 1.0, 2.0, 0.5)), random.choice((0, 0, 1))
@@ -644,9 +668,9 @@ def test_any_order_of_events_is_accounted_for_as_the_rules_say(seed: int) -> Non
             name, tokens = random.choice(served), random.randrange(40)
             share.wrote(RequestId(name), tokens)
             plain.books[tenants[name]].spent += OUTPUT_WEIGHT * tokens / plain.charged[name][1]
-        elif what in (9, 10) and (waiting or served):
-            name = random.choice([*waiting, *served])
-            (waiting if name in waiting else served).remove(name)
+        elif what in (9, 10) and (waiting or aside or served):
+            name = random.choice([*waiting, *aside, *served])
+            next(names for names in (waiting, aside, served) if name in names).remove(name)
             share.left(RequestId(name))
             plain.left(name, tenants[name])
         elif what == 11 and random.random() < 0.3:
@@ -655,16 +679,26 @@ def test_any_order_of_events_is_accounted_for_as_the_rules_say(seed: int) -> Non
             for one in (share, plain):
                 one.go_on(RequestId(name), tenant, 2.0)
             served.append(name)
-        if not waiting and random.random() < 0.5:
+        elif what == 12 and waiting:
+            name = random.choice(waiting)
+            share.put_aside(RequestId(name))
+            plain.put_aside(name, tenants[name])
+            waiting.remove(name)
+            aside.append(name)
+        elif what == 13:
+            for name in random.sample(aside, min(len(aside), 3)):
+                assert share.bring_back(RequestId(name)) and not share.bring_back(RequestId(name))
+                plain.bring_back(name, tenants[name])
+                aside.remove(name)
+                waiting.append(name)
+        if not (waiting or aside) and random.random() < 0.5:
             share.begin_anew()
             plain.begin_anew()
-        share.check([RequestId(name) for name in waiting])
+        share.check([RequestId(name) for name in waiting + aside])
         assert len(share) == len(waiting) and all(RequestId(name) in share for name in waiting)
         assert share._level == pytest.approx(plain.level)
         told = {name: (a.spent, a.turns, a.passed, a.requests) for name, a in share._accounts.items()}
         assert told == {name: pytest.approx((b.spent, b.turns, b.passed, b.open)) for name, b in plain.books.items()}
-        if waiting:
-            longest = max(len(books.line) / books.weight for _, books in plain.waiting())
-            last = tenants[share.last_of_the_longest()]
-            assert len(plain.books[last].line) / plain.books[last].weight == longest
-            assert share.last_of_the_longest() == max(plain.books[last].line, key=lambda e: (-e[1], e[2]))[0]
+        assert {name for name in (*waiting, *aside, *served) if share.is_aside(RequestId(name))} == set(aside)
+        if waiting or aside:
+            assert share.last_of_the_longest() in plain.last()

@@ -83,6 +83,31 @@ def test_who_takes_requests() -> None:
     assert [w.name for w in registry.live("decode", 30.0)] == ["d0", "d1", "d2"]
 
 
+def test_it_is_counted_whenever_a_worker_begins_to_take_requests() -> None:
+    """Guards those who wait for that: the word that one leaves no more, or is heard again, and no other report."""
+    parts = Parts(worker_silent_s=10.0)
+    registry, counts = parts.registry, [0]
+
+    def counted() -> bool:
+        counts.append(registry.openings)
+        return counts[-1] == counts[-2] + 1
+
+    parts.join("d0")
+    assert counted()
+    parts.report("d0", 5.0)
+    parts.report("d0", 6.0, leaving=True)
+    parts.report("d0", 7.0, leaving=True)
+    assert not counted()
+    parts.report("d0", 8.0)
+    assert counted()
+    parts.report("d0", 18.0)
+    assert not counted(), "it was not silent for longer than it may be"
+    parts.report("d0", 28.5)
+    assert counted()
+    registry.forgive(60.0)
+    assert counted()
+
+
 def test_one_ejected_worker_does_not_make_the_choice_slower() -> None:
     """Guards a decision among many workers, of which one is ejected: each worker was compared, field by field, with all
     that are sound. Counted in lines that are run, of which a comparison by fields has several."""

@@ -8,11 +8,12 @@ import pytest
 
 from engine.messages import Accepted, Orphan, Place, Refused, TenantsTold, Tokens
 from engine.types import FinishReason, Incarnation, RequestId, TokenLogprobs
-from router.core.call import State
+from router.core.call import Call, State
 from router.core.ejection import CONSECUTIVE
-from router.core.events import Command, Fail, Lost, Submit, TellWorker, Tick
+from router.core.events import Command, Fail, Lost, Submit, TellWorker, Tick, WorkerSaid
 from router.core.fair_share import MOST_PASSED
-from router.core.waiting_queue import ASIDE_S, FEWEST_DEPARTURES, MOST_OPEN_OFFERS
+from router.core.policy import Choice
+from router.core.waiting_queue import ASIDE_S, FEWEST_DEPARTURES, MOST_OPEN_OFFERS, MOST_TRIED
 from tests.router.bench import Bench, ended, is_told
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import load
@@ -443,10 +444,66 @@ def test_the_line_does_not_stand_behind_one_that_only_a_leaving_worker_could_hol
     parts.wait("late", tokens=8, max_tokens=8)
     assert advance(parts, ASIDE_S) == ["late"], "it is tried again, and passed again"
     parts.report("d0", blocks=200)
-    assert advance(parts, ASIDE_S) == [], "it waits aside for a while"
-    assert advance(parts, 3 * ASIDE_S) == ["large"] and "large" in large.own
+    assert advance(parts, ASIDE_S) == ["large"] and "large" in large.own, "as soon as the worker takes requests again"
     parts.table.forget(parts.table.calls[RequestId("large")], parts.out)
-    assert not parts.queue._aside and not parts.queue._back
+    assert not parts.queue._passed and not parts.queue._back
+
+
+def with_a_leaving_worker(max_waiting: int = 256) -> Bench:
+    """A small worker, and a large one that takes nobody, as it leaves."""
+    bench = Bench(decodes=0, prefills=0, max_waiting=max_waiting)
+    bench.join("d0", "decode", 1, 64)
+    bench.join("d1", "decode", 1, 8)
+    bench.hear(load(leaving=True), "d0")
+    return bench
+
+
+def test_a_line_that_is_full_of_those_put_aside_refuses_the_last() -> None:
+    """Guards the line that is empty then, of which the last was asked for: the router failed on the request."""
+    bench = with_a_leaving_worker(max_waiting=2)
+    for name in ("a", "b"):
+        assert bench.do(Submit(request_record(name, 400))) == []
+    (end,) = bench.do(Submit(request_record("c", 400)))
+    assert isinstance(end, Fail) and (end.request, end.fault.code, end.refusal) == ("c", "RESOURCE_EXHAUSTED", "full")
+    assert end.retry_after_s and bench.router.waiting == 2
+
+
+def test_a_flood_that_is_put_aside_leaves_the_line_to_others() -> None:
+    bench = with_a_leaving_worker(max_waiting=4)
+    for number in range(4):
+        bench.do(Submit(request_record(f"f{number}", 400), tenant="flood"))
+    assert offered(bench.do(Submit(request_record("busy", 100, 8), tenant="busy"))) == ["busy"]
+    bench.hear(Accepted(RequestId("busy"), 1, 0), "d1")
+    bench.hear(load(active=8, blocks=8), "d1")
+    (end,) = bench.do(Submit(request_record("polite", 40, 8), tenant="polite"))
+    assert isinstance(end, Fail) and end.request == "f3" and bench.router.waiting == 4
+
+
+def test_those_put_aside_are_tried_again_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the event loop: hundreds of them were placed anew in one event, four times a second."""
+    bench = with_a_leaving_worker()
+    for number in range(100):
+        bench.do(Submit(request_record(f"r{number}", 400), tenant=f"t{number % 3}"))
+    tried: list[str] = []
+    choose = bench.router._placer.choose
+
+    def counting(call: Call, now: float) -> Choice | None:
+        tried.append(call.record.request)
+        return choose(call, now)
+
+    monkeypatch.setattr(bench.router._placer, "choose", counting)
+    periods = 20
+    for _ in range(5 * periods):
+        bench.now += ASIDE_S / 5
+        bench.hear(load(leaving=True), "d0")
+        for event in (WorkerSaid("d1", load(blocks=8)), Tick()):
+            before = len(tried)
+            bench.do(event)
+            assert len(tried) - before <= MOST_TRIED
+    assert len(tried) <= MOST_TRIED * periods and len(set(tried)) == 100, "each has its turn"
+    tried.clear()
+    back = offered(bench.hear(load(blocks=64), "d0"))
+    assert len(tried) > 1 and back, "all are due as soon as the worker takes requests again"
 
 
 def test_what_only_a_leaving_worker_could_hold_is_refused_once_that_has_gone() -> None:
