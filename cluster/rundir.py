@@ -139,25 +139,12 @@ class RunDir:
 
     def namespace_key(self) -> str:
         """Return the key of this cluster's cache namespaces, drawn at its first start; call it while holding the name.
-        Raises ConfigError for one that others may read, and OSError where it cannot be kept."""
+        Raises ConfigError for one that others may read, and where it cannot be kept."""
         path = self.folder / f"{self.name}.key"
         try:
-            found = path.lstat()
-            kept = path.read_text(errors="replace")
-        except FileNotFoundError:
-            kept = ""
-        else:
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-                raise ConfigError(f"run_dir: {path} is not a file of this user alone (0600)")
-        if len(kept) == 2 * KEY_BYTES and set(kept) <= set(string.hexdigits):
-            return kept
-        # None yet, or one that a full disk has cut short.
-        key, partial = secrets.token_hex(KEY_BYTES), path.with_suffix(".partial-key")
-        partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(key)
-        partial.rename(path)
-        return key
+            return _kept_key(path) or _new_key(path)
+        except OSError as error:
+            raise ConfigError(f"run_dir: {path}: {error.strerror}") from error
 
     def write(self, processes: list[ProcessIdentity]) -> None:
         """Write down which processes there are. Raises OSError, and then the last list is still there."""
@@ -243,6 +230,33 @@ class RunDir:
     @property
     def _left(self) -> Path:
         return self.folder / f"{self.name}.json"
+
+
+def _kept_key(path: Path) -> str:
+    """Return the key of this file; empty where there is none yet, or one that a full disk has cut short. Raises
+    ConfigError for one that others may read, and OSError."""
+    try:
+        found = path.lstat()
+        kept = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"run_dir: {path} is not a file of this user alone (0600)")
+    return kept if len(kept) == 2 * KEY_BYTES and set(kept) <= set(string.hexdigits) else ""
+
+
+def _new_key(path: Path) -> str:
+    """Draw a key and leave it in this file, at once or not at all. Raises OSError."""
+    key, partial = secrets.token_hex(KEY_BYTES), path.with_suffix(".partial-key")
+    partial.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(key)
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    return key
 
 
 def _pids() -> list[int]:

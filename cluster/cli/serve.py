@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from cluster.processes.signals import Interrupted, check, on_hangup
 from cluster.processes.spec import LaunchError, child_environment
 from cluster.resolve import Resolved, Setting
 from cluster.rundir import RunDir, command_line
+from cluster.sizes import format_size
 from telemetry import logs
 
 ASK_AGAIN_S = 0.1
@@ -80,7 +82,7 @@ def _pass_over_hangup() -> None:
 
 def _keyed(resolved: Resolved, rundir: RunDir) -> tuple[ClusterConfig, tuple[Setting, ...]]:
     """Return the configuration with a key of cache namespaces: where none is set, the one kept from an earlier start.
-    Raises ConfigError, OSError."""
+    Raises ConfigError."""
     config = resolved.config
     if config.router.namespace_key:
         return config, resolved.settings
@@ -238,8 +240,8 @@ def _wait_running(
                 up = sum(p.state == "up" for p in status.processes)
                 bars.report("processes", up, len(status.processes))
             check()
-            if supervisor is not None and supervisor.poll() is not None:
-                raise LaunchError(_last_line(output) or f"it ended with {supervisor.returncode}")
+            if supervisor is not None and output is not None and supervisor.poll() is not None:
+                raise LaunchError(_last_line(output) or f"it ended with {supervisor.returncode}{_unsaid(output)}")
             if supervisor is None and not rundir.is_held:
                 raise LaunchError(f"the cluster {config.name!r} has just ended")
             if time.monotonic() > deadline_s:
@@ -247,9 +249,14 @@ def _wait_running(
             time.sleep(ASK_AGAIN_S)
 
 
-def _last_line(output: Path | None) -> str:
-    lines = output.read_text(errors="replace").strip().splitlines() if output is not None else []
+def _last_line(output: Path) -> str:
+    lines = output.read_text(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("headrace: ") if lines else ""
+
+
+def _unsaid(output: Path) -> str:
+    """Say where a supervisor's word should be, and whether there was room for it."""
+    return f", and {output} is empty; of its disk {format_size(shutil.disk_usage(output.parent).free)} are free"
 
 
 def _attached(arguments: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from cluster.admin import ProcessStatus
 from cluster.admin_client import AdminClient
 from cluster.cli.down import take_down
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, ConfigError
 from cluster.rundir import ProcessIdentity, RunDir
 from router.config import RouterConfig
 from tests.cluster.processes.test_launchers import eventually, gone
@@ -153,3 +153,21 @@ def test_a_list_that_cannot_be_written_leaves_the_last(tmp_path: Path, monkeypat
     listed_at = rundir.folder / f"{rundir.name}.json"
     listed_at.write_bytes(listed_at.read_bytes()[:-5])
     assert rundir.processes() == [], "a list cut short tells nothing, and fails nobody"
+
+
+def test_a_key_that_cannot_be_kept_is_told_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first start on a full disk, which ended with the kernel's word and no file, and the next one there."""
+    rundir = RunDir(ClusterConfig(run_dir=str(tmp_path / "run")), {})
+    rundir.make()
+    path, open_file = rundir.folder / f"{rundir.name}.key", os.open
+
+    def on_full_disk(name: Path, flags: int, mode: int) -> int:
+        os.close(open_file(name, flags, mode))
+        return open_file("/dev/full", os.O_WRONLY)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", on_full_disk)
+        with pytest.raises(ConfigError, match=f"^run_dir: {path}: No space left on device$"):
+            rundir.namespace_key()
+    assert list(rundir.folder.iterdir()) == []
+    assert rundir.namespace_key() == path.read_text()

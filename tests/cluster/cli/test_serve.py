@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from cluster.cli import serve
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Addresses
+from cluster.processes.spec import LaunchError
 from cluster.resolve import Resolved
 from cluster.rundir import MARK
 from router.config import RouterConfig
@@ -74,3 +76,12 @@ def test_a_hangup_ends_no_supervisor_and_rolls_only_one_that_serves(
         assert serve.serve(resolved(tmp_path), {}) == 0
     assert not hangups and rolled == ["roll"]
     assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_a_supervisor_that_ends_without_a_word_leaves_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `up --detach` on a full disk, where what the supervisor said of it is nowhere."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(serve.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 << 10))
+    log = tmp_path / "run" / "headrace.log"
+    with pytest.raises(LaunchError, match=f"it ended with 1, and {log} is empty; of its disk 4 KiB are free"):
+        serve.detach(resolved(tmp_path), {}, ["up", "--detach"])
