@@ -4,7 +4,8 @@ number and a digest, as its orders have (`engine.ranks.orders`)."""
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -129,6 +130,31 @@ class MoveLink(Generic[T]):
                 return None
             found += some
         return bytes(found)
+
+
+class Outbox:
+    """Says in a thread of its own what it is given, so that nobody waits for the other end to take it. `fail` is told
+    why it says no more. At most as much waits here as is given while the other end may take nothing."""
+
+    def __init__(self, link: MoveLink[Any], name: str, fail: Callable[[str], None]) -> None:
+        self._link = link
+        self._fail = fail
+        self._unsaid: SimpleQueue[msgspec.Struct | None] = SimpleQueue()
+        threading.Thread(target=self._main, name=name, daemon=True).start()
+
+    def say(self, record: msgspec.Struct) -> None:
+        self._unsaid.put(record)
+
+    def close(self) -> None:
+        """End the thread, once it has said what it was given."""
+        self._unsaid.put(None)
+
+    def _main(self) -> None:
+        try:
+            while (record := self._unsaid.get()) is not None:
+                self._link.say(record)
+        except Exception as error:  # nobody looks at this thread
+            self._fail(str(error))
 
 
 def _digest(raw: bytes, number: int) -> int:

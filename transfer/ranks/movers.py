@@ -2,20 +2,23 @@
 
     rank 0                                                        rank r (transfer.ranks.follower)
       any thread       submit -> group -> own mover
-                                       `- a socket per rank --->     thread "moves"    commands
+                                       `- a queue per rank
+      thread "tells-r"                      `- its socket ----->    thread "moves"    commands
       transfer thread  its own mover's events -> group              thread "transfer" its mover
-      thread "moves"   what rank r says -> group  <--- events ---
+      thread "moves-r" what rank r says -> group  <--- events ---
 
 A worker of one rank whose peers have one has no such detour: its mover is given what the worker says, and tells it what
-becomes of that. Else the group is asked under a lock, and what it tells goes out under the same, so every rank hears
-its commands in the order in which the worker gave them. Whoever gives a command waits only for a rank that has stopped
-taking any, for as long as its socket may.
+becomes of that. Else the group is asked under a lock, and what it tells is queued under the same, so every rank hears
+its commands in the order in which the worker gave them. Nobody sends under the lock: whoever gives a command waits for
+no rank, and what a rank says is heard also while it, or another, takes no commands. One that takes none for as long as
+its socket may wait ends the worker.
 """
 
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from engine.kv.layout import KVLayout
@@ -27,7 +30,17 @@ from transfer.handoff.commands import MoverCommand, MoverDied, MoverEvent
 from transfer.liveness import Watchdog
 from transfer.mover import Mover
 from transfer.ranks.group import MoverGroup, Told, ToRank, part_of
-from transfer.ranks.links import Alive, DescribedTo, DescribeTo, FromMover, MoveLink, MoverOpened, OpenMover, Reported
+from transfer.ranks.links import (
+    Alive,
+    DescribedTo,
+    DescribeTo,
+    FromMover,
+    MoveLink,
+    MoverOpened,
+    OpenMover,
+    Outbox,
+    Reported,
+)
 from transfer.transport import KVMemory, TransferError, Transport
 
 MOST_RANKS = 8
@@ -57,6 +70,7 @@ class RankMovers:
         self._group = MoverGroup(heads)
         self._own = Mover(transports, memory, layout.restricted(heads[0]), self._hear_own)
         self._links = links
+        self._outboxes: dict[int, Outbox | MoveLink[FromMover]] = dict(links)  # links until the ranks have opened
         self._reports: dict[int, Reported] = {}
         self._answers: queue.SimpleQueue[DescribedTo] = queue.SimpleQueue()
         self._asked = 0
@@ -75,12 +89,13 @@ class RankMovers:
                 why = "has ended" if opened is None else getattr(opened, "error", "says something else")
                 raise TransferError(f"tensor-parallel rank {rank} opens no transports: {why}")
         for rank, link in self._links.items():
-            threading.Thread(target=self._hear, args=(rank, link), name=f"moves-{rank}", daemon=True).start()
+            self._outboxes[rank] = outbox = Outbox(link, f"tells-{rank}", partial(self._takes_none, rank))
+            threading.Thread(target=self._hear, args=(rank, link, outbox), name=f"moves-{rank}", daemon=True).start()
 
     def describe(self, rank: int, transport: str, peers: Sequence[Incarnation], wait_s: float) -> list[dict[str, Any]]:
         """Ask a rank what each of these ranks of a peer is to be told. Waits for the answer."""
         self._asked += 1
-        self._links[rank].say(DescribeTo(self._asked, transport, tuple(peers)))
+        self._outboxes[rank].say(DescribeTo(self._asked, transport, tuple(peers)))
         due_s = time.monotonic() + wait_s
         while True:
             try:
@@ -151,11 +166,11 @@ class RankMovers:
             elif one.rank == 0:
                 self._own.submit(one.command)
             else:
-                try:
-                    self._links[one.rank].say(one.command)
-                except TransferError as error:
-                    if not self._stopping:
-                        self._on_event(MoverDied(f"at rank {one.rank}: {error}"))
+                self._outboxes[one.rank].say(one.command)
+
+    def _takes_none(self, rank: int, why: str) -> None:
+        if not self._stopping:
+            self._on_event(MoverDied(f"at rank {rank}: {why}"))
 
     def _hear_own(self, event: MoverEvent) -> None:
         if self._group.is_one:
@@ -164,7 +179,7 @@ class RankMovers:
         with self._lock:
             self._give(self._group.heard(0, event))
 
-    def _hear(self, rank: int, link: MoveLink[FromMover]) -> None:
+    def _hear(self, rank: int, link: MoveLink[FromMover], outbox: Outbox) -> None:
         try:
             for said in link:  # until it ends: who watches its process tells of that
                 self._said[rank] += 1
@@ -181,6 +196,8 @@ class RankMovers:
                         raise TransferError("its transports are open already")
         except Exception as error:
             self._on_event(MoverDied(f"what rank {rank} says is not understood: {error}"))
+        finally:
+            outbox.close()
 
 
 class Way(Protocol):
