@@ -10,6 +10,7 @@ import msgspec
 
 from access.client import ClientCredentials
 from cluster.cli.answer_flags import form_of
+from cluster.config import ConfigError
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, SamplingOverrides, Started
 from router.grpc.client import Client
 
@@ -58,7 +59,7 @@ def drawn_by(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def stream_answer(arguments: argparse.Namespace, credentials: ClientCredentials) -> int:
     """Run `headrace generate`: the answer goes to standard output, figures (if asked for) to standard error."""
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    text = _standard_input() if arguments.prompt == "-" else arguments.prompt
     chat = [ChatMessage("user", text)]
     if arguments.system:
         chat.insert(0, ChatMessage("system", arguments.system))
@@ -75,6 +76,13 @@ def stream_answer(arguments: argparse.Namespace, credentials: ClientCredentials)
     if arguments.stats:
         print(figures_line(answer.finished), file=sys.stderr)
     return 0
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError("standard input is not valid UTF-8") from error
 
 
 def _show_samples(client: Client, call: GenerateCall, has_stats: bool) -> int:

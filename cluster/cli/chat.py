@@ -6,6 +6,7 @@ import sys
 
 from access.client import ClientCredentials
 from cluster.cli.ask import ClientAnswer, ask, drawn_by, figures_line
+from cluster.config import ConfigError
 from router.front.api import ApiError, ChatMessage, GenerateCall
 from router.grpc.client import Client
 
@@ -102,6 +103,8 @@ def _line(is_person: bool) -> str | None:
     """Return the next line without its end; None when there is none, or Ctrl-C is pressed where nothing runs."""
     try:
         return input("> " if is_person else "").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError("standard input is not valid UTF-8") from error
     except EOFError:
         if is_person:
             print()

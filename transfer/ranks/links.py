@@ -132,7 +132,7 @@ class MoveLink(Generic[T]):
         return bytes(found)
 
 
-class Outbox:
+class QueuedLink:
     """Says in a thread of its own what it is given, so that nobody waits for the other end to take it. `fail` is told
     why it says no more. At most as much waits here as is given while the other end may take nothing."""
 

@@ -38,7 +38,7 @@ from transfer.ranks.links import (
     MoveLink,
     MoverOpened,
     OpenMover,
-    Outbox,
+    QueuedLink,
     Reported,
 )
 from transfer.transport import KVMemory, TransferError, Transport
@@ -70,7 +70,7 @@ class RankMovers:
         self._group = MoverGroup(heads)
         self._own = Mover(transports, memory, layout.restricted(heads[0]), self._hear_own)
         self._links = links
-        self._outboxes: dict[int, Outbox | MoveLink[FromMover]] = dict(links)  # links until the ranks have opened
+        self._outboxes: dict[int, QueuedLink | MoveLink[FromMover]] = dict(links)  # links until the ranks have opened
         self._reports: dict[int, Reported] = {}
         self._answers: queue.SimpleQueue[DescribedTo] = queue.SimpleQueue()
         self._asked = 0
@@ -89,7 +89,7 @@ class RankMovers:
                 why = "has ended" if opened is None else getattr(opened, "error", "says something else")
                 raise TransferError(f"tensor-parallel rank {rank} opens no transports: {why}")
         for rank, link in self._links.items():
-            self._outboxes[rank] = outbox = Outbox(link, f"tells-{rank}", partial(self._takes_none, rank))
+            self._outboxes[rank] = outbox = QueuedLink(link, f"tells-{rank}", partial(self._takes_none, rank))
             threading.Thread(target=self._hear, args=(rank, link, outbox), name=f"moves-{rank}", daemon=True).start()
 
     def describe(self, rank: int, transport: str, peers: Sequence[Incarnation], wait_s: float) -> list[dict[str, Any]]:
@@ -179,7 +179,7 @@ class RankMovers:
         with self._lock:
             self._give(self._group.heard(0, event))
 
-    def _hear(self, rank: int, link: MoveLink[FromMover], outbox: Outbox) -> None:
+    def _hear(self, rank: int, link: MoveLink[FromMover], outbox: QueuedLink) -> None:
         try:
             for said in link:  # until it ends: who watches its process tells of that
                 self._said[rank] += 1

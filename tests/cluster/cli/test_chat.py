@@ -2,13 +2,15 @@
 
 import argparse
 import io
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 
 from access.client import ClientCredentials
 from cluster.cli import chat
+from cluster.cli.ask import stream_answer
 from cluster.cli.chat import Chat, run_chat
+from cluster.config import ConfigError
 from engine.messages import RequestStats
 from engine.types import FinishReason
 from router.front.api import (
@@ -106,6 +108,17 @@ def test_a_script_hears_of_failure(parrot: Parrot, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ApiError):
         run_chat(arguments(), ClientCredentials())
     assert len(parrot.calls) == 1
+
+
+@pytest.mark.parametrize("verb", [run_chat, stream_answer])
+def test_input_in_another_encoding_is_one_line(
+    verb: Callable[..., int], parrot: Parrot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards `iconv -t latin1 letter | headrace generate -`, which ended in a traceback."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("né\n".encode("latin-1")), "utf-8"))
+    with pytest.raises(ConfigError, match="standard input is not valid UTF-8"):
+        verb(arguments(prompt="-"), ClientCredentials())
+    assert not parrot.calls
 
 
 def test_a_person_may_try_again(
