@@ -70,12 +70,19 @@ class Node:
 
 class Match(NamedTuple):
     """The longest cached prefix: whole blocks along `nodes`, then `partial_tokens` of `partial`'s first tokens.
-    `loaded`: whole blocks behind them that a lower tier brings, with what window groups lack of those before."""
+    `loaded`: whole blocks behind them that a lower tier brings, with what window groups lack of those before. `uncut`:
+    the path that the first layer group has, where there are window groups, by whose blocks `nodes` are cut."""
 
     nodes: list[Node]
     partial: Node | None = None
     partial_tokens: int = 0
     loaded: int = 0
+    uncut: list[Node] | None = None
+
+    @property
+    def path(self) -> list[Node]:
+        """Whole blocks that the first layer group has, whatever the others have."""
+        return self.nodes if self.uncut is None else self.uncut
 
 
 class RadixCache:
@@ -117,37 +124,34 @@ class RadixCache:
         """The longest cached prefix of `tokens[:limit]`, from whose end can be computed on; `whole`: of whole blocks.
         `before`: what was found last of the same, by which it is found sooner, and which is used up. Changes nothing.
         """
-        found = self.longest(namespace, tokens, limit, None if self._windows else before)
+        found = self.longest(namespace, tokens, limit, before)
         if self._windows:
             return self._in_windows(found, whole)
         return Match(found.nodes) if whole else found
 
     def _in_windows(self, found: Match, whole: bool) -> Match:
         """Cut a match to where every window group has the blocks that the next token sees."""
-        size, best = self.block_size, 0
-        runs = [0] * len(self._windows)
-        for at, node in enumerate(found.nodes, 1):
-            self._count(runs, node)
-            if self._suffice(runs, at, at * size):
-                best = at
-        if best < len(found.nodes) or whole or found.partial is None:
-            partial = None
-        else:
-            partial = found.partial
-            self._count(runs, partial)
-            if not self._suffice(runs, best + 1, best * size + found.partial_tokens):
-                partial = None
-        return Match(found.nodes[:best], partial, found.partial_tokens if partial is not None else 0)
+        path, size = found.nodes, self.block_size
+        best = len(path)
+        while (gap := self._gap(path, best, best * size)) is not None:
+            best = gap  # whoever goes on between there and here sees it too
+        partial, tokens = found.partial, found.partial_tokens
+        if partial is not None:
+            lacks = whole or best < len(path) or GONE in (partial.windows or ())
+            if lacks or self._gap(path, best, best * size + tokens) is not None:
+                partial, tokens = None, 0
+        return Match(path if best == len(path) else path[:best], partial, tokens, uncut=path)
 
-    def _count(self, runs: list[int], node: Node) -> None:
-        assert node.windows is not None
-        for group, block in enumerate(node.windows):
-            runs[group] = 0 if block == GONE else runs[group] + 1
-
-    def _suffice(self, runs: Sequence[int], blocks: int, tokens: int) -> bool:
-        """Return True if the last `runs` of `blocks` blocks are all that computing on from `tokens` tokens reads."""
-        windows = zip(self._windows, runs, strict=True)
-        return all(run >= blocks - group.first_needed(tokens, self.block_size) for group, run in windows)
+    def _gap(self, path: Sequence[Node], blocks: int, tokens: int) -> int | None:
+        """Return the number of one of the first `blocks` blocks of `path` that computing on from `tokens` tokens reads,
+        and a window group lacks: the first that the group reads, so that few nodes are looked at."""
+        for group, layers in enumerate(self._windows):
+            for at in range(layers.first_needed(tokens, self.block_size), blocks):
+                windows = path[at].windows
+                assert windows is not None
+                if windows[group] == GONE:
+                    return at
+        return None
 
     def longest(
         self, namespace: bytes, tokens: Sequence[int], limit: int, before: Match | None = None
@@ -159,8 +163,8 @@ class RadixCache:
             return Match(nodes)
         size, pack, at = self.block_size, self._pack, 0
         # A node goes after its children: while the last one is there, all before it are.
-        if before is not None and before.nodes and self._by_block.get(before.nodes[-1].block) is before.nodes[-1]:
-            nodes = before.nodes
+        if before is not None and before.path and self._by_block.get(before.path[-1].block) is before.path[-1]:
+            nodes = before.path
             node, at = nodes[-1], len(nodes) * size
         while at + size <= limit:
             child = node.children.get(pack(*tokens[at : at + size]))

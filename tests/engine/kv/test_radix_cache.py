@@ -3,9 +3,11 @@ is in test_sorted_keys.py, random requests in test_machine.py, the published exa
 test_figure.py."""
 
 import random
+from typing import Any
 
 import pytest
 
+from engine.kv.groups import GONE, LayerGroup
 from engine.kv.radix_cache import Match, Node, RadixCache
 from engine.types import BlockId
 
@@ -151,3 +153,95 @@ def test_a_match_that_goes_on_looks_at_no_token_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cache, "_pack", lambda *them: packed.extend(them) or b"")
     again = cache.match(NAME, tokens, 4000, before=match)
     assert again.nodes == nodes and len(packed) <= 4
+
+
+def _cut(found: Match, groups: list[LayerGroup], size: int) -> tuple[int, Node | None]:
+    """The plain definition: as far as every window group has all that the next token sees."""
+
+    def suffices(nodes: list[Node], tokens: int) -> bool:
+        return all(
+            node.windows is not None and node.windows[number] != GONE
+            for number, group in enumerate(groups)
+            for node in nodes[group.first_needed(tokens, size) :]
+        )
+
+    nodes, partial = found.nodes, found.partial
+    best = max(end for end in range(len(nodes) + 1) if suffices(nodes[:end], end * size))
+    if partial is None or best < len(nodes) or not suffices([*nodes, partial], best * size + found.partial_tokens):
+        return best, None
+    return best, partial
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_match_ends_where_the_windows_have_all_that_the_next_token_sees(seed: int) -> None:
+    """Guards a prompt that goes on behind a block that a window group has let go, one that begins anew though it need
+    not, and one that is looked up again from what was found before."""
+    dice, size = random.Random(seed), 3
+    groups = [LayerGroup((1,), dice.choice((2, 4, 7, 20))), LayerGroup((2,), dice.choice((1, 3, 5)))][: 1 + seed % 2]
+    cache, prompts = RadixCache(size, "m", windows=groups), [[dice.randrange(2) for _ in range(40)] for _ in range(4)]
+    latest: list[Match | None] = [None] * len(prompts)
+    free, cuts, partials = [BlockId(at) for at in range(200)], set[int](), 0
+    for _ in range(300):
+        tokens = dice.choice(prompts)[: dice.randrange(1, 40)]
+        node, has_tail = cache.root(NAME), dice.random() < 0.6
+        for at in range(0, len(tokens), size):
+            child = cache.insert(node, tokens[at : at + size], free[-1]) if len(free) > 40 else None
+            if child is None:
+                break
+            if child.block == free[-1]:
+                cache.let_go(free.pop())
+            for number in range(len(groups)):
+                assert child.windows is not None
+                if child.windows[number] == GONE and (has_tail or dice.random() < 0.3):
+                    cache.bind(child, number, free[-1])
+                    cache.let_go(free.pop())
+            node = child
+        for _ in range(dice.randrange(12)):
+            block = dice.choice(list(cache._by_block)) if len(cache) else None
+            indexed = None if block is None else cache.node(block)
+            if indexed is not None and block is not None and (block != indexed.block or _is_bare(indexed)):
+                cache.shares.occupy(NAME, block)
+                cache.forget(block)
+                free.append(block)
+        for number, prompt in enumerate(prompts):
+            limit = len(prompt) - number
+            found = cache.match(NAME, prompt, limit, before=latest[number])
+            first = cache.longest(NAME, prompt, limit)
+            best, partial = _cut(first, groups, size)
+            assert found.nodes == first.nodes[:best] and found.path == first.nodes and found.partial is partial
+            assert found.partial_tokens == (0 if partial is None else first.partial_tokens)
+            assert cache.match(NAME, prompt, limit, whole=True) == Match(found.nodes, uncut=first.nodes)
+            latest[number] = found
+            cuts.add(len(first.nodes) - best)
+            partials += partial is not None
+    assert len(cuts) > 3 and partials > 10
+
+
+def _is_bare(node: Node) -> bool:
+    return not node.children and all(block == GONE for block in node.windows or ())
+
+
+@pytest.mark.parametrize("windows", [0, 20, 999])
+def test_few_nodes_are_looked_at_for_windows(windows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long prompts that wait where layers are kept in groups: each step looked at every block that they have in
+    common, for each of them."""
+    group, tokens, seen = LayerGroup((1,), 33), list(range(4000)), list[int]()
+    cache = RadixCache(4, "m", windows=[group])
+    nodes = _insert(cache, tokens[:3996], 0)
+    for at in range(windows):  # only the head has windows, or everything
+        cache.bind(nodes[at], 0, BlockId(2000 + at))
+    match = cache.match(NAME, tokens, 4000)
+    assert len(match.nodes) == windows and match.path == nodes
+    packed = list[int]()
+
+    class Counted(list[BlockId]):
+        def __getitem__(self, at: Any) -> Any:
+            seen.append(at)
+            return super().__getitem__(at)
+
+    for node in nodes:
+        node.windows = Counted(node.windows or ())
+    monkeypatch.setattr(cache, "_pack", lambda *them: packed.extend(them) or b"")
+    again = cache.match(NAME, tokens, 4000, before=match)
+    assert len(again.nodes) == windows and again.path == nodes
+    assert len(packed) <= 4 and 0 < len(seen) < 999 // 8 + 20
