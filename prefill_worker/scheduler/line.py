@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 
 from engine.kv.manager import KVCacheManager
+from engine.kv.radix_cache import Match
 from engine.kv.tiers.fetches import Fetches
 from engine.plan import CompiledConstraint, is_compiled, share_budget
 from engine.types import RequestRecord
@@ -136,7 +137,8 @@ class Line:
             record, limit, before = job.record, job.match_limit, job.fetch
             if not limit:
                 continue
-            job.fetch = self._fetches.wanted(record.space, record.tokens, limit, self.order.speed)
+            match = self._match(job)  # anew: to fetch for another may have pushed some of it out
+            job.fetch = self._fetches.wanted(record.space, record.tokens, limit, self.order.speed, match)
             if job.fetch is not before or (job.coming and job.fetch is None):
                 job.coming = self._coming(job)
             if job.fetch is not None and job.held_until is None:
@@ -190,17 +192,20 @@ class Line:
         return shortest if self.order.slips_in(uncached, running, self._chunk_tokens // 2) else None
 
     def _matched(self, job: Job) -> int:
+        return self._kv.tokens_of(self._match(job))
+
+    def _match(self, job: Job) -> Match:
         record = job.record
         # In every step: of a long prompt, only what was cached, or has gone, since the last one is looked at.
         job.match = self._kv.cache.match(record.space, record.tokens, job.match_limit, before=job.match)
-        return self._kv.tokens_of(job.match)
+        return job.match
 
     def _coming(self, job: Job) -> int:
         """Return what `Job.coming` says, as things stand."""
         record, limit = job.record, job.match_limit
         if self._fetches is None or not limit:
             return 0
-        return self._fetches.coming(record.space, record.tokens, limit, self.order.speed)
+        return self._fetches.coming(record.space, record.tokens, limit, self.order.speed, self._match(job))
 
     def shares(self, now: float) -> list[tuple[Job, int]]:
         """Return how many tokens of the next step each running job has, the first in order first; some have none, and

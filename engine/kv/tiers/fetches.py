@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from engine.kv.manager import KVCacheManager, Lease
+from engine.kv.radix_cache import Match
 from engine.kv.tiers.commands import Loaded, TierEvent
 from engine.kv.tiers.resuming import resuming
 from engine.kv.tiers.tiers import Tiers
@@ -33,7 +34,10 @@ class Fetch:
 
 
 class Fetches:
-    """Mutable state: `_under_way`, by the number of its load. Owner: the scheduler."""
+    """`match`, where it is asked for: what the device has of the same tokens now, if that is known; a long one takes
+    long to find.
+
+    Mutable state: `_under_way`, by the number of its load. Owner: the scheduler."""
 
     def __init__(self, kv: KVCacheManager, tiers: Tiers) -> None:
         self._kv = kv
@@ -43,13 +47,15 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def wanted(self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float) -> Fetch | None:
+    def wanted(
+        self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float, match: Match | None = None
+    ) -> Fetch | None:
         """Return what a sequence should wait for before it is computed, begun if it was not: its next blocks, where a
         tier has them and gives them back sooner than they are computed. None: nothing, or there is no room now."""
         kv, tiers = self._kv, self._tiers
         if kv.groups:
-            return self._all_or_nothing(namespace, tokens, limit, tokens_per_s)
-        start, found = self._next(namespace, tokens, limit)
+            return self._all_or_nothing(namespace, tokens, limit, tokens_per_s, match)
+        start, found = self._next(namespace, tokens, limit, match)
         if not found:
             return None
         fetch = self._bringing(found[:1])
@@ -70,11 +76,11 @@ class Fetches:
         return fetch
 
     def _all_or_nothing(
-        self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float
+        self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float, match: Match | None
     ) -> Fetch | None:
         """Do the same where layers are kept in groups."""
         kv, tiers = self._kv, self._tiers
-        found = resuming(kv.cache, tiers, kv.groups, namespace, tokens, limit)
+        found = resuming(kv.cache, tiers, kv.groups, namespace, tokens, limit, match)
         if found is None:
             return None
         fetch = self._bringing(found.identities)
@@ -97,18 +103,20 @@ class Fetches:
         self._under_way[number] = fetch
         return fetch
 
-    def coming(self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float) -> int:
+    def coming(
+        self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float, match: Match | None = None
+    ) -> int:
         """Return how many of the first tokens of a sequence are there once its next blocks have come that are on their
         way, or would be loaded sooner than computed. 0: no more than are there now."""
         kv, tiers, size = self._kv, self._tiers, self._kv.block_size
         if kv.groups:
-            whole = resuming(kv.cache, tiers, kv.groups, namespace, tokens, limit)
+            whole = resuming(kv.cache, tiers, kv.groups, namespace, tokens, limit, match)
             if whole is None:
                 return 0
             wanted, saved = whole.identities, whole.saved_blocks
             comes = self._bringing(wanted) is not None or tiers.are_quicker(wanted, saved, size, tokens_per_s)
             return whole.blocks * size if comes else 0
-        start, found = self._next(namespace, tokens, limit)
+        start, found = self._next(namespace, tokens, limit, match)
         fetch = self._bringing(found[:1])
         if fetch is None:
             count = tiers.quicker(found, size, tokens_per_s)
@@ -116,11 +124,13 @@ class Fetches:
             count = sum(1 for _ in takewhile(fetch.identities.__contains__, found))
         return start + count * size if count else 0
 
-    def _next(self, namespace: bytes, tokens: Sequence[int], limit: int) -> tuple[int, list[bytes]]:
+    def _next(
+        self, namespace: bytes, tokens: Sequence[int], limit: int, match: Match | None
+    ) -> tuple[int, list[bytes]]:
         """Return how many leading tokens the device has in whole blocks, and the identities of the next blocks, as far
         as they are in a tier."""
         cache, size = self._kv.cache, self._kv.block_size
-        nodes = cache.match(namespace, tokens, limit).nodes
+        nodes = (match or cache.match(namespace, tokens, limit)).nodes
         parent = nodes[-1].identity if nodes else cache.root_identity(namespace)
         start = len(nodes) * size
         return start, self._tiers.find(parent, tokens, start, limit, size)

@@ -39,13 +39,19 @@ class Resuming:
 
 
 def resuming(
-    cache: RadixCache, tiers: Tiers, groups: Sequence[LayerGroup], namespace: bytes, tokens: Sequence[int], limit: int
+    cache: RadixCache,
+    tiers: Tiers,
+    groups: Sequence[LayerGroup],
+    namespace: bytes,
+    tokens: Sequence[int],
+    limit: int,
+    match: Match | None = None,
 ) -> Resuming | None:
     """Return the longest of `tokens[:limit]` in whole blocks that can be gone on with; None where the device alone has
-    as much. `groups` are several."""
+    as much. `groups` are several. `match`: what the device has, if that is known."""
     size = cache.block_size
-    nodes = cache.longest(namespace, tokens, limit).nodes
-    here = len(cache.match(namespace, tokens, limit, whole=True).nodes)
+    match = match or cache.match(namespace, tokens, limit)
+    nodes, here = match.path, len(match.nodes)
     parent = nodes[-1].identity if nodes else cache.root_identity(namespace)
     below = tiers.find(parent, tokens, len(nodes) * size, limit, size)
     names = [*(node.identity for node in nodes), *below]
@@ -65,10 +71,10 @@ def _lacking(
     tiers: Tiers, groups: Sequence[LayerGroup], nodes: Sequence[Node], names: Sequence[bytes], blocks: int, size: int
 ) -> list[tuple[int, int]] | int:
     """Return what the device lacks of the windows behind `blocks` blocks, where a tier has all of it; else the number
-    of a block that is nowhere, the last one."""
+    of a block that is nowhere, the first that its group needs, so that few are looked at."""
     lacking = []
     for number, group in enumerate(groups[1:], 1):
-        for at in reversed(range(group.first_needed(blocks * size, size), blocks)):
+        for at in range(group.first_needed(blocks * size, size), blocks):
             windows = nodes[at].windows if at < len(nodes) else None
             if windows is not None and windows[number - 1] != GONE:
                 continue

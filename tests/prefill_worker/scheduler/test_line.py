@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from engine.kv.groups import LayerGroup
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Loaded, TierLoad
 from engine.kv.tiers.cost import TierCost
@@ -441,3 +442,36 @@ def test_whose_fetch_is_over_is_not_held_back_though_others_came_before_it() -> 
     assert job.fetch is not None and job.fetch.is_over
     held = bench.scheduler.line._is_held(job, 176, bench.now)
     assert not held
+
+
+@pytest.mark.parametrize("groups", [(), (LayerGroup((0,)), LayerGroup((1,), 40))])
+def test_what_is_cached_of_those_that_wait_is_not_walked_in_every_step(
+    groups: tuple[LayerGroup, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards those that run beside a line of long prompts: each plan went over all that is cached of some of them, to
+    see what lower tiers have behind it."""
+    bench = Bench(chunk_tokens=64)
+    scheduler: Any = bench.scheduler
+    kv = KVCacheManager(1000, 16, "m", Tiers(64, 4096), groups, 2 * 64 + 2)
+    scheduler.__init__(
+        scheduler._config, kv, fingerprint="m", vocab=50_000, context_tokens=8192, stop_ids=frozenset()
+    )
+    scheduler.handle(ReaderUp(PEER, True), 0.0)
+    bench.start("known", _prompt(3200, 0, 1))
+    bench.run()
+    bench.start("long", _prompt(0, 3200, 2))
+    bench.step()
+    for n in range(3, 11):
+        bench.start(f"r{n}", _prompt(3200, 1700, n))
+    bench.step()
+    assert [scheduler.line._matched(job) for job in scheduler.line.waiting] == [3200] * 8
+    looked_up, pack = list[int](), kv.cache._pack
+
+    def counted(*tokens: int) -> bytes:
+        looked_up.append(len(tokens))
+        return pack(*tokens)
+
+    monkeypatch.setattr(kv.cache, "_pack", counted)
+    plan = bench.step()
+    assert plan is not None and len(plan.rows) == 1 and len(scheduler.line.waiting) == 8
+    assert len(looked_up) < 50, "one prompt has 200 blocks in the cache"
