@@ -12,6 +12,7 @@ from engine.kv.tiers.cost import TierCost
 from engine.kv.tiers.tiers import Tiers
 from engine.messages import Stop
 from engine.types import Constraint, ConstraintKind, Incarnation
+from prefill_worker.scheduler import line
 from prefill_worker.scheduler.line import LOOK_AHEAD
 from tests.prefill_worker.scheduler.test_scheduler import PEER, S_PER_TOKEN, Bench
 from transfer.handoff.commands import FromReader, ReaderUp
@@ -475,3 +476,21 @@ def test_what_is_cached_of_those_that_wait_is_not_walked_in_every_step(
     plan = bench.step()
     assert plan is not None and len(plan.rows) == 1 and len(scheduler.line.waiting) == 8
     assert len(looked_up) < 50, "one prompt has 200 blocks in the cache"
+
+
+def test_a_crowd_with_long_cached_prompts_is_let_in_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards who runs beside a crowd that has waited for one long prefix: to lease and offer all of it, for each of
+    them, in one step takes seconds. Nobody is overtaken, and one whose prompt alone is longer is let in too."""
+    monkeypatch.setattr(line, "MAX_ADMITTED_BLOCKS", 100)
+    bench = Bench(fairness_tokens_per_s=1000.0)
+    bench.start("first", _prompt(640, 20, 1))
+    bench.run()
+    for n in range(2, 10):
+        bench.now += 0.001
+        bench.start(f"r{n}", _prompt(640, 20, n))
+    bench.start("longer", _prompt(0, 1700, 10))
+    steps = []
+    while (plan := bench.step()) is not None:
+        steps.append([row.request for row in plan.rows])
+    assert steps[:3] == [["r2", "r3", "r4"], ["r5", "r6", "r7"], ["r8", "r9", "longer"]]
+    assert "longer" in bench.first_at and not bench.scheduler.line.waiting
