@@ -70,7 +70,7 @@ class RankMovers:
         self._group = MoverGroup(heads)
         self._own = Mover(transports, memory, layout.restricted(heads[0]), self._hear_own)
         self._links = links
-        self._outboxes: dict[int, QueuedLink | MoveLink[FromMover]] = dict(links)  # links until the ranks have opened
+        self._queued: dict[int, QueuedLink | MoveLink[FromMover]] = dict(links)  # links until the ranks have opened
         self._reports: dict[int, Reported] = {}
         self._answers: queue.SimpleQueue[DescribedTo] = queue.SimpleQueue()
         self._asked = 0
@@ -89,13 +89,13 @@ class RankMovers:
                 why = "has ended" if opened is None else getattr(opened, "error", "says something else")
                 raise TransferError(f"tensor-parallel rank {rank} opens no transports: {why}")
         for rank, link in self._links.items():
-            self._outboxes[rank] = outbox = QueuedLink(link, f"tells-{rank}", partial(self._takes_none, rank))
-            threading.Thread(target=self._hear, args=(rank, link, outbox), name=f"moves-{rank}", daemon=True).start()
+            self._queued[rank] = queued = QueuedLink(link, f"tells-{rank}", partial(self._takes_none, rank))
+            threading.Thread(target=self._hear, args=(rank, link, queued), name=f"moves-{rank}", daemon=True).start()
 
     def describe(self, rank: int, transport: str, peers: Sequence[Incarnation], wait_s: float) -> list[dict[str, Any]]:
         """Ask a rank what each of these ranks of a peer is to be told. Waits for the answer."""
         self._asked += 1
-        self._outboxes[rank].say(DescribeTo(self._asked, transport, tuple(peers)))
+        self._queued[rank].say(DescribeTo(self._asked, transport, tuple(peers)))
         due_s = time.monotonic() + wait_s
         while True:
             try:
@@ -166,7 +166,7 @@ class RankMovers:
             elif one.rank == 0:
                 self._own.submit(one.command)
             else:
-                self._outboxes[one.rank].say(one.command)
+                self._queued[one.rank].say(one.command)
 
     def _takes_none(self, rank: int, why: str) -> None:
         if not self._stopping:
@@ -179,7 +179,7 @@ class RankMovers:
         with self._lock:
             self._give(self._group.heard(0, event))
 
-    def _hear(self, rank: int, link: MoveLink[FromMover], outbox: QueuedLink) -> None:
+    def _hear(self, rank: int, link: MoveLink[FromMover], queued: QueuedLink) -> None:
         try:
             for said in link:  # until it ends: who watches its process tells of that
                 self._said[rank] += 1
@@ -197,7 +197,7 @@ class RankMovers:
         except Exception as error:
             self._on_event(MoverDied(f"what rank {rank} says is not understood: {error}"))
         finally:
-            outbox.close()
+            queued.close()
 
 
 class Way(Protocol):
