@@ -69,10 +69,11 @@ class CallTable:
         """Return the calls that wait, oldest first."""
         return sorted(self.waiting.values(), key=lambda call: call.turn)
 
-    def overdue(self, now: float) -> list[Call]:
-        """Return the calls whose deadline has passed since this was asked last, oldest first."""
-        late = []
-        while self._deadlines and self._deadlines[0][0] <= now:
+    def overdue(self, now: float, most: int) -> list[Call]:
+        """Return calls whose deadline has passed and that this has not returned, oldest first: at most so many, those
+        whose deadline was first."""
+        late: list[Call] = []
+        while self._deadlines and self._deadlines[0][0] <= now and len(late) < most:
             _, turn, request = heapq.heappop(self._deadlines)
             call = self.calls.get(request)
             if call is not None and call.turn == turn:

@@ -89,6 +89,8 @@ MOVES_S = 0.05
 """How soon it is asked again who could move off a leaving worker, but at that one's own reports."""
 PINS_AT_ONCE = 256
 """Sessions that a router which has begun is told at a tick."""
+MOST_OVERDUE = 128
+"""Requests whose deadline has passed that are ended at a tick: each takes about a tenth of a millisecond."""
 _RUNNING = State.RUNNING  # looked up once: every token asks
 
 
@@ -259,7 +261,7 @@ class Router:
             self._placer.evicted(worker, record.evicted)
             self.index.moved(worker, record.moved)
             self._losses.give_up(self._detector.accused(worker, record.silent, now), now, out)
-            self._queue.advance(now, out)
+            self._queue.reported(worker, now, out)
             if record.leaving or now - self._moves_s >= MOVES_S:
                 self._moves_s = now
                 self._move(now, out)
@@ -561,8 +563,11 @@ class Router:
         for call in self._table.unanswered(now - self._config.worker_silent_s):
             if call.decode_life is not None:
                 self._failed(call.decode_life, "it left an offer unanswered", now, out)
-        for call in self._table.overdue(now):  # all of them, before the queue moves up
+        late = self._table.overdue(now, MOST_OVERDUE)
+        for call in late:
             self._close(call.record.request, FinishReason.DEADLINE, out)
+        if len(late) == MOST_OVERDUE:
+            return  # the queue moves up when none of them is left
         if self.registry.live("decode", now):
             self._no_decode_since_s = None
             self._queue.advance(now, out)

@@ -29,6 +29,9 @@ from router.core.sessions import Session, Sessions
 MOST_OPEN_OFFERS = 16
 """Offers without an answer, for each decode worker, above which nobody new has a turn. What no worker takes comes back
 before all lines, so of a flood that workers refuse no more stands before those that come later."""
+MOST_AT_ONCE = 32
+"""Requests of the line that one event deals with, so that nobody else waits for hundreds which come back when a worker
+is lost: the answer to an offer, or the next tick, goes on."""
 ASIDE_S = 0.25
 MOST_TRIED = 8
 """So many of those that no worker could hold which takes requests now are tried again in such a time, and in any when
@@ -47,8 +50,8 @@ class WaitingQueue:
     # skipped. The turns of those that no worker could hold which takes requests, in the order in which they are tried
     # again; how many of them are due, when more are, and how often workers had begun to take requests. For how long
     # somebody has waited here, and since when somebody does; when, on that clock, workers took requests since nobody
-    # last waited anywhere; whether it stands until an offer is answered; and whose turn it is while `advance` runs.
-    # Those that are new are in the table's `share`.
+    # last waited anywhere; whether it stands until an offer is answered; whose turn it is while `advance` runs, and who
+    # was next when that found room nowhere. Those that are new are in the table's `share`.
 
     def __init__(
         self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions, sessions: Sessions
@@ -70,6 +73,7 @@ class WaitingQueue:
         self._departures: deque[float] = deque(maxlen=DEPARTURES)
         self._awaits_answers = False
         self._placing: Call | None = None
+        self._stuck: Call | None = None
 
     def enter(self, call: Call, tenant: str, weight: float, session: Session | None = None) -> None:
         """A new request waits from now on, in its tenant's line."""
@@ -100,7 +104,18 @@ class WaitingQueue:
                     raise  # no request's fault: a broken invariant ends the router
                 self._fail(self._placing, error, out)
 
+    def reported(self, worker: str, now: float, out: list[Command]) -> None:
+        """A worker has reported: go on, unless room is waited for that it has not. Where hundreds of them are full, all
+        would be compared at the report of each. What else may have changed is seen by the next tick."""
+        stuck = self._stuck
+        if stuck is not None and stuck.state is State.WAITING and self._table.calls.get(stuck.record.request) is stuck:
+            is_sample = any(True for _ in self._table.hosts(stuck))
+            if not self._placer.may_have_room(worker, stuck, shares=is_sample):
+                return
+        self.advance(now, out)
+
     def _advance(self, now: float, out: list[Command]) -> None:
+        self._stuck = None
         if self._since_s is None and not self._is_empty():
             self._since_s = now
         if self._aside:
@@ -112,7 +127,12 @@ class WaitingQueue:
             self._try_passed(now)
         if not self._is_empty() and self._placer.have_all_refused(now):
             return  # before anybody asks whose turn it is
+        at_once = 0
         while (call := self._head(now)) is not None:
+            at_once += 1
+            if at_once > MOST_AT_ONCE:
+                self._awaits_answers = True
+                break
             self._placing = call
             request = call.record.request
             if self._is_aside(request, now):
@@ -127,6 +147,7 @@ class WaitingQueue:
                 elif self._placer.takes_nobody_for(call.record, now):
                     self._pass(call, now)
                 else:
+                    self._stuck = call
                     return
                 continue
             if request in self._share:

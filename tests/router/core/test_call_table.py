@@ -118,9 +118,10 @@ def test_calls_are_overdue_once_and_oldest_first() -> None:
         parts.table.open(request_record(name), deadline_s)
     parts.table.forget(parts.table.calls[RequestId("c")], parts.out)
     parts.table.open(request_record("c"), 2.5)
-    assert parts.table.overdue(0.5) == []
-    assert [call.record.request for call in parts.table.overdue(3.0)] == ["a", "b", "c"]
-    assert parts.table.overdue(3.0) == []
+    assert parts.table.overdue(0.5, 9) == []
+    assert [call.record.request for call in parts.table.overdue(3.0, 2)] == ["b", "c"], "by deadline, then by age"
+    assert [call.record.request for call in parts.table.overdue(3.0, 2)] == ["a"]
+    assert parts.table.overdue(3.0, 9) == []
 
 
 def test_deadlines_of_requests_that_are_over_are_not_kept() -> None:
@@ -133,7 +134,7 @@ def test_deadlines_of_requests_that_are_over_are_not_kept() -> None:
         most = max(most, len(parts.table._deadlines))
         parts.table.forget(call, parts.out)
     assert most == MIN_DEADLINES + 2 * 2 + 1, "twice as many as are open, and the newest"
-    assert parts.table.overdue(900.0) == [waits]
+    assert parts.table.overdue(900.0, 9) == [waits]
 
 
 class Unseen(dict[RequestId, Call]):
@@ -230,6 +231,6 @@ def test_the_next_deadline_is_found_among_those_that_are_left() -> None:
             kept[call.record.request] = call
         else:
             parts.table.forget(call, parts.out)
-    assert parts.table.overdue(60.0) == [kept["r50.0"]]
-    assert parts.table.overdue(250.0) == [kept["r100.0"]]
-    assert parts.table.overdue(9_000.0) == [], "of those that are over nobody is told"
+    assert parts.table.overdue(60.0, 9) == [kept["r50.0"]]
+    assert parts.table.overdue(250.0, 9) == [kept["r100.0"]]
+    assert parts.table.overdue(9_000.0, 9) == [], "of those that are over nobody is told"

@@ -13,7 +13,7 @@ from router.core.ejection import CONSECUTIVE
 from router.core.events import Command, Fail, Lost, Submit, TellWorker, Tick, WorkerSaid
 from router.core.fair_share import MOST_PASSED
 from router.core.policy import Choice
-from router.core.waiting_queue import ASIDE_S, FEWEST_DEPARTURES, MOST_OPEN_OFFERS, MOST_TRIED
+from router.core.waiting_queue import ASIDE_S, FEWEST_DEPARTURES, MOST_AT_ONCE, MOST_OPEN_OFFERS, MOST_TRIED
 from tests.router.bench import Bench, ended, is_told
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import load
@@ -425,6 +425,59 @@ def test_offers_that_are_open_hold_up_nobody_that_came_back_and_no_other_worker(
     assert again == f"a{MOST_OPEN_OFFERS}", "it has had its turn"
 
 
+def asked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whom all workers are compared for, from now on."""
+    names: list[str] = []
+    choose = bench.router._placer.choose
+
+    def counting(call: Call, now: float) -> Choice | None:
+        names.append(call.record.request)
+        return choose(call, now)
+
+    monkeypatch.setattr(bench.router._placer, "choose", counting)
+    return names
+
+
+def test_a_full_workers_report_does_not_have_all_others_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the event loop while anybody waits: hundreds of workers report twenty times a second each."""
+    bench = Bench(decodes=3, blocks=16)
+    for name in ("d0", "d1", "d2"):
+        bench.hear(load(active=14, blocks=16), name)
+    bench.do(Submit(request_record("a", 40, 8)))
+    names = asked(bench, monkeypatch)
+    for name in ("d0", "d1", "d2", "p0"):
+        bench.hear(load(active=14, blocks=16), name)
+    assert names == []
+    bench.do(Tick())
+    assert names == ["a"], "what else has changed is seen then"
+    assert offered(bench.hear(load(active=4, blocks=16), "d1")) == ["a"]
+
+
+def test_a_sample_waits_for_room_for_what_it_does_not_share() -> None:
+    """Guards it from the next tick: its worker's report shows room for it alone beside another sample."""
+    bench = Bench(blocks=16)
+    bench.do(Submit(request_record("first", 160, 16, group="g")))
+    bench.accept(RequestId("first"))
+    bench.hear(load(active=16, blocks=16))
+    assert bench.do(Submit(request_record("second", 160, 16, group="g", sample_index=1))) == []
+    assert offered(bench.hear(load(active=12, blocks=16))) == ["second"]
+
+
+def test_a_lost_workers_requests_are_placed_in_several_events() -> None:
+    """Guards the event loop: all that a large worker had were placed again at once."""
+    bench = Bench(blocks=10_000)
+    running = 2 * MOST_AT_ONCE + 7
+    for number in range(running):
+        bench.do(Submit(request_record(f"r{number}")))
+        bench.accept(RequestId(f"r{number}"))
+    bench.join("d1", "decode", 1, 10_000)
+    back = offered(bench.do(Lost("d0")))
+    assert len(back) == MOST_AT_ONCE
+    for request in back:
+        back += offered(bench.accept(RequestId(request), 2, "d1"))
+    assert len(back) == len(set(back)) == running, "the answer to an offer goes on"
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_the_line_does_not_stand_behind_one_that_only_a_leaving_worker_could_hold(is_new: bool) -> None:
     """Guards all tenants of a cluster whose largest worker drains, for as long as that takes: the others were idle."""
@@ -484,14 +537,7 @@ def test_those_put_aside_are_tried_again_a_few_at_a_time(monkeypatch: pytest.Mon
     bench = with_a_leaving_worker()
     for number in range(100):
         bench.do(Submit(request_record(f"r{number}", 400), tenant=f"t{number % 3}"))
-    tried: list[str] = []
-    choose = bench.router._placer.choose
-
-    def counting(call: Call, now: float) -> Choice | None:
-        tried.append(call.record.request)
-        return choose(call, now)
-
-    monkeypatch.setattr(bench.router._placer, "choose", counting)
+    tried = asked(bench, monkeypatch)
     periods = 20
     for _ in range(5 * periods):
         bench.now += ASIDE_S / 5
