@@ -6,7 +6,8 @@ shown is ever taken back. Half a character is never shown: that is the detokeniz
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from engine.packed_logprobs import PackedLogprobs
 from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
 from engine.types import SamplingParams
-from router.front.api import Delta
+from router.front.api import Delta, Position
 from router.front.parsers.pieces import AnswerParser
 
 
@@ -75,22 +76,35 @@ class OutputHistory:
     """What the reader of an answer was given, in a few bytes a token: for the chat's next turn, and, with `events`, for
     a client that reads it again event by event."""
 
-    # Mutable state: the ids, their log probabilities, the text in UTF-8, and how far both reached behind each event.
+    # Mutable state: the ids, their log probabilities, the text in UTF-8, and how far ids and text reached behind each
+    # event.
 
     def __init__(self, *, events: bool) -> None:
-        self._keeps_events = events
+        self.keeps_events = events
         self._ids = array("I")
         self._text = bytearray()
-        self._ends = array("Q")
+        self._ids_ends = array("Q")
+        self._text_ends = array("Q")
         self._logprobs = PackedLogprobs()
 
-    def add(self, delta: Delta) -> None:
-        self._ids.extend(delta.token_ids)
-        self._text += delta.text.encode()
-        if self._keeps_events:
-            self._ends.extend((len(self._ids), len(self._text)))
-            if delta.logprobs:
-                self._logprobs.extend(delta.logprobs)
+    def __len__(self) -> int:
+        """Return how many events are kept."""
+        return len(self._ids_ends)
+
+    @property
+    def size(self) -> Position:
+        """How far all that is kept reaches."""
+        return Position(len(self._ids), len(self._text))
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            self._ids.extend(delta.token_ids)
+            self._text += delta.text.encode()
+            if self.keeps_events:
+                self._ids_ends.append(len(self._ids))
+                self._text_ends.append(len(self._text))
+                if delta.logprobs:
+                    self._logprobs.extend(delta.logprobs)
 
     @property
     def ids(self) -> list[int]:
@@ -100,15 +114,21 @@ class OutputHistory:
     def text(self) -> str:
         return self._text.decode()
 
-    def events(self) -> Iterator[Delta]:
-        """Yield what was given, event by event; all as one where the events were not kept."""
-        ends = self._ends if self._keeps_events else (len(self._ids), len(self._text))
-        ids_from = text_from = 0
-        for ids_end, text_end in zip(ends[::2], ends[1::2], strict=True):
-            text = self._text[text_from:text_end].decode()
-            logprobs = self._logprobs.part(ids_from, ids_end)
-            yield Delta(text, tuple(self._ids[ids_from:ids_end]), logprobs=logprobs)
-            ids_from, text_from = ids_end, text_end
+    def text_byte(self, at: int) -> int:
+        """Return a byte of the text in UTF-8."""
+        return self._text[at]
+
+    def first_behind(self, at: Position) -> int:
+        """Return the first event that reaches behind a position; how many are kept, where none does."""
+        return min(bisect_right(self._ids_ends, at.next_index), bisect_right(self._text_ends, at.text_bytes))
+
+    def event(self, index: int, behind: Position) -> Delta:
+        """Return what one event holds that lies behind a position."""
+        ids_from, text_from = (self._ids_ends[index - 1], self._text_ends[index - 1]) if index else (0, 0)
+        ids_from, text_from = max(ids_from, behind.next_index), max(text_from, behind.text_bytes)
+        ids_end = self._ids_ends[index]
+        text = self._text[text_from : self._text_ends[index]].decode()
+        return Delta(text, tuple(self._ids[ids_from:ids_end]), logprobs=self._logprobs.part(ids_from, ids_end))
 
 
 class Output:

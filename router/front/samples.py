@@ -4,6 +4,7 @@ A new reader takes the answer over; an old one that still waits, on a connection
 away.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,6 +17,9 @@ from router.core.events import Complete
 from router.front.api import ApiError, Delta, Position, Started, invalid
 from router.front.outlet import Outlet, ReaderSignal, WakeQueue
 from router.front.stream import Reader, SampleStream
+
+EVENTS_AT_ONCE = 64
+"""Events that a reader takes before others have their turn: an answer that is read again is there as a whole."""
 
 
 class Samples:
@@ -108,10 +112,11 @@ class SamplesReader:
     """
 
     # Mutable state: whether it has begun, whether it is known, whether one of its streams was replaced, whether
-    # somebody waits for the next event, whose turn it is, and which samples have ended.
+    # somebody waits for the next event, how many were taken without a pause, whose turn it is, and which samples have
+    # ended.
 
     __slots__ = (
-        "_ended", "_has_started", "_is_awaited", "_outlet", "_readers", "_samples", "_turn", "is_known",
+        "_ended", "_given", "_has_started", "_is_awaited", "_outlet", "_readers", "_samples", "_turn", "is_known",
         "is_outdated", "streams",
     )  # fmt: skip
 
@@ -128,6 +133,7 @@ class SamplesReader:
         self._samples = samples
         self._outlet = outlet
         self._is_awaited = False
+        self._given = 0
         self._readers = readers
         self._turn = 0
         self._ended: set[int] = set()
@@ -138,6 +144,9 @@ class SamplesReader:
     async def next(self) -> Started | tuple[int, Delta | Complete] | None:
         """Return `Started`, then events with their sample's index; the last of a sample is Complete, and None is the
         end. Raises ApiError for a request of which a sample failed."""
+        if self._given == EVENTS_AT_ONCE:
+            self._given = 0
+            await asyncio.sleep(0)
         while True:
             if self.is_outdated:
                 raise ApiError("UNAVAILABLE", "this stream goes on at another worker; resume it")
@@ -151,7 +160,9 @@ class SamplesReader:
             elif len(self._ended) == len(self._readers):
                 return None
             elif (event := self._poll()) is not None:
+                self._given += 1
                 return event
+            self._given = 0
             self._is_awaited = True
             try:
                 await self._samples.changed.wait()

@@ -6,8 +6,7 @@ and the next reader says what it has. It gets the rest, once. A chat's is kept t
 """
 
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -33,6 +32,10 @@ MAX_JOINED = 4096
 """Deltas that are joined at most: what waits for a client that reads again leaves as several."""
 
 
+TAKEN_AT_ONCE = 64
+"""Deltas that a history takes together before they are given again."""
+
+
 class Signal(Protocol):
     """Tells the reader that there is something new."""
 
@@ -45,8 +48,8 @@ class SampleStream:
     # the request ended, and whether it has had a reader.
 
     __slots__ = (
-        "_admission", "_counted", "_deadline_s", "_deltas", "_finished", "_history", "_is_adopted", "_is_charged",
-        "_is_read", "_journal", "_observer", "_timeline", "begun", "changed", "end", "output", "started",
+        "_admission", "_counted", "_deadline_s", "_deltas", "_finished", "_is_adopted", "_is_charged",
+        "_is_read", "_journal", "_observer", "_timeline", "begun", "changed", "end", "history", "output", "started",
     )  # fmt: skip
 
     def __init__(
@@ -68,7 +71,7 @@ class SampleStream:
         self.started = started
         self.output = output
         self._deltas: list[Delta] = []
-        self._history = history
+        self.history = history
         self.end: Complete | ApiError | None = None
         self.begun = is_adopted
         self._is_read = False
@@ -86,12 +89,12 @@ class SampleStream:
     @property
     def ids(self) -> list[int]:
         """All output, as far as it is kept."""
-        taken = self._history.ids if self._history is not None else []
+        taken = self.history.ids if self.history is not None else []
         return taken + [token for delta in self._deltas for token in delta.token_ids]
 
     @property
     def text(self) -> str:
-        taken = self._history.text if self._history is not None else ""
+        taken = self.history.text if self.history is not None else ""
         return taken + "".join(delta.text for delta in self._deltas)
 
     @property
@@ -188,34 +191,25 @@ class SampleStream:
         """Return whether a client may have more than has come here, and it may still come."""
         if not self._is_adopted or self.end is not None:
             return False
-        return at.next_index > len(self.ids) or at.text_bytes > len(self.text.encode())
+        size = self._size()
+        return at.next_index > size.next_index or at.text_bytes > size.text_bytes
 
-    def since(self, at: Position) -> list[Delta]:
-        """Return what came behind a position. Raises ApiError if there is no such position, or none any more."""
-        ids, text = self.ids, self.text.encode()
-        next_index, text_bytes = at.next_index, at.text_bytes
-        is_beyond = next_index > len(ids) or text_bytes > len(text)
+    def checked(self, at: Position) -> OutputHistory:
+        """Return the history that is given again from a position on. Raises ApiError if there is no such position, or
+        none any more."""
+        size = self._size()
+        is_beyond = at.next_index > size.next_index or at.text_bytes > size.text_bytes
         if self._is_adopted and is_beyond and isinstance(self.end, ApiError):
             raise self.end
-        if not 0 <= next_index <= len(ids):
-            raise invalid("next_index", f"must lie in 0 to {len(ids)}")
-        if not 0 <= text_bytes <= len(text):
-            raise invalid("text_bytes", f"must lie in 0 to {len(text)}")
-        try:
-            text[text_bytes:].decode()
-        except UnicodeDecodeError as error:
-            raise invalid("text_bytes", "lies inside a character") from error
-        # Delta by delta as it was given: a front that makes one event of each makes the same events again.
-        behind = []
-        for delta in self._events():
-            data = delta.text.encode()
-            text_left, ids_left = data[text_bytes:].decode(), delta.token_ids[next_index:]
-            rest = Delta(text_left, ids_left, logprobs=delta.logprobs[next_index:])
-            text_bytes = max(text_bytes - len(data), 0)
-            next_index = max(next_index - len(delta.token_ids), 0)
-            if rest.text or rest.token_ids:
-                behind.append(rest)
-        return behind
+        if not 0 <= at.next_index <= size.next_index:
+            raise invalid("next_index", f"must lie in 0 to {size.next_index}")
+        if not 0 <= at.text_bytes <= size.text_bytes:
+            raise invalid("text_bytes", f"must lie in 0 to {size.text_bytes}")
+        if at.text_bytes < size.text_bytes and self._text_byte(at.text_bytes) & 0xC0 == 0x80:
+            raise invalid("text_bytes", "lies inside a character")
+        if self.history is None or not self.history.keeps_events:
+            raise AssertionError("a stream that keeps no events is read again")
+        return self.history
 
     def account(self, end: Complete, now: float) -> Finished:
         """Return the account of a request that ended well; the same however often it is asked for."""
@@ -245,17 +239,26 @@ class SampleStream:
 
     def taken(self, count: int = 1) -> None:
         """Note that the reader has the next `count` deltas."""
-        deltas, history = self._deltas, self._history
+        deltas, history = self._deltas, self.history
         if history is not None:
-            for delta in deltas[:count]:
-                history.add(delta)
+            history.add(deltas[:count])
         del deltas[:count]
 
-    def _events(self) -> Iterator[Delta]:
-        """Yield all output that is kept, as it was given and will be."""
-        if self._history is not None:
-            yield from self._history.events()
-        yield from self._deltas
+    def _size(self) -> Position:
+        """How far all output that is kept reaches."""
+        taken, deltas = self.history.size if self.history is not None else Position(), self._deltas
+        tokens = sum([len(delta.token_ids) for delta in deltas])
+        text_bytes = len("".join([delta.text for delta in deltas]).encode())
+        return Position(taken.next_index + tokens, taken.text_bytes + text_bytes)
+
+    def _text_byte(self, at: int) -> int:
+        """Return a byte of all text that is kept, in UTF-8."""
+        if self.history is not None:
+            taken = self.history.size.text_bytes
+            if at < taken:
+                return self.history.text_byte(at)
+            at -= taken
+        return "".join([delta.text for delta in self._deltas]).encode()[at]
 
     def _let_go(self) -> None:
         """Give the tenant's place back, once."""
@@ -292,43 +295,42 @@ class Reader:
     `position` is what its client has, and nothing is given before the stream is there; None where it is the first.
     """
 
-    # Mutable state: the position that is still to be reached, what is given again, how many deltas of the stream that
-    # covers, and how many of those behind them may be given.
+    # Mutable state: whether its client's position is reached; the next event of the history that is given again, and
+    # their end, which counts deltas of the stream that the history is yet to take; and how many deltas behind those may
+    # be given.
 
-    __slots__ = ("_backlog", "_covered", "_is_first", "_position", "_stream", "_until")
+    __slots__ = ("_again", "_again_end", "_is_first", "_is_reached", "_position", "_stream", "_until")
 
     def __init__(self, stream: SampleStream, position: Position | None = None) -> None:
         self._stream = stream
         self._is_first = position is None
-        self._position = position
-        self._backlog: deque[Delta] = deque()
-        self._covered = self._until = 0
+        self._position = position or Position()
+        self._is_reached = position is None
+        self._again = self._again_end = self._until = 0
 
     def is_ready(self) -> bool:
         """Return whether the client can be told that its request has begun, or goes on. Raises ApiError for one that
         failed before, and for a position that there is not."""
         stream = self._stream
-        if self._position is not None and not stream.is_behind(self._position):
-            self._backlog = deque(stream.since(self._position))
-            self._covered, self._until, self._position = stream.untaken, 0, None
+        if not self._is_reached and not stream.is_behind(self._position):
+            history = stream.checked(self._position)
+            self._again, self._again_end = history.first_behind(self._position), len(history) + stream.untaken
+            self._until, self._is_reached = 0, True
         if self._is_first and not stream.begun:
             if isinstance(stream.end, ApiError):
                 raise stream.end
             return False
-        return self._position is None
+        return self._is_reached
 
     def look(self) -> None:
         """It is the reader's turn: what has come until now may be polled."""
-        self._skip()
-        self._until = self._stream.untaken
+        self._until = self._stream.untaken - self._covered
 
     def deliver(self, take: Callable[[Delta], bool]) -> bool:
         """Give new output to `take`, if it takes it; return whether nothing is left to read."""
         stream = self._stream
-        if self._position is not None or self._backlog:
+        if not self._is_reached or self._again < self._again_end:
             return False
-        if self._covered:
-            self._skip()
         deltas = stream._deltas
         while deltas:
             if not take(deltas[0] if len(deltas) == 1 else stream.join(len(deltas))):
@@ -336,11 +338,26 @@ class Reader:
             stream.taken()
         return stream.end is None
 
-    def _skip(self) -> None:
-        """Take what is given again from the stream: only now, since another reader had it until this one's turn."""
-        if self._covered:
-            self._stream.taken(self._covered)
-            self._covered = 0
+    @property
+    def _covered(self) -> int:
+        """How many of the stream's deltas are given again."""
+        history = self._stream.history
+        return max(0, self._again_end - len(history)) if history is not None else 0
+
+    def _next_again(self) -> Delta | None:
+        """Return the next event that is given again. What the stream has of them is taken from it piece by piece, and
+        only now: another reader had it until this one's turn."""
+        history, at = self._stream.history, self._position
+        while history is not None and self._again < self._again_end:
+            if self._again == len(history):
+                self._stream.taken(min(self._covered, TAKEN_AT_ONCE))
+                self._again = max(self._again, history.first_behind(at))
+                continue
+            delta = history.event(self._again, at)
+            self._again += 1
+            if delta.text or delta.token_ids:
+                return delta
+        return None
 
     def poll(self) -> Delta | Complete | None:
         """Take the next event, if there is one; the last is Complete. Raises ApiError for a request that failed. Output
@@ -348,9 +365,8 @@ class Reader:
         stream = self._stream
         if not self.is_ready():
             return None
-        if self._backlog:
-            return self._backlog.popleft()
-        self._skip()
+        if self._again < self._again_end and (delta := self._next_again()) is not None:
+            return delta
         if self._until:
             count = stream.untaken
             delta = stream.join(self._until)

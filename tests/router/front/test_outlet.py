@@ -1,6 +1,7 @@
 """Output on its way to readers: joined where they are behind, and the same then as token by token."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine
 from itertools import pairwise
 from random import Random
@@ -10,17 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import RequestStats
-from engine.types import FinishReason, RequestId
+from engine.packed_logprobs import PackedLogprobs
+from engine.types import FinishReason, RequestId, TokenLogprobs
 from router.core.events import Complete
 from router.front.api import ApiError, Delta, Position, Started
 from router.front.outlet import AT_ONCE, Outlet, ReaderSignal, WakeQueue
 from router.front.output import Output, OutputHistory
-from router.front.samples import Samples
+from router.front.samples import EVENTS_AT_ONCE, Samples
 from router.front.stream import Reader, SampleStream
 from router.front.timing import Timeline
 from router.status.journal import RouterJournal
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteDetokenizer
+from tests.router.front.test_stream import read_again
 
 FAST = 1e9
 
@@ -96,7 +99,7 @@ def test_a_reader_that_is_behind_gets_the_same_answer(data: bytes, stop: tuple[s
     at, size = 0, 0
     for count, delta in enumerate(given_out, 1):
         at, size = at + len(delta.token_ids), size + len(delta.text.encode())
-        assert stream.since(Position(at, size)) == given_out[count:]
+        assert read_again(stream, Position(at, size)) == given_out[count:]
 
 
 @pytest.mark.parametrize("refusals", [0.0, 0.5, 1.0])
@@ -256,5 +259,56 @@ def test_readers_that_must_be_woken_share_what_is_allowed_in_a_second() -> None:
         assert 1 <= max(woken) <= 2 * min(woken), "they take turns"
         for task in tasks:
             task.cancel()
+
+    run(body())
+
+
+@pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "untaken"])
+def test_an_answer_that_is_read_again_leaves_in_pieces(is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards other streams: one of thirty thousand tokens held them up for a second, and a client that had missed one
+    token cost the router as much as the whole answer."""
+    unpacked = 0
+    part = PackedLogprobs.part
+
+    def counted(self: PackedLogprobs, first: int, end: int | None = None) -> tuple[TokenLogprobs, ...]:
+        nonlocal unpacked
+        unpacked += 1
+        return part(self, first, end)
+
+    monkeypatch.setattr(PackedLogprobs, "part", counted)
+
+    async def body() -> None:
+        samples = Samples(Started("r", "m", 1), WakeQueue(FAST))
+        stream = stream_of(samples)
+        tokens = 1000
+        for at in range(tokens):
+            stream.tokens([97 + at % 20], 1.0)
+            if is_taken:
+                stream.taken()
+        stream.completed(end(), 2.0)
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(take_turns())
+        for behind in (0, 500, tokens - 1):
+            before = unpacked
+            reader = samples.read([Position(behind, behind)])
+            assert isinstance(await reader.next(), Started)
+            assert unpacked - before <= 1
+            taken_in = Counter[int]()
+            got: list[int] = []
+            while (event := await reader.next()) is not None:
+                taken_in[turns] += 1
+                if not isinstance(event, Started) and isinstance(event[1], Delta):
+                    got += event[1].token_ids
+            assert got == [97 + at % 20 for at in range(behind, tokens)]
+            assert max(taken_in.values()) <= EVENTS_AT_ONCE
+            assert unpacked - before == tokens - behind
+        other.cancel()
 
     run(body())

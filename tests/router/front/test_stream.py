@@ -30,6 +30,14 @@ class Counting(NullObserver):
         self.outcomes.append(outcome)
 
 
+def read_again(stream: SampleStream, at: Position) -> list[Delta]:
+    """What a client gets that comes back, of what is there."""
+    reader, got = stream.read(at), []
+    while isinstance(event := reader.poll(), Delta):
+        got.append(event)
+    return got
+
+
 @pytest.mark.parametrize(
     ("left_s", "outcome"), [(5.0, "cancelled"), (9.995, "deadline"), (10.2, "deadline")]
 )
@@ -76,5 +84,5 @@ def test_what_was_taken_costs_a_few_bytes_a_token(history: str, most_bytes: int)
     assert got == tokens and used / tokens < most_bytes, used / tokens
     assert len(stream.text) == (0 if kept is None else tokens)
     if history == "events":
-        behind = stream.since(Position(tokens - 2, tokens - 2))
+        behind = read_again(stream, Position(tokens - 2, tokens - 2))
         assert [delta.token_ids for delta in behind] == [(97 + at % 20,) for at in (tokens - 2, tokens - 1)]
