@@ -177,7 +177,7 @@ class Router:
                 self._heard(event, now, out)
             case ClientLeft():
                 self._close(event.request, FinishReason.CANCELLED, out)
-                self._queue.advance(now, out)
+                self._queue.left(now, out)
             case ClaimWanted(key, namespace):
                 self._adoptions.claim(key, namespace, out)
             case Owned(request, tenant, weight, session):
@@ -234,7 +234,7 @@ class Router:
             self._table.forget(call, out, refusal)
             return
         self._queue.enter(call, event.tenant, event.weight, event.session)
-        self._queue.advance(now, out)
+        self._queue.entered(call, now, out)
         most = self._config.max_waiting
         if call.state is State.WAITING and self.waiting > most:
             last = self._queue.last()

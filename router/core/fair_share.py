@@ -143,6 +143,10 @@ class FairShare:
         account.requests += 1
         self._line_up(entry)
 
+    def is_first_of_its_line(self, request: RequestId) -> bool:
+        """Return True if the request stands in a line, and is its tenant's next."""
+        return request in self and self._entries[request].account.next.request == request
+
     def put_aside(self, request: RequestId) -> None:
         """No worker could hold the request as things are. It stands in no line, and its tenant pays nothing for that.
         """

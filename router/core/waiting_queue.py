@@ -107,12 +107,26 @@ class WaitingQueue:
     def reported(self, worker: str, now: float, out: list[Command]) -> None:
         """A worker has reported: go on, unless room is waited for that it has not. Where hundreds of them are full, all
         would be compared at the report of each. What else may have changed is seen by the next tick."""
+        stuck = self._first_and_stuck()
+        is_sample = stuck is not None and any(True for _ in self._table.hosts(stuck))
+        if stuck is None or self._placer.may_have_room(worker, stuck, shares=is_sample):
+            self.advance(now, out)
+
+    def entered(self, call: Call, now: float, out: list[Command]) -> None:
+        """A new request waits: go on, unless it stands behind others and the first one has found room nowhere."""
+        if self._first_and_stuck() is None or self._share.is_first_of_its_line(call.record.request):
+            self.advance(now, out)
+
+    def left(self, now: float, out: list[Command]) -> None:
+        """A client has left, which makes no room yet: go on, if the first one was its own."""
+        if self._first_and_stuck() is None:
+            self.advance(now, out)
+
+    def _first_and_stuck(self) -> Call | None:
+        """Return who was next, if it still waits and had room nowhere when that was last looked for."""
         stuck = self._stuck
-        if stuck is not None and stuck.state is State.WAITING and self._table.calls.get(stuck.record.request) is stuck:
-            is_sample = any(True for _ in self._table.hosts(stuck))
-            if not self._placer.may_have_room(worker, stuck, shares=is_sample):
-                return
-        self.advance(now, out)
+        is_there = stuck is not None and self._table.calls.get(stuck.record.request) is stuck
+        return stuck if is_there and stuck.state is State.WAITING else None
 
     def _advance(self, now: float, out: list[Command]) -> None:
         self._stuck = None

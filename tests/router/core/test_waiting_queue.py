@@ -10,7 +10,7 @@ from engine.messages import Accepted, Orphan, Place, Refused, TenantsTold, Token
 from engine.types import FinishReason, Incarnation, RequestId, TokenLogprobs
 from router.core.call import Call, State
 from router.core.ejection import CONSECUTIVE
-from router.core.events import Command, Fail, Lost, Submit, TellWorker, Tick, WorkerSaid
+from router.core.events import ClientLeft, Command, Fail, Lost, Submit, TellWorker, Tick, WorkerSaid
 from router.core.fair_share import MOST_PASSED
 from router.core.policy import Choice
 from router.core.waiting_queue import ASIDE_S, FEWEST_DEPARTURES, MOST_AT_ONCE, MOST_OPEN_OFFERS, MOST_TRIED
@@ -451,6 +451,28 @@ def test_a_full_workers_report_does_not_have_all_others_compared(monkeypatch: py
     bench.do(Tick())
     assert names == ["a"], "what else has changed is seen then"
     assert offered(bench.hear(load(active=4, blocks=16), "d1")) == ["a"]
+
+
+def test_a_crowd_that_comes_and_goes_has_no_worker_compared_for_those_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the event loop in an overload: each arrival and each client that left had all workers compared for the
+    first in line."""
+    bench = Bench(blocks=16)
+    bench.hear(load(active=14, blocks=16))
+    bench.do(Submit(request_record("a0", 40, 8), tenant="a"))
+    names = asked(bench, monkeypatch)
+    for number in range(1, 4):
+        bench.do(Submit(request_record(f"a{number}", 40, 8), tenant="a"))
+    bench.do(ClientLeft(RequestId("a2")))
+    assert names == []
+    bench.do(Submit(request_record("b0", 40, 8), tenant="b"))
+    assert names == ["a0"], "it might have been its turn"
+    bench.do(Submit(request_record("a4", 40, 8, priority=1), tenant="a"))
+    assert names == ["a0", "b0"]
+    bench.do(ClientLeft(RequestId("a4")))
+    assert names == ["a0", "b0"]
+    bench.do(ClientLeft(RequestId("b0")))
+    assert names == ["a0", "b0", "a0"], "another one is the first"
+    assert "a0" in offered(bench.hear(load(active=4, blocks=16)))
 
 
 def test_a_sample_waits_for_room_for_what_it_does_not_share() -> None:
