@@ -8,33 +8,50 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from router.front.parsers.json_text import ObjectScan
-from router.front.parsers.pieces import Piece, PieceKind, undecided
+from router.front.parsers.pieces import Aside, Piece, PieceKind, undecided
 
 Moves = Mapping[Enum, Callable[[Any], list[Piece]]]
 
 
 class CallParser:
-    """A parser that finds calls. `MOVES` says what it does at each place; it goes on until it stays where it is."""
+    """A parser that finds calls. `MOVES` says what it does at each place; it goes on until it stays where it is. At
+    those of `PAUSES` white space decides nothing where there is only such."""
 
-    # Mutable state: where it is, what is not decided yet, how many calls there were, and the arguments under way.
+    # Mutable state: where it is, what is not decided yet, what came behind that and decides nothing, how many calls
+    # there were, and the arguments under way.
 
     MOVES: ClassVar[Moves]
+    PAUSES: ClassVar[frozenset[Enum]]
     is_reasoning = False
 
     def __init__(self, place: Enum) -> None:
         self._place = place
         self._held = ""
+        self._aside = Aside()
         self._calls = 0
         self._scan = ObjectScan()
 
     def push(self, text: str) -> list[Piece]:
-        self._held += text
+        if self._aside.takes(text):
+            return []
+        self._held += self._aside.release() + text
         pieces: list[Piece] = []
         place = None
         while place is not self._place:
             place = self._place
             pieces += self.MOVES[place](self)
+        self._pause()
         return pieces
+
+    def _pause(self) -> None:
+        """See what would decide nothing if it came next."""
+        if self._place in self.PAUSES:
+            self._aside.wait(self._held)
+
+    def _rest(self) -> str:
+        """Take all that is not decided, at the end of the answer."""
+        rest, self._held = self._held + self._aside.release(), ""
+        return rest
 
     def _until(self, mark: str) -> tuple[str, bool]:
         """Take what stands before `mark`, and the mark; where it is not there, what cannot belong to it any more."""

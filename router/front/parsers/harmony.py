@@ -3,7 +3,7 @@ message `to=functions.NAME` is a call. A header that never ends in `<|message|>`
 
 import re
 
-from router.front.parsers.pieces import Piece, PieceKind, held_back
+from router.front.parsers.pieces import Aside, Piece, PieceKind, held_back
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
@@ -15,10 +15,12 @@ _TO = re.compile(r"\bto=([^\s<]+)")
 
 
 class HarmonyParser:
-    # Mutable state: what is not decided yet, the header under way, and what the message's text is: none between two.
+    # Mutable state: what is not decided yet, what came behind that and decides nothing, the header under way, and what
+    # the message's text is: none between two.
 
     def __init__(self) -> None:
         self._held = ""
+        self._aside = Aside()
         self._in_header = True
         self._kind = PieceKind.CONTENT
         self._calls = 0
@@ -28,16 +30,21 @@ class HarmonyParser:
         return not self._in_header and self._kind is PieceKind.REASONING
 
     def push(self, text: str) -> list[Piece]:
-        self._held += text
+        if self._aside.takes(text):
+            return []
+        self._held += self._aside.release() + text
         pieces: list[Piece] = []
         while True:
             was_in_header = self._in_header
             pieces += self._header() if was_in_header else self._body()
             if self._in_header is was_in_header:
-                return pieces
+                break
+        if self._in_header:
+            self._aside.wait(self._held)
+        return pieces
 
     def flush(self) -> list[Piece]:
-        rest, self._held = self._held, ""
+        rest, self._held = self._held + self._aside.release(), ""
         if self._in_header:
             return [Piece(PieceKind.CONTENT, rest)] if rest.strip() else []
         return self._piece(rest)

@@ -4,7 +4,7 @@ import json
 from enum import Enum, auto
 
 from router.front.parsers.calls import CallParser, content, name_of
-from router.front.parsers.json_text import NAME, Head, member
+from router.front.parsers.json_text import MAX_HEAD_CHARS, NAME, Head, member
 from router.front.parsers.pieces import Piece
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -29,7 +29,7 @@ class HermesParser(CallParser):
         self._is_behind_call = False
 
     def flush(self) -> list[Piece]:
-        rest, self._held = self._held, ""
+        rest = self._rest()
         if self._place in (_Place.HEAD, _Place.WHOLE):
             return self._read(rest) or content(OPEN + rest)
         if self._place is _Place.ARGUMENTS:
@@ -68,10 +68,11 @@ class HermesParser(CallParser):
         rest = self._held.lstrip()
         if rest.startswith("}"):
             rest = rest[1:].lstrip()
-        if rest.startswith(CLOSE):
+        before = len(self._held) - len(rest)
+        if rest.startswith(CLOSE) and before <= MAX_HEAD_CHARS:
             self._held = rest[len(CLOSE) :]
             self._is_behind_call = True
-        elif CLOSE.startswith(rest):
+        elif CLOSE.startswith(rest) and before <= MAX_HEAD_CHARS:
             return []
         self._place = _Place.TEXT
         return []
@@ -93,6 +94,13 @@ class HermesParser(CallParser):
             return []
         return [*self._call(call[0]), *self._more(call[1])]
 
+    def _pause(self) -> None:
+        if self._place is _Place.WHOLE:
+            self._aside.wait(self._held, CLOSE)
+        else:
+            super()._pause()
+
+    PAUSES = frozenset({_Place.TEXT})
     MOVES = {  # noqa: RUF012
         _Place.TEXT: _text,
         _Place.HEAD: _head,

@@ -33,7 +33,7 @@ class LlamaParser(CallParser):
         self._before = ""
 
     def flush(self) -> list[Piece]:
-        rest, self._held = self._before + self._held, ""
+        rest = self._before + self._rest()
         if self._place is _Place.ARGUMENTS:
             return self._more(rest)
         if self._place is _Place.TAIL or (self._place is _Place.BETWEEN and rest.strip() in ("", ";")):
@@ -105,6 +105,13 @@ class LlamaParser(CallParser):
             self._place = _Place.TEXT
         return []
 
+    def _pause(self) -> None:
+        if self._place is _Place.BETWEEN:
+            self._aside.wait(self._held.lstrip().removeprefix(";"))
+        else:
+            super()._pause()
+
+    PAUSES = frozenset({_Place.START, _Place.TEXT, _Place.TAIL})
     MOVES = {  # noqa: RUF012
         _Place.START: _start,
         _Place.TEXT: _text,

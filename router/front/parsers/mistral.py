@@ -38,7 +38,7 @@ class MistralParser(CallParser):
         self._is_behind_call = False
 
     def flush(self) -> list[Piece]:
-        rest, self._held = self._before + self._held, ""
+        rest = self._before + self._rest()
         if self._place is _Place.ARGUMENTS:
             return self._more(rest)
         is_framing = self._place in (_Place.TAIL, _Place.NEXT)
@@ -101,11 +101,11 @@ class MistralParser(CallParser):
         return pieces
 
     def _tail(self) -> list[Piece]:
-        found = _TAIL.match(self._held)
+        found = _TAIL.match(self._held[:MAX_HEAD_CHARS])
         if found is not None:
             self._held = self._held[found.end() :]
             self._place = _Place.NEXT
-        elif _TAIL_BEGUN.fullmatch(self._held) is None:
+        elif len(self._held) >= MAX_HEAD_CHARS or _TAIL_BEGUN.fullmatch(self._held) is None:
             self._place = _Place.TEXT
         return []
 
@@ -121,6 +121,7 @@ class MistralParser(CallParser):
             self._place = _Place.TEXT
         return []
 
+    PAUSES = frozenset({_Place.TEXT, _Place.FIRST, _Place.ITEM, _Place.NEXT})
     MOVES = {  # noqa: RUF012
         _Place.TEXT: _text,
         _Place.FIRST: _first,

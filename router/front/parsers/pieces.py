@@ -50,3 +50,47 @@ def undecided(text: str, *marks: str) -> int:
     """Return the length of the end of `text` that is white space, and perhaps the beginning of one of `marks`."""
     cut = len(text) - held_back(text, *marks)
     return len(text) - len(text[:cut].rstrip())
+
+
+class Aside:
+    """Text that decides nothing where it comes, and is looked at once, with what decides: so white space without an end
+    costs no more than other text."""
+
+    # Mutable state: the text, what decides (a mark, or, where it is empty, all that is no white space; None: whatever
+    # comes), and the end of the text with which the mark may begin.
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._mark: str | None = None
+        self._end = ""
+
+    def takes(self, text: str) -> bool:
+        """Return whether `text` decides nothing; then it is kept here."""
+        if self._mark is None:
+            return False
+        if self._mark:
+            self._end += text
+            if self._mark in self._end:
+                return False
+            self._end = self._end[1 - len(self._mark) :]
+        elif text and not text.isspace():
+            return False
+        self._parts.append(text)
+        return True
+
+    def release(self) -> str:
+        """Return what was kept: from here on, whatever comes may decide."""
+        self._mark = None
+        if not self._parts:
+            return ""
+        text = "".join(self._parts)
+        self._parts.clear()
+        return text
+
+    def wait(self, held: str, mark: str = "") -> None:
+        """Keep what comes until something decides: `mark`, where one is given, of which `held` may have a part; else
+        what is no white space, if there is none in `held`."""
+        if mark:
+            self._mark, self._end = mark, held[1 - len(mark) :]
+        elif not held or held.isspace():
+            self._mark = ""

@@ -1,6 +1,6 @@
 """Think blocks: `<think>…</think>` before the answer proper, opened by the model or already by the template."""
 
-from router.front.parsers.pieces import AnswerParser, Piece, PieceKind, undecided
+from router.front.parsers.pieces import AnswerParser, Aside, Piece, PieceKind, undecided
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -9,11 +9,13 @@ class ThinkingParser:
     """Takes the block off the beginning and gives the rest to the parser behind it. White space around the block, and
     around what is in it, belongs to neither. A block that never ends is reasoning to its end."""
 
-    # Mutable state: what is not decided yet, and where in the answer it is: before the block, in it, or behind it.
+    # Mutable state: what is not decided yet, what came behind that and decides nothing, and where in the answer it is:
+    # before the block, in it, or behind it.
 
     def __init__(self, behind: AnswerParser, *, is_open: bool = False) -> None:
         self._behind = behind
         self._held = ""
+        self._aside = Aside()
         self._before = not is_open
         self._is_inside = is_open
         self._has_begun = False
@@ -24,7 +26,9 @@ class ThinkingParser:
         return self._is_inside
 
     def push(self, text: str) -> list[Piece]:
-        self._held += text
+        if self._aside.takes(text):
+            return []
+        self._held += self._aside.release() + text
         pieces: list[Piece] = []
         if self._before:
             self._enter()
@@ -32,10 +36,12 @@ class ThinkingParser:
             pieces += self._think()
         if not (self._before or self._is_inside):
             pieces += self._pass_on()
+        else:
+            self._aside.wait(self._held)
         return pieces
 
     def flush(self) -> list[Piece]:
-        rest, self._held = self._held, ""
+        rest, self._held = self._held + self._aside.release(), ""
         if self._is_inside:
             return [Piece(PieceKind.REASONING, rest)] if rest.strip() else []
         pieces = self._behind.push(rest) if rest and not self._skips else []
