@@ -18,8 +18,9 @@ Run = tuple[bytes, bytes]
 
 
 class Holding:
-    """Mutable state: the blocks and lower identities that are still to be told, the next one last, and the number of
-    the piece in which each was told, of which the last had `number`. Owner: the engine thread."""
+    """Mutable state: the blocks and lower identities that are still to be told, the next one last, those of them whose
+    way up has been found to be cut, and the number of the piece in which each was told, of which the last had
+    `number`, in the order of the pieces. Owner: the engine thread."""
 
     def __init__(self, kv: KVCacheManager, number: int = 0) -> None:
         """The first piece has the number after this one. None is given twice, so that what was heard of another
@@ -32,6 +33,7 @@ class Holding:
 
     def _list(self) -> None:
         kv = self._kv
+        self._dead: set[bytes] = set()
         self._lower = kv.lower()
         self._blocks = [block for _, line in kv.cache.shares.lines() for block in line]
         # What is in use comes first: the last node of a lease brings all that are before it.
@@ -48,13 +50,17 @@ class Holding:
 
     def pause(self) -> None:
         """Keep only what cannot be made anew: nothing more is told before `resume`."""
-        self._blocks, self._lower = [], []
+        self._blocks, self._lower, self._dead = [], [], set()
 
     def resume(self, heard: int) -> None:
         """Go on behind the piece of this number, with what is held now; from the beginning on where it is none of
         these pieces."""
         last = heard if heard <= self.number else 0
-        self._told = {ident: piece for ident, piece in self._told.items() if piece <= last}
+        while self._told:
+            ident, piece = self._told.popitem()  # the one told last
+            if piece <= last:
+                self._told[ident] = piece
+                break
         self._list()
 
     def forget(self, identities: Iterable[bytes]) -> None:
@@ -68,8 +74,12 @@ class Holding:
         runs: list[tuple[bytes, list[bytes]]] = []
         last = None
         while self and limit > 0:
-            path = self._device_path(self._blocks.pop()) if self._blocks else self._lower_path(self._lower.pop())
-            limit -= 1 + len(path)
+            if self._blocks:
+                path = self._device_path(self._blocks.pop())
+                looked = len(path)
+            else:
+                path, looked = self._lower_path(self._lower.pop())
+            limit -= 1 + looked
             if len(path) < 2:
                 continue
             parent, *fresh = path
@@ -97,13 +107,15 @@ class Holding:
             return []
         return [b"" if node.parent is None else node.identity, *reversed(path)]
 
-    def _lower_path(self, ident: bytes) -> list[bytes]:
-        """The same of a block in a lower tier. Empty where what was before it is held no more."""
-        path = []
+    def _lower_path(self, ident: bytes) -> tuple[list[bytes], int]:
+        """The same of a block in a lower tier, and how many were looked at. Empty where what was before it is held no
+        more: then nothing on the way is looked at again."""
+        path: list[bytes] = []
         while ident and ident not in self._told:
-            above = self._kv.above(ident)
+            above = None if ident in self._dead else self._kv.above(ident)
             if above is None:
-                return []
+                self._dead.update(path, (ident,))
+                return [], len(path) + 1
             path.append(ident)
             ident = above
-        return [ident, *reversed(path)]
+        return [ident, *reversed(path)], len(path) + 1

@@ -1,5 +1,7 @@
 """What a worker tells of its cache, taken in by a router's index: never more than is held, and all of it in the end."""
 
+from typing import NoReturn
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,6 +200,66 @@ def test_lower_tiers_are_told_parents_first_and_without_what_lost_its_parent(mon
     assert holding.take(100) == [(short[three], short[found])] and not holding
     together = Holding(kv).take(100)
     assert together == [(b"", b"".join(short[ident] for ident in (one, two, three, found)))], "one run goes on"
+
+
+@pytest.mark.parametrize("is_head_first", [True, False])
+def test_a_hole_in_a_long_context_is_walked_to_once(is_head_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a worker's streams: one block that is lost near the head made the telling quadratic, in one turn."""
+    line = [number.to_bytes(32, "big") for number in range(1, 1001)]
+    above = dict(zip(line[1:], line, strict=False))
+    del above[line[1]]
+    kv, asked = KVCacheManager(8, SIZE, "m"), 0
+
+    def look(ident: bytes) -> bytes | None:
+        nonlocal asked
+        asked += 1
+        return above.get(ident)
+
+    monkeypatch.setattr(kv, "lower", lambda: line[::-1] if is_head_first else line.copy())
+    monkeypatch.setattr(kv, "above", look)
+    holding, turns = Holding(kv), []
+    while holding:
+        before = asked
+        assert not holding.take(100)
+        turns.append(asked - before)
+    assert asked <= 2 * len(line) and (max(turns) <= 100 or not is_head_first)
+    above[line[0]], above[line[1]] = b"", line[0]
+    holding.resume(0)
+    told = [len(blocks) // SHORT_BYTES for _, blocks in holding.take(10_000)]
+    assert sum(told) == len(line), "what is whole again is told"
+
+
+def test_a_telling_that_goes_on_looks_at_nothing_that_was_heard() -> None:
+    """Guards a worker's streams each time that a router's comes back: half a million blocks were gone through."""
+
+    class Told(dict[bytes, int]):
+        dropped = 0
+
+        def popitem(self) -> tuple[bytes, int]:
+            Told.dropped += 1
+            return super().popitem()
+
+        def items(self) -> NoReturn:
+            raise AssertionError("all are looked at")
+
+    site = Site(None)
+    for number in range(3, 7):
+        site.run(b"", PROMPTS[number])
+        site.end(0)
+    site.attach()
+    while site.holding:
+        site.tell(1)
+    holding = site.holding
+    told, pieces = holding.told_blocks, holding.number
+    holding._told = Told(holding._told)
+    holding.resume(pieces)
+    assert (holding.told_blocks, Told.dropped) == (told, 1) and pieces > 1
+    assert holding.take(1000) == [], "nothing twice"
+    last = sum(piece == pieces for piece in holding._told.values())
+    holding.resume(pieces - 1)
+    assert (holding.told_blocks, Told.dropped) == (told - last, last + 2)
+    holding.resume(pieces + 1)
+    assert holding.told_blocks == 0, "it is none of these pieces"
 
 
 def test_what_is_cached_no_more_is_not_told() -> None:
