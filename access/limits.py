@@ -11,12 +11,16 @@ but for what the others have taken since they last told. Pure: time is an argume
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from access.elsewhere import UsageElsewhere, Use
+from access.siblings import MOST_NAMED
 from access.tenants import Tenant
 
 TELL_ALL_S = 1.0
 """The least time between two reports to other routers of what has not changed."""
+LOOKED_AT = 512
+"""Tenants of which it is seen at each tick whether they can be forgotten."""
 TELL_AFTER_S = 3.0
 """For so long what a tenant has used is told once a second after it owes nothing more and runs nothing: one report, or
 two, may be lost."""
@@ -56,9 +60,10 @@ class _Usage:
 class TenantLimits:
     """Lets requests in, or not. The router's event loop owns it.
 
-    Mutable state: the usage of every tenant that has a limit and has something running, or is not at its full burst;
-    the tokens that each has used since the beginning, which are kept as they are counted from there; what other routers
-    have told, and what they were told, and when; and when each tenant was last seen with a usage.
+    Mutable state: the usage of every tenant that has a limit and has something running, or is not at its full burst,
+    the one that was looked at longest ago first; the tokens that each has used since the beginning, which are kept as
+    they are counted from there; what other routers have told; what they were told, of whom longest ago first, and who
+    is to be told of again; and when each tenant was last seen with a usage.
     """
 
     def __init__(self, tenant: Callable[[str], Tenant], retry_after_s: float) -> None:
@@ -68,6 +73,7 @@ class TenantLimits:
         self._usage: dict[str, _Usage] = {}
         self._spent: dict[str, int] = {}
         self._told: dict[str, tuple[int, int]] = {}
+        self._again: set[str] = set()
         self._used_s: dict[str, float] = {}
         self._told_all_s = float("-inf")
         self.elsewhere = UsageElsewhere(self._spent_elsewhere)
@@ -137,25 +143,46 @@ class TenantLimits:
             bucket.level = min(bucket.level - tokens, most)
 
     def news(self, now: float) -> dict[str, Use] | None:
-        """Return what other routers are to be told: of tenants whose use has changed since the last call, and once a
-        second of all that use something, or did lately; None where there is nothing to tell."""
+        """Return what other routers are to be told: of tenants whose use has changed since they were told of it, and
+        once a second of all that use something, or did lately; None where there is nothing to tell.
+
+        At most MOST_NAMED are named: first those of whom more or less runs, then whoever was not named for longest."""
         # What has just been used may be forgotten here already, and is to be told: also that it runs no more.
         self._used_s.update(dict.fromkeys(self._usage, now))
-        self._used_s = {name: at for name, at in self._used_s.items() if now - at <= TELL_AFTER_S}
-        # Told, it is never below 0; what a router before this one was charged may have been given back here.
-        uses = {name: (max(self._spent.get(name, 0), 0), self._running(name)) for name in self._used_s}
+        used = self._used_s = {name: at for name, at in self._used_s.items() if now - at <= TELL_AFTER_S}
         is_due = now - self._told_all_s >= TELL_ALL_S
-        fresh = uses if is_due else {name: use for name, use in uses.items() if self._told.get(name) != use}
         if is_due:
             self._told_all_s = now
-        self._told = uses
-        if not fresh and not is_due:
+            self._told = {name: use for name, use in self._told.items() if name in used}
+            self._again = set(used)
+        usage, told, spent = self._usage, self._told, self._spent
+        named: list[str] = []
+        for name in used:
+            use = told.get(name)
+            if (use[1] if use else -1) != (usage[name].running if name in usage else 0):
+                named.append(name)
+        del named[MOST_NAMED:]
+        if len(named) < MOST_NAMED:
+            others = set(named)
+            changed = (
+                name
+                for name, (tokens, _) in told.items()
+                if name in used and (name in self._again or tokens != max(spent.get(name, 0), 0)) and name not in others
+            )
+            named += islice(changed, MOST_NAMED - len(named))
+        if not named and not is_due:
             return None
-        return {name: (*use, self._left(name, now)) for name, use in fresh.items()}
+        return {name: self._tell(name, now) for name in named}
 
-    def _running(self, name: str) -> int:
+    def _tell(self, name: str, now: float) -> Use:
+        """Return what is told of a tenant, and note that it is."""
         usage = self._usage.get(name)
-        return usage.running if usage is not None else 0
+        # Told, it is never below 0; what a router before this one was charged may have been given back here.
+        use = max(self._spent.get(name, 0), 0), usage.running if usage is not None else 0
+        self._told.pop(name, None)
+        self._told[name] = use
+        self._again.discard(name)
+        return (*use, self._left(name, now))
 
     def _left(self, name: str, now: float) -> float:
         tenant, usage = self._tenant(name), self._usage.get(name)
@@ -167,11 +194,12 @@ class TenantLimits:
     def tick(self, now: float) -> None:
         """Forget tenants that use nothing and owe nothing, and routers that say nothing more."""
         self.elsewhere.tick(now)
-        for name, usage in list(self._usage.items()):
+        for name, usage in list(islice(self._usage.items(), LOOKED_AT)):
             tenant = self._tenant(name)
             usage.bucket.fill(tenant, now)
-            if not usage.running and usage.bucket.level >= tenant.burst:
-                del self._usage[name]
+            del self._usage[name]
+            if usage.running or usage.bucket.level < tenant.burst:
+                self._usage[name] = usage
 
 
 class TenantAdmission:

@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 
 from access.tenants import MAX_NAME_CHARS
 
+MOST_NAMED = 512
+"""Tenants that one word names, at most, and a router says one at each tick. Whoever has no room comes with the next."""
 MAX_LIVES = 64
 """Lives of routers remembered; beyond it the one that was heard longest ago is forgotten."""
 MAX_NAMES = 4096

@@ -6,8 +6,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
-from math import ceil
 from typing import Any
 
 import msgspec
@@ -16,6 +14,7 @@ from access.authenticator import Authenticator
 from access.config import check_exposed
 from access.internal import internal_certificates
 from access.limits import TenantLimits
+from access.siblings import MOST_NAMED
 from access.tls import ServerCertificates, ends_s
 from engine.handshake import Secrets
 from engine.messages import PeerAddress, TenantsTold
@@ -43,8 +42,6 @@ from router.status.traffic import Traffic, traffic
 from telemetry.tracing import unix_offset_s
 
 TICK_S = 0.05
-TENANTS_AT_ONCE = 1024
-"""Tenants of one report to other routers, at most: with names of any length it is well within a frame."""
 LISTEN_BACKLOG = 4096
 
 
@@ -232,13 +229,11 @@ class RouterApp:
         epoch, lines = self.hub.core.lines(now, is_stopping=self._is_stopping)
         if news is None and not lines:
             return
-        if not self._told and (self._limits.has_spent or any(charged for charged, *_ in lines.values())):
+        has_charged = len(lines) >= MOST_NAMED or any(charged for charged, *_ in lines.values())
+        if not self._told and (self._limits.has_spent or has_charged):
             self._told = 1  # it was alone until now: its first report is none of a router that has just begun
-        uses, left = iter((news or {}).items()), iter(lines.items())
-        for _ in range(max(1, ceil(max(len(news or ()), len(lines)) / TENANTS_AT_ONCE))):
-            self._told += 1
-            part, more = dict(islice(uses, TENANTS_AT_ONCE)), dict(islice(left, TENANTS_AT_ONCE))
-            self._links.tell_siblings(TenantsTold(self._told, part, lines=more, epoch=epoch))
+        self._told += 1
+        self._links.tell_siblings(TenantsTold(self._told, news or {}, lines=lines, epoch=epoch))
 
     def _hear_sibling(self, told: TenantsTold, now: float) -> None:
         self._limits.elsewhere.heard(told.router, told.incarnation, told.number, told.uses, now)

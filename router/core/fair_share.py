@@ -28,8 +28,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from itertools import islice
 from math import ceil
 
+from access.siblings import MOST_NAMED
 from engine.messages import TenantLine, TenantsTold
 from engine.types import RequestId
 from router.core.other_lines import OtherLines
@@ -45,7 +47,8 @@ OLDEST_EVERY = 8
 MAX_TENANTS = 4096
 """Tenants remembered that wait nowhere and have no request here; beyond it those go that owe nothing, then all."""
 TOLD_AGAIN_EVERY = 20
-"""Every so many words name all that were charged here, also if nothing has changed: one may be lost."""
+"""Every so many words all that were charged here are to be named again, also if nothing has changed: one may be lost.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +62,8 @@ class _Account:
     """The part of it that was charged here, since all began anew."""
     told: float = 0.0
     """What the other routers have been told of that."""
+    is_due_again: bool = False
+    """It is to be told, also if nothing has changed."""
     line: "list[_Entry]" = field(default_factory=list)
     arrived: "OrderedDict[int, _Entry]" = field(default_factory=OrderedDict)
     requests: int = 0
@@ -74,6 +79,10 @@ class _Account:
     @property
     def oldest(self) -> "_Entry":
         return next(iter(self.arrived.values()))
+
+    @property
+    def is_untold(self) -> bool:
+        return self.is_due_again or max(self.charged, 0.0) != self.told
 
     def charge(self, amount: float) -> None:
         """Charge tokens / weight."""
@@ -98,16 +107,16 @@ class _Entry:
 class FairShare:
     """The router core owns it. It knows requests by name, and each from `enter`, or `go_on`, to `left`."""
 
-    # Mutable state: the tenants' accounts, those of them that wait, who waits elsewhere, and who was last said to wait
-    # here; the requests, those of them that are put aside, where the tenant stood that was served last, and how often
-    # all began anew; how many words were told, and how often what they sum up began anew, which it does too where
-    # accounts are forgotten.
+    # Mutable state: the tenants' accounts, the one that was told of longest ago first, those of them that wait, who
+    # waits elsewhere, and who was last said to wait here, and whether its turn had come; the requests, those of them
+    # that are put aside, where the tenant stood that was served last, and how often all began anew; how many words were
+    # told, and how often what they sum up began anew, which it does too where accounts are forgotten.
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._waiting: dict[str, _Account] = {}
         self._others = OtherLines()
-        self._told: set[str] = set()
+        self._told: dict[str, bool] = {}
         self._entries: dict[RequestId, _Entry] = {}
         self._tenants: dict[RequestId, str] = {}
         self._aside: dict[RequestId, _Entry] = {}
@@ -242,6 +251,7 @@ class FairShare:
         self._accounts = {tenant: account for tenant, account in self._accounts.items() if account.requests}
         for account in self._accounts.values():
             account.spent = account.charged = account.told = 0.0
+            account.is_due_again = False
 
     @property
     def is_waited_for_elsewhere(self) -> bool:
@@ -251,25 +261,43 @@ class FairShare:
     def news(self, *, can_serve: bool = True) -> tuple[int, dict[str, TenantLine]]:
         """Return what other routers are to be told: the epoch of the sums, and what tenants were charged here in it, if
         that has changed, who waits, and whose turn has come. While this router `can_serve` nobody, nobody waits. Empty
-        while nobody waits anywhere, as all begin anew then."""
+        while nobody waits anywhere, as all begin anew then.
+
+        At most MOST_NAMED are named: first whose turn has come or gone, then whoever was not named for longest."""
         waiting = self._waiting if can_serve else {}
         if not (waiting or self._told or self._others.waiting):
             return self._sums_epoch, {}
-        least = self._least()
-        named = self._told.union(waiting)
-        self._told = set(waiting)
-        tells_all = self._words % TOLD_AGAIN_EVERY == 0
+        least, told, accounts = self._least(), self._told, self._accounts
+        if self._words % TOLD_AGAIN_EVERY == 0:
+            for account in accounts.values():
+                account.is_due_again = account.charged > 0.0
         self._words += 1
-        lines: dict[str, TenantLine] = {}
-        for tenant, account in self._accounts.items():
+        is_due = {tenant: account.spent - least <= QUANTUM for tenant, account in waiting.items()}
+        first = [tenant for tenant, due in is_due.items() if told.get(tenant) is not due]
+        first += [tenant for tenant in told if tenant not in waiting]
+        named = dict.fromkeys(first[:MOST_NAMED])
+        if len(named) < MOST_NAMED:
+            more = (
+                tenant
+                for tenant, account in accounts.items()
+                if (account.is_untold or tenant in is_due) and tenant not in named
+            )
+            named |= dict.fromkeys(islice(more, MOST_NAMED - len(named)))
+        return self._sums_epoch, {tenant: self._tell(tenant, is_due.get(tenant)) for tenant in named}
+
+    def _tell(self, tenant: str, is_due: bool | None) -> TenantLine:
+        """Return what is told of a tenant, and note that it is; None where it does not wait."""
+        if is_due is None:
+            self._told.pop(tenant, None)
+        else:
+            self._told[tenant] = is_due
+        account, charged = self._accounts.pop(tenant, None), 0.0
+        if account is not None:
+            self._accounts[tenant] = account
             # Told, it is never below 0; what is given back once more, after sums began anew, is left out.
-            charged = max(account.charged, 0.0)
-            if charged != account.told or (tells_all and charged) or tenant in named:
-                is_due = tenant in waiting and account.spent - least <= QUANTUM
-                lines[tenant] = charged, tenant in waiting, is_due
-                account.told = charged
-        gone = {tenant: (0.0, False, False) for tenant in sorted(named) if tenant not in lines}
-        return self._sums_epoch, lines | gone
+            charged = account.told = max(account.charged, 0.0)
+            account.is_due_again = False
+        return charged, is_due is not None, is_due is True
 
     def knows(self, told: TenantsTold) -> bool:
         """Return True if this life of another router has been heard before."""
@@ -277,18 +305,24 @@ class FairShare:
 
     def heard(self, told: TenantsTold, now: float) -> bool:
         """Take in what another router has charged, and who waits there; False if that was known."""
-        before, least = self._others.waiting, self._least()
+        waiting = self._others.waiting
+        was_idle = not (waiting or self._waiting)
+        come = {tenant for tenant, (_, waits, _) in told.lines.items() if waits and tenant not in waiting}
+        # Where those begin that come anew: looked for among all, so only where somebody does.
+        least = self._least() if come else 0.0
         charges = self._others.heard(told, now)
         if charges is None:
             return False
         waiting = self._others.waiting
-        if not (before or self._waiting) and waiting:
+        if was_idle and waiting:
             self.begin_anew()
             least = self._level
         self._forget_tenants()
         for tenant, charged in charges.items():
-            account = self._accounts.setdefault(tenant, _Account(1.0, self._level))
-            if tenant in waiting and tenant not in before and not account.line:
+            account = self._accounts.get(tenant)
+            if account is None:
+                account = self._accounts[tenant] = _Account(1.0, self._level)
+            if tenant in come and tenant in waiting and not account.line:
                 account.spent = max(account.spent, least)
             account.spent += charged
         return bool(charges)

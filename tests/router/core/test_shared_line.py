@@ -571,6 +571,71 @@ def test_that_nobody_waits_any_more_is_said_once() -> None:
     assert share.news() == (0, {"a": (700.0, False, False)}) and share.news() == (0, {})
 
 
+def test_of_many_tenants_a_word_names_some_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the loop of every router where thousands of tenants are served: all were named to all others with each
+    word. Whose turn has come or gone is told first, and of the rest everything in turn."""
+    monkeypatch.setattr(fair_share, "MOST_NAMED", 4)
+    share, other = FairShare(), FairShare()
+    other.enter(RequestId("z1"), "z", 1.0, 0, 1)
+    for at in range(14):
+        share.go_on(RequestId(f"r{at}"), f"t{at}", 1.0)
+    share.enter(RequestId("w"), "w", 1.0, 0, 1)
+    for number in range(1, 30):
+        for at in range(14):
+            share.wrote(RequestId(f"r{at}"), 3)
+        if number == 20:
+            share.enter(RequestId("new"), "new", 1.0, 0, 2)
+        elif number == 21:
+            share.serve(RequestId("new"), 10)
+        epoch, lines = share.news()
+        assert len(lines) <= 4
+        assert number not in (1, 20, 21) or ("w" if number == 1 else "new") in lines
+        other.heard(told(number, lines, epoch=epoch), number * 0.05)
+        assert "w" in other._others.waiting and "w" in other._others.due
+    for number in range(30, 34):
+        epoch, lines = share.news()
+        other.heard(told(number, lines, epoch=epoch), number * 0.05)
+    assert [spent(other, f"t{at}") for at in range(14)] == [29 * 3 * OUTPUT_WEIGHT] * 14
+    assert spent(other, "new") - spent(share, "new") == 0.0
+
+
+def test_the_shares_hold_where_tenants_are_named_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the stated error: what is said so much later, and it does not add up."""
+    monkeypatch.setattr(fair_share, "MOST_NAMED", 1)
+    cluster = Cluster(2, Crowd({"a": [0], "b": [0, 1]}, {"a": 1.0, "b": 1.0}), 1)
+    cluster.run(60.0)
+    assert cluster.error() <= ERROR_TOKENS + 2 * BLOCKS * 16
+
+
+def test_a_word_of_a_few_tenants_is_no_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the loop of a router that has several siblings: at each of their words both sets were made again of all
+    that any had said. Only a new life, and what is too old, make one look at all."""
+    looks: list[float] = []
+    look = OtherLines._look
+
+    def counted(self: OtherLines, now: float) -> None:
+        looks.append(now)
+        look(self, now)
+
+    monkeypatch.setattr(OtherLines, "_look", counted)
+    others = OtherLines()
+    others.heard(told(1, {f"t{at}": (1.0, True, at % 2 == 0) for at in range(8)}), 0.0)
+    others.heard(TenantsTold(1, {}, "router-2", Incarnation(1), {"t0": (1.0, True, True)}, 0), 0.0)
+    assert looks == [0.0, 0.0]
+    for number in range(2, 22):
+        now = number * 0.05
+        others.tick(now)
+        others.heard(told(number, {f"t{number % 8}": (float(number), number % 3 > 0, number % 5 > 0)}), now)
+        said = [(name, *one) for life in others._lives.values() for name, one in life.going_on.items()]
+        assert others.waiting == {name for name, _, _ in said}
+        assert others.due == {name for name, at_s, is_due in said if is_due and now - at_s < HEARD_S}
+    assert looks == [0.0, 0.0]
+    others.tick(HEARD_S)
+    assert looks == [0.0, 0.0, HEARD_S] and "t0" in others.due
+    others.tick(0.81 + HEARD_S)
+    assert "t0" not in others.due, "it was named last at 0.8 s"
+
+
 def main() -> None:
     """Print what a tenant at router 0 gets beside one at others: its share of the tokens from second 10 to 130, and
     the error since the beginning, in tokens / weight; and how much of the pool is not in use."""
