@@ -77,7 +77,7 @@ class DecodeRole:
 
     @property
     def due(self) -> float:
-        return self.scheduler.batch.hold.due
+        return 0.0 if self.scheduler.has_put_off else self.scheduler.batch.hold.due
 
     def hear(self, item: object, tell: Callable[[RoleEvent], None]) -> None:
         match item:

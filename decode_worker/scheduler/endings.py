@@ -6,8 +6,9 @@ requests are orphans, and what is remembered of ended ones, is the business of
 `decode_worker.scheduler.leaving.orphans`.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -16,6 +17,7 @@ from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Command, Freed, Result, Tell, Unloaded, Unservable
 from decode_worker.scheduler.leaving.departures import Departure, Departures
 from decode_worker.scheduler.leaving.orphans import Orphans, orphan
+from decode_worker.scheduler.pace import Allowance
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request, RequestState
@@ -24,11 +26,15 @@ from engine.messages import Cancel, Claim, ClaimTold, Ended, Fault, OrphansTold,
 from engine.step import DeadEnd
 from engine.types import Beam, DrawnToken, FinishReason, Incarnation
 
+MAX_FREED_BLOCKS = 4096
+"""Where those that ended in one turn have as many, the blocks of the rest go in the next ones, or as soon as somebody
+who runs lacks them: it takes about 10 ms."""
+
 
 @dataclass(eq=False, repr=False)
 class Endings:
-    """Mutable state: what `departures` and `orphans` own. Who ends is taken out of every other part, by that part's own
-    methods. Owner: the scheduler."""
+    """Mutable state: `_ended`, what is left of the turn's allowance, and what `departures` and `orphans` own. Who ends
+    is taken out of every other part, by that part's own methods. Owner: the scheduler."""
 
     block_bytes: int
     kv: KVCacheManager
@@ -38,6 +44,14 @@ class Endings:
     preemption: Preemption
     departures: Departures
     orphans: Orphans
+    _ended: deque[Request] = field(default_factory=deque)
+    """Those to whose blocks nothing of ours writes any more, and that still hold them."""
+    _allowance: Allowance = field(default_factory=lambda: Allowance(MAX_FREED_BLOCKS))
+
+    @property
+    def has_put_off(self) -> bool:
+        """True where blocks of requests that have ended are to go in the next turn."""
+        return bool(self._ended)
 
     def settle(self, results: Iterable[Result], now: float) -> list[Command]:
         """Act on what other parts say of requests that end, in turn; everything else goes to the shell."""
@@ -45,7 +59,10 @@ class Endings:
         for result in results:
             match result:
                 case Freed(request):
-                    commands += self._free(request, now)
+                    if request.arrived:
+                        self.prefills.handoffs.done(request)
+                    self._ended.append(request)
+                    commands += self._let_go(now)
                 case Unloaded(request):
                     commands += self._begin(request, now)
                 case Unservable(request, fault):
@@ -136,12 +153,32 @@ class Endings:
     def _stats(self, request: Request, now: float, kept: int | None = None) -> RequestStats:
         return request.stats(now, self.admission.name, self.block_bytes, kept)
 
+    def _let_go(self, now: float) -> list[Command]:
+        """Let blocks of requests that have ended go, of as many as this turn has time for."""
+        commands: list[Command] = []
+        for _ in range(len(self._ended)):
+            if not self._ended or not self._allowance.takes(len(self._ended[0].lease.blocks)):
+                break
+            commands += self._free(self._ended.popleft(), now)
+        return commands
+
+    def make_room(self, now: float) -> list[Command]:
+        """Let blocks of requests that have ended go while those that run lack some: nobody gives way for them."""
+        commands: list[Command] = []
+        for _ in range(len(self._ended)):
+            if not self._ended or self.preemption.has_room:
+                break
+            commands += self._free(self._ended.popleft(), now)
+        return commands
+
     def _free(self, request: Request, now: float) -> list[Command]:
-        """Keep in the cache what is worth it, and let the blocks go. If others still wait for its prompt, the first of
-        them takes its place, and room."""
+        """Keep in the cache what is worth it, and let the blocks go, once those have begun that share them. If others
+        still wait for its prompt, the first of them takes its place, and room."""
         if request.arrived:
-            self.prefills.handoffs.done(request)
             self.prefills.share(request)
+            if self.prefills.forks.is_sharing(request):
+                self._ended.append(request)
+                return []
             self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
         self.kv.release(request.lease)
         heir = self.prefills.forks.heir(request)
@@ -162,8 +199,9 @@ class Endings:
         return self.settle(self.prefills.begin(request, now), now)
 
     def tick(self, now: float) -> list[Command]:
-        """End requests whose time is over."""
+        """Go on with what was put off, and end requests whose time is over."""
         requests = self.admission.requests
+        self._allowance.renew()
         self.departures.tick(now)
         self.orphans.tick(now)
         commands: list[Command] = []
@@ -174,7 +212,7 @@ class Endings:
             commands += self.end_all(alone, FinishReason.CANCELLED, now)
         for request in self.prefills.handoffs.overdue(now):
             commands += self.settle(self.prefills.abandon(request, now), now)
-        return commands
+        return commands + self.settle(self.prefills.tick(now), now) + self._let_go(now)
 
     # routers
 
@@ -251,6 +289,9 @@ class Endings:
     def check(self) -> None:
         self.departures.check()
         self.orphans.check()
+        assert len(self._ended) == len(set(self._ended))
+        for request in self._ended:
+            assert request.state is RequestState.ENDING and not request.lease.released
         assert len(self.admission.by_key) == sum(bool(r.record.resume_key) for r in self.admission.requests.values())
         for request in self.admission.requests.values():
             assert not request.lease.released and request.state is not RequestState.ENDING

@@ -27,6 +27,7 @@ from decode_worker.scheduler.events import (
     PeerUp,
     Unservable,
 )
+from decode_worker.scheduler.pace import Allowance
 from decode_worker.scheduler.request import Request, RequestState
 from engine import identity
 from engine.identity import in_group
@@ -45,6 +46,10 @@ CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "DEADLINE_EXCEEDED"})
 """Error codes that any other prefill worker would give too."""
 NO_ROOM = frozenset({"RESOURCE_EXHAUSTED", "OUT_OF_RANGE"})
 """Error codes of a worker whose line is full, or whose pool is too small: another may have room, or this one here."""
+
+MAX_BEGUN_BLOCKS = 2048
+"""Where those that a peer has come up for, or several peers, have as many blocks, the rest of them begin in the next
+turns: to name so many takes about 10 ms."""
 
 
 class KVReceived(msgspec.Struct, frozen=True):
@@ -76,8 +81,8 @@ class Migrated:
 
 @dataclass(eq=False, repr=False)
 class Handoffs:
-    """Mutable state, all of it: `_open`, `_connecting`, `_peers`, what is counted, and what `receiver` owns. Owner: the
-    scheduler."""
+    """Mutable state, all of it: `_open`, `_connecting`, `_peers`, what is counted, what is left of the turn's
+    allowance, and what `receiver` owns. Owner: the scheduler."""
 
     kv: KVCacheManager
     receiver: KVReceiver
@@ -89,11 +94,33 @@ class Handoffs:
     dropped: Counter[str] = field(default_factory=Counter)
     _open: dict[Handoff, Request] = field(default_factory=dict)
     _connecting: list[Request] = field(default_factory=list)
+    """Those whose peer is up by now begin in this turn, or the next ones."""
     _peers: dict[PeerAddress, PeerUp] = field(default_factory=dict)
     """By every address that one was named by: of one life there may be several."""
+    _allowance: Allowance = field(default_factory=lambda: Allowance(MAX_BEGUN_BLOCKS))
 
     def __len__(self) -> int:
         return len(self._open) + len(self._connecting)
+
+    @property
+    def has_put_off(self) -> bool:
+        """True where some are to begin in the next turn."""
+        return any(request.prefill.worker in self._peers for request in self._connecting)
+
+    def tick(self, now: float) -> list[HandoffResult]:
+        """Begin what was put off."""
+        self._allowance.renew()
+        return self._begin_connected(now)
+
+    def _begin_connected(self, now: float) -> list[HandoffResult]:
+        """Begin those whose peer is up, in their order, as many as this turn has time for."""
+        results: list[HandoffResult] = []
+        for request in [r for r in self._connecting if r.prefill.worker in self._peers]:
+            if not self._allowance.takes(self.kv.blocks_for(len(request.tokens))):
+                break
+            self._connecting.remove(request)
+            results += self.begin(request, now)
+        return results
 
     def begin(self, request: Request, now: float) -> list[HandoffResult]:
         """Ask the request's prefill worker for what its lease does not have yet."""
@@ -184,19 +211,18 @@ class Handoffs:
                 return self._heed(self.receiver.received(handoff, seq, error), now)
             case PeerUp():
                 self._peers[event.address] = event
-                ready = [r for r in self._connecting if r.prefill.worker == event.address]
-                self._connecting = [r for r in self._connecting if r not in ready]
-                return [result for request in ready for result in self.begin(request, now)]
+                return self._begin_connected(now)
             case PeerDown():
                 return self._peer_down(event, now)
         raise TypeError(f"not an event: {event!r}")
 
     def _peer_down(self, event: PeerDown, now: float) -> list[HandoffResult]:
+        lost = {event.address, *(address for address, up in self._peers.items() if up.peer == event.peer)}
         self._peers = {address: up for address, up in self._peers.items() if up.peer != event.peer}
         results: list[HandoffResult] = []
         if event.peer is not None:
             results += self._heed(self.receiver.peer_lost(event.peer), now)
-        for request in [r for r in self._connecting if r.prefill.worker == event.address]:
+        for request in [r for r in self._connecting if r.prefill.worker in lost - self._peers.keys()]:
             self._connecting.remove(request)
             results.append(Unserved(request))
         for handoff, request in list(self._open.items()):

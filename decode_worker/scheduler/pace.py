@@ -5,6 +5,9 @@ prompts beside them adds. Both are of what was measured, the latest counting mos
 few tokens says little of what many take. While requests run, a step is to last no longer than `bound_s`, so that
 prompts that are computed here hold no stream up for longer than that; where the rows alone take as long, prompts go on
 by one block a step. Where no request runs, nobody waits for the step: it is as large as it may be.
+
+What goes through all blocks of many sequences at once would hold streams up too, and can be put off to the next turns
+of the engine: an `Allowance` says how much of it one turn does.
 """
 
 from engine.plan import TokenSpeed, mean
@@ -47,3 +50,26 @@ class Pace:
         included; 0.0 until measured."""
         beside_s = self._rows_s / self.tokens(rows) if rows else 0.0
         return self._added.s_per_token and self._added.s_per_token + beside_s
+
+
+class Allowance:
+    """How many blocks one turn of the engine goes through for one kind of work that can be put off. Mutable state: what
+    is left of them. Owner: who does that work."""
+
+    def __init__(self, blocks: int) -> None:
+        self._most = self._left = blocks
+
+    def __repr__(self) -> str:
+        return f"Allowance({self._left} of {self._most} blocks left)"
+
+    def renew(self) -> None:
+        """Begin a turn."""
+        self._left = self._most
+
+    def takes(self, blocks: int) -> bool:
+        """Take so many, however many they are, if any are left in this turn: so one at least is done in each. False: it
+        is put off."""
+        if self._left <= 0:
+            return False
+        self._left -= blocks
+        return True

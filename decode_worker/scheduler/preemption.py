@@ -62,6 +62,12 @@ class Preemption:
 
     # room is taken
 
+    @property
+    def has_room(self) -> bool:
+        """True where there are the blocks that those who run want now: nobody need give way."""
+        wants = [want for request in self.batch.running for want in self.batch.wants(request)]
+        return sum(self.kv.cost(*want) for want in wants) <= self.kv.available
+
     def make_room(self, now: float) -> bool:
         """Have a block for the next token of every running request, as long as others can give way. Return True if any
         did: those that are ready may take their rows."""

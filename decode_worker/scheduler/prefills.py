@@ -190,7 +190,20 @@ class Prefills:
     def share(self, parent: Request) -> None:
         """Let those that wait for the prompt of `parent` share its blocks, if it is here, and compute the rest."""
         for request, tokens in self.forks.fork(parent):
-            self.compute_rest(request, tokens)
+            # Of what it has, nothing is to land, and all is committed.
+            request.known, request.arrived = tokens, True
+            self.batch.add_local(request)
+
+    def tick(self, now: float) -> list[Result]:
+        """Go on with what was put off to this turn."""
+        for parent in self.forks.begin_turn():
+            self.share(parent)
+        return self._settle(self.handoffs.tick(now), now)
+
+    @property
+    def has_put_off(self) -> bool:
+        """True where something is to go on in the next turn."""
+        return self.forks.has_put_off or self.handoffs.has_put_off
 
     # events
 

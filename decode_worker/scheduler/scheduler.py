@@ -98,7 +98,12 @@ class DecodeScheduler:
     def is_idle(self) -> bool:
         """True when it holds no request, serves no reader, and owes no router an end."""
         held = self._requests or len(self.prefills) or len(self.departures)
-        return not (held or self.swapping.under_way or self.endings.orphans.is_untold)
+        return not (held or self.has_put_off or self.swapping.under_way or self.endings.orphans.is_untold)
+
+    @property
+    def has_put_off(self) -> bool:
+        """True where something waits for the next turn, which should come though nothing arrives."""
+        return self.endings.has_put_off or self.prefills.has_put_off
 
     @property
     def running_requests(self) -> int:
@@ -195,7 +200,7 @@ class DecodeScheduler:
         return commands + self.endings.settle(self.admission.place(link, message, router, barred, now), now)
 
     def tick(self, now: float) -> list[Command]:
-        """End requests whose time is over."""
+        """Begin a turn: go on with what was put off, and end requests whose time is over."""
         return self.endings.tick(now)
 
     # steps
@@ -213,10 +218,13 @@ class DecodeScheduler:
             # Of a run of whoever departs, a step may have had no room for all.
             goes_on = not self.departures.incomplete and self.batch.goes_on()
             return (self.batch.plan([], now) if goes_on else None), commands
+        commands += self.endings.make_room(now)
         while self.preemption.make_room(now):
             self.batch.fill(now, departing)
         # Whoever departs has a row once more: one that is only ready waits until there is one for it.
         for request in list(self.batch.running):
+            if self.prefills.forks.is_sharing(request):
+                continue
             if request.yielding and not self.kv.shortage(request.lease, len(request.tokens)):
                 commands.append(self.endings.depart(request, now))
         return self.batch.plan(self.departures.incomplete, now), commands

@@ -240,7 +240,7 @@ class KVCacheManager:
         child.path = parent.path[:whole]
         child.blocks = [node.block for node in child.path]
         for block in child.blocks:
-            self._hold(block)
+            self.pool.retain(block)  # the parent holds it: it stands in no line
         child.cached_tokens = tokens
         child.to_share = None
         if rest:

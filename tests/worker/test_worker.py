@@ -368,8 +368,8 @@ def test_nobody_waits_for_a_copy_while_a_step_is_under_way(monkeypatch: pytest.M
 
 
 def run_one_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a worker's engine run one step, and have nothing to do in the next two; no report is due by its time."""
-    steps = iter([Ran(StepPlan((), (), 1), 0.01, None), None, None])
+    """Make a worker's engine run one step, and have nothing to do in the next three; no report is due by its time."""
+    steps = iter([Ran(StepPlan((), (), 1), 0.01, None), None, None, None])
     monkeypatch.setattr(made._engine, "step", lambda: next(steps))
     monkeypatch.setattr(made._role, "turned", lambda *_: None)
     monkeypatch.setattr(worker.worker, "REPORT_S", 1e9)
@@ -450,6 +450,10 @@ def test_a_worker_that_holds_its_next_step_has_not_become_idle(monkeypatch: pyte
         made.step()
         assert not reports
         hold.due = NEVER
+        monkeypatch.setattr(type(made.scheduler), "has_put_off", True)
+        made.step()
+        assert not reports and made.rest_s() == 0.0, "what was put off goes on at once"
+        monkeypatch.setattr(type(made.scheduler), "has_put_off", False)
         made.step()
         assert len(reports) == 1
     finally:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from decode_worker.scheduler.events import ConnectPeer, FromPeer, PeerDown, PeerUp
+from decode_worker.scheduler import handoffs
+from decode_worker.scheduler.events import ConnectPeer, FromPeer, PeerDown, PeerUp, RouterLost
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
 from decode_worker.scheduler.request import RequestState
 from engine.messages import (
     BlockOffer,
+    Cancel,
     Ended,
     Fault,
     FirstToken,
@@ -18,12 +20,14 @@ from engine.messages import (
     Offer,
     PeerAddress,
     PrefillFailed,
+    StartPrefill,
     Stop,
     Tokens,
     UsePrefill,
 )
 from engine.types import BlockId, FinishReason, Incarnation, RequestId, TokenLogprobs
 from tests.decode_worker.scheduler.bench import POOL, Fetching, P
+from tests.decode_worker.scheduler.leaving.test_departures import LINK
 from transfer.handoff.commands import Received
 
 PROMPT = list(range(10))
@@ -180,3 +184,73 @@ def test_what_was_forced_behind_a_first_token_is_computed_before_it_counts() -> 
     assert plan is not None
     (row,) = plan.rows
     assert (row.start, row.end) == (len(PROMPT), len(PROMPT) + 3)
+
+
+OTHER, Q = PeerAddress("prefill-9", "p:9"), Incarnation(77)
+
+
+def _connecting(monkeypatch: pytest.MonkeyPatch, names: str) -> Fetching:
+    """Prompts of three blocks each that wait for one peer, of which a turn begins two."""
+    monkeypatch.setattr(handoffs, "MAX_BEGUN_BLOCKS", 4)
+    bench = Fetching(64)
+    for name in names:
+        assert bench.place(name, PROMPT, OTHER)
+    return bench
+
+
+def _asked(bench: Fetching) -> str:
+    return "".join(one.handoff.request for one in bench.of(StartPrefill) if isinstance(one, StartPrefill))
+
+
+def test_of_those_that_wait_for_a_peer_a_few_begin_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards all streams against the turn in which a peer comes up that many long prompts wait for; and the last of
+    those prompts: nothing more arrives."""
+    bench = _connecting(monkeypatch, "abcde")
+    bench.tell(PeerUp(Q, OTHER, "shm", 4))
+    assert _asked(bench) == "ab" and bench.scheduler.has_put_off
+    bench.router(Cancel(RequestId("c"), 1, FinishReason.CANCELLED))
+    bench.step()
+    assert _asked(bench) == "abde" and not bench.scheduler.has_put_off
+    bench.step()
+    assert _asked(bench) == "abde"
+
+
+def test_a_turn_begins_as_many_however_many_peers_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _connecting(monkeypatch, "ab")
+    for name in "cd":
+        assert bench.place(name, PROMPT, PeerAddress("prefill-8", "p:8"))
+    bench.tell(PeerUp(Q, OTHER, "shm", 4))
+    bench.tell(PeerUp(Incarnation(78), PeerAddress("prefill-8", "p:8"), "shm", 4))
+    assert _asked(bench) == "ab"
+    bench.step()
+    assert _asked(bench) == "abcd"
+
+
+def test_who_was_put_off_is_asked_about_when_the_peer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a prompt that would wait for ever: its peer has been reached, and is gone before it was begun. The loss
+    names one of the addresses by which that peer was known."""
+    alias = PeerAddress("prefill-9", "p:99")
+    bench = _connecting(monkeypatch, "abc")
+    assert bench.place("d", PROMPT, alias)
+    bench.tell(PeerUp(Q, OTHER, "shm", 4))
+    bench.tell(PeerUp(Q, alias, "shm", 4))
+    bench.tell(PeerDown(OTHER, Q, "gone"))
+    assert [bench.request(name).state for name in "abcd"] == [RequestState.ASKING] * 4
+    assert not bench.scheduler.has_put_off
+
+
+def test_who_was_put_off_goes_on_with_the_next_life_of_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _connecting(monkeypatch, "abc")
+    bench.tell(PeerUp(Q, OTHER, "shm", 4))
+    bench.tell(PeerUp(Incarnation(79), OTHER, "shm", 4))
+    bench.tell(PeerDown(OTHER, Q, "an older life"))
+    assert [bench.request(name).state for name in "abc"] == [RequestState.HANDOFF] * 2 + [RequestState.CONNECTING]
+    bench.step()
+    assert bench.asked().handoff.request == "c" and bench.asked().handoff.prefill == 79
+
+
+def test_who_was_put_off_ends_with_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _connecting(monkeypatch, "abcd")
+    bench.tell(PeerUp(Q, OTHER, "shm", 4))
+    bench.tell(RouterLost(LINK))
+    assert bench.scheduler.is_idle and bench.pool == {"free": 64}

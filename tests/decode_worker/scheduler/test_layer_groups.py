@@ -8,6 +8,7 @@ import pytest
 
 from decode_worker.scheduler.events import FromPeer, PeerDown, Unloaded
 from decode_worker.scheduler.request import NO_PREFILL, RequestState
+from decode_worker.scheduler.samples import forks
 from engine import identity
 from engine.identity import in_group
 from engine.kv.block_pool import BlockState
@@ -176,6 +177,19 @@ def test_samples_share_the_tails_of_a_prompt_that_has_landed(length: int) -> Non
         assert ours[:whole] == theirs[:whole]
     while len(fork.tokens) < length + 2:
         bench.step()
+
+
+def test_where_windows_slide_all_samples_begin_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards samples whose windows would be gone when they begin, so that each fetches the prompt again."""
+    monkeypatch.setattr(forks, "MAX_FORKED_BLOCKS", 1)
+    bench, prompt = Grouped(), list(range(17))
+    assert bench.place("a", prompt, POOL, max_tokens=20)
+    for name in "bcd":
+        assert bench.place(name, prompt, POOL, fork_of="a", max_tokens=20)
+    handoff = bench.asked().handoff
+    bench.offer(handoff, 0, bench.wanted())
+    bench.name_token(handoff)
+    assert [bench.request(name).state for name in "bcd"] == [RequestState.LOCAL] * 3
 
 
 def test_a_sample_whose_parent_has_gone_on_fetches_its_own_windows() -> None:

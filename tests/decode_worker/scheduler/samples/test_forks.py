@@ -4,11 +4,14 @@ device in tests/integration/test_samples_fake.py, and with every fault in tests/
 import msgspec
 import pytest
 
-from decode_worker.scheduler.events import PeerDown
+from decode_worker.scheduler.events import PeerDown, RouterLost
 from decode_worker.scheduler.request import RequestState
-from engine.messages import Cancel, NeedPrefill, Place, UsePrefill
+from decode_worker.scheduler.samples import forks as forks_module
+from engine.messages import Cancel, Ended, NeedPrefill, Place, UsePrefill, Yield, Yielded
 from engine.types import FinishReason, RequestId
 from tests.decode_worker.scheduler.bench import HERE, POOL, Fetching, P, record_of
+from tests.decode_worker.scheduler.leaving.test_departures import LINK
+from transfer.handoff.commands import Leave
 
 PROMPT = list(range(10))
 
@@ -214,3 +217,96 @@ def test_a_row_that_is_still_to_be_computed_is_not_indexed_for_a_fork() -> None:
     assert bench.place("b", prompt, HERE, fork_of="a")
     assert bench.request("b").state is RequestState.LOCAL
     assert bench.scheduler.kv.matched_tokens(b"", parent.tokens, 12) == 8
+
+
+def _many(monkeypatch: pytest.MonkeyPatch, samples: int = 5, max_tokens: int = 20, **config: object) -> Fetching:
+    """Samples of one prompt that is here, of which one begins in each turn: the second one has."""
+    monkeypatch.setattr(forks_module, "MAX_FORKED_BLOCKS", 1)
+    bench = Fetching(128, **config)  # type: ignore[arg-type]
+    assert bench.place("a", PROMPT, HERE, max_tokens=max_tokens, group="g")
+    for name in "bcdefgh"[: samples - 1]:
+        assert bench.place(name, PROMPT, HERE, fork_of="a", max_tokens=max_tokens, group="g")
+    bench.step()
+    return bench
+
+
+def _waiting(bench: Fetching) -> str:
+    return "".join(name for name, r in sorted(bench.scheduler._requests.items()) if r.state is RequestState.FORKING)
+
+
+def test_of_many_samples_a_few_begin_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards all streams against the turn in which a long prompt is here that many samples wait for. A late one begins
+    with its prompt, whatever its parent has written behind that meanwhile."""
+    bench = _many(monkeypatch)
+    forks = bench.scheduler.prefills.forks
+    assert _waiting(bench) == "cde" and forks.forked == 1 and bench.scheduler.has_put_off
+    assert bench.place("f", PROMPT, HERE, fork_of="a", max_tokens=20)
+    for left in ("def", "ef", "f", ""):
+        bench.step()
+        assert _waiting(bench) == left
+    assert forks.forked == 5 and forks.inherited == 0 and not bench.scheduler.has_put_off
+    parent, last = bench.request("a"), bench.request("f")
+    assert len(parent.tokens) > 12, "it has filled the block that both begin in"
+    assert last.lease.blocks[:2] == parent.lease.blocks[:2] and last.lease.blocks[2] != parent.lease.blocks[2]
+
+
+def test_a_parent_that_ends_keeps_its_blocks_until_all_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards samples that would compute, or wait for, a prompt that is here."""
+    bench = _many(monkeypatch)
+    lease = bench.request("a").lease
+    bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    assert "a" not in bench.scheduler._requests and not lease.released
+    for left in ("de", "e", ""):
+        assert not lease.released
+        bench.step()
+        assert _waiting(bench) == left
+    forks = bench.scheduler.prefills.forks
+    assert lease.released and forks.forked == 4 and forks.inherited == 0
+
+
+def test_nothing_is_held_when_all_end_while_some_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _many(monkeypatch)
+    bench.tell(RouterLost(LINK))
+    assert bench.scheduler.is_idle and not bench.scheduler.has_put_off
+    assert set(bench.pool) == {"free", "cached"}
+    assert bench.scheduler.kv.available == 128
+
+
+def test_a_parent_departs_when_all_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards samples that would wait for a request that goes on elsewhere."""
+    bench = _many(monkeypatch, samples=4)
+    bench.tell(Leave(30.0))
+    bench.router(Yield(RequestId("a"), 1))
+    for left, has_left in (("d", False), ("", True)):
+        bench.step()
+        assert _waiting(bench) == left and bool(bench.of(Yielded)) == has_left
+
+
+def test_samples_that_wait_give_way_with_a_parent_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards samples that would wait for a parent without blocks; all come back, and are answered."""
+    bench = _many(monkeypatch, preemption="recompute")
+    bench.step()
+    assert bench.request("a").state is RequestState.RUNNING and _waiting(bench) == "de"
+    assert bench.place("z", list(range(40, 46)), HERE, priority=1)
+    preemption = bench.scheduler.preemption
+    victims = preemption.victims(bench.request("z"))
+    assert sorted(r.record.request for r in victims) == ["a", "b", "c", "d", "e"]
+    preemption.preempt(victims, bench.now)
+    assert not bench.scheduler.has_put_off
+    bench.scheduler.check()
+    for _ in range(40):
+        bench.step()
+    assert bench.scheduler.is_idle and len(bench.of(Ended)) == 6
+
+
+def test_who_gives_way_itself_takes_those_along_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a sample of higher priority than its parent: nobody stands behind that one."""
+    monkeypatch.setattr(forks_module, "MAX_FORKED_BLOCKS", 1)
+    bench = Fetching(64, preemption="recompute")
+    assert bench.place("a", PROMPT, HERE, max_tokens=20)
+    for name in "bc":
+        assert bench.place(name, PROMPT, HERE, fork_of="a", max_tokens=20, priority=1)
+    bench.step()
+    assert _waiting(bench) == "c"
+    parent = bench.request("a")
+    assert [r.record.request for r in bench.scheduler.preemption.victims(parent)] == ["a", "c"]
