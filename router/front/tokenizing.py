@@ -68,6 +68,13 @@ def at_once(steps: Steps[T]) -> T:
     return made
 
 
+async def in_turns(steps: Steps[T]) -> T:
+    """Return what `steps` return; after each, the event loop does what else there is to do."""
+    while (made := advance(steps)) is None:
+        await asyncio.sleep(0)
+    return made
+
+
 class TokenizingPool:
     """Belongs to the router's event loop, and works in `threads` threads.
 

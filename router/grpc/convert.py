@@ -29,6 +29,7 @@ from router.front.api import (
     refuse_more,
     refuse_more_parts,
 )
+from router.front.tokenizing import Steps, at_once
 from router.front.validate import (
     MAX_ALLOWED_IDS,
     MAX_BIASES,
@@ -64,6 +65,8 @@ _MOST = {
     "allowed_token_ids": MAX_ALLOWED_IDS,
 }
 MAX_POSITIONS = 4096
+PIECE_TOKENS = 128
+"""With 20 alternatives so many tokens take some milliseconds to convert."""
 _KINDS: dict[str, ConstraintKind] = {kind.value: kind for kind in ConstraintKind}
 """By the names of fields."""
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
@@ -197,14 +200,26 @@ def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
     return made
 
 
+def is_long(event: Delta) -> bool:
+    """Return whether output is to be converted in pieces, as it has the log probabilities of many tokens."""
+    return max(len(event.logprobs), len(event.prompt_logprobs)) > PIECE_TOKENS
+
+
+def delta_to_proto(event: Delta) -> Steps[pb.GenerateResponse]:
+    """Yields where others may have the event loop."""
+    response = pb.GenerateResponse(delta=pb.Delta(text=event.text, token_ids=event.token_ids, sample=event.sample))
+    made = response.delta
+    for given, told in ((event.logprobs, made.logprobs), (event.prompt_logprobs, made.prompt_logprobs)):
+        for at in range(0, len(given), PIECE_TOKENS):
+            if at:
+                yield
+            told.extend(map(_logprobs_to_proto, given[at : at + PIECE_TOKENS]))
+    return response
+
+
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
     if isinstance(event, Delta):
-        delta = pb.Delta(text=event.text, token_ids=event.token_ids, sample=event.sample)
-        if event.logprobs:
-            delta.logprobs.extend(map(_logprobs_to_proto, event.logprobs))
-        if event.prompt_logprobs:
-            delta.prompt_logprobs.extend(map(_logprobs_to_proto, event.prompt_logprobs))
-        return pb.GenerateResponse(delta=delta)
+        return at_once(delta_to_proto(event))
     if isinstance(event, Started):
         (ids,) = event.prompt_ids or ((),)
         return pb.GenerateResponse(started=pb.Started(**_taken(event, _STARTED), prompt_ids=ids))

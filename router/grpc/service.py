@@ -27,12 +27,21 @@ from protos import headrace_pb2 as pb
 from router.client.requests import MAX_TIMEOUT_S
 from router.config import FrontLimits
 from router.front.access import OPEN, as_tenant, let_in, tenant_for, tenant_of
-from router.front.api import SESSION_HEADER, ApiError, GenerateCall, GenerateEvent, Started, invalid
+from router.front.api import SESSION_HEADER, ApiError, Delta, GenerateCall, GenerateEvent, Started, invalid
 from router.front.frontend import Frontend
 from router.front.large_bodies import LargeBodies
+from router.front.tokenizing import in_turns
 from router.front.validate import served
 from router.grpc.calls import CallLimit
-from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto, sampling_to_proto, tokenize_call
+from router.grpc.convert import (
+    call_from_proto,
+    delta_to_proto,
+    event_to_proto,
+    is_long,
+    positions_from_proto,
+    sampling_to_proto,
+    tokenize_call,
+)
 from router.grpc.statuses import LABEL_KEY, trailing_metadata, usable_label
 from telemetry.tracing import HEADER, sound
 
@@ -233,7 +242,11 @@ def _streaming(
                     if isinstance(event, Started):
                         named = _label(context) or event.request_id
                         await context.send_initial_metadata(((LABEL_KEY, named),))
-                    yield event_to_proto(event).SerializeToString()
+                    if isinstance(event, Delta) and is_long(event):
+                        message = await in_turns(delta_to_proto(event))
+                    else:
+                        message = event_to_proto(event)
+                    yield message.SerializeToString()
         except ApiError as error:
             _refuse(context, error)
         except Exception:

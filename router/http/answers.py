@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from router.front.api import ApiError, Delta, Finished, GenerateEvent, HttpForm, Started
 from router.front.outlet import Outlet
 from router.front.resume import unknown_token
-from router.front.tokenizing import Steps, advance
+from router.front.tokenizing import in_turns
 from router.http.formats import EventWriter, body_of, envelope_of, failure_of, in_words_of, writer_of
 from router.http.logprobs import TokenBytes
 from router.http.openai_reply import error_reply
@@ -91,7 +91,7 @@ class WholeAnswer:
                     elif isinstance(item, Finished):
                         ends.append(item)
                 ends.sort(key=lambda end: end.sample)
-                body = await _in_turns(body_of(started, form, answers, ends, self._token_bytes))
+                body = await in_turns(body_of(started, form, answers, ends, self._token_bytes))
                 headers = {"content-type": "application/json", "x-request-id": label}
                 response = Response(body, headers=headers)
         except ApiError as error:
@@ -294,13 +294,6 @@ def _internal(what: str) -> ApiError:
     """Log our own fault, with the exception being handled if there is one; the caller learns no details."""
     log.error(what, exc_info=True)
     return ApiError("INTERNAL", "the server failed on this request")
-
-
-async def _in_turns(steps: Steps[T]) -> T:
-    """Return what `steps` return; after each, the event loop does what else there is to do."""
-    while (made := advance(steps)) is None:
-        await asyncio.sleep(0)
-    return made
 
 
 async def while_connected(work: Awaitable[T], receive: Receive) -> T | None:

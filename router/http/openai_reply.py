@@ -8,9 +8,9 @@ import msgspec
 
 from engine.types import FinishReason, TokenLogprobs
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
-from router.front.tokenizing import Steps
+from router.front.tokenizing import Steps, at_once
 from router.http.fields import UnknownFieldError
-from router.http.logprobs import TokenBytes, chat_logprobs, completion_logprobs, prompt_logprobs
+from router.http.logprobs import TokenBytes, characters, chat_logprobs, completion_logprobs, prompt_logprobs
 from router.http.parsed_answer import PartsReader
 
 _STATUS: dict[str, tuple[int, str]] = {
@@ -39,6 +39,8 @@ _INNER_BYTES = bytes(range(0x80, 0xC0))
 """All bytes of UTF-8 that begin no character."""
 PIECE_TOKENS = 64
 """With 20 alternatives so many tokens of a chat take about ten milliseconds to write."""
+PIECE_IDS = 16 * PIECE_TOKENS
+"""So many tokens' text takes about as long."""
 _TIMES = ("ttft_s", "itl_mean_s", "itl_p99_s", "e2e_s")
 
 
@@ -83,7 +85,9 @@ def whole(
     """An answer at once: all output and the account of every sample, in order of prompts and samples. The figures are
     those of sample 0. Yields between its parts, as log probabilities make megabytes of it."""
     each, choices = len(answers) // form.prompts, list[ReplyChoice]()
-    about = [EchoedPrompt(started, form, at, answers[at * each], token_bytes) for at in range(form.prompts)]
+    about = list[EchoedPrompt]()
+    for prompt in range(form.prompts):
+        about.append((yield from _echoed_prompt(started, form, prompt, answers[prompt * each], token_bytes)))
     for prompt in range(form.prompts):
         samples = range(prompt * each, (prompt + 1) * each)
         for at in sorted(samples, key=lambda at: -_mean(answers[at]))[: form.best] if form.best else samples:
@@ -105,9 +109,9 @@ def whole(
                 given = [one for delta in deltas for one in delta.logprobs]
                 if form.chat:
                     json = yield from _encoded_logprobs(given, token_bytes)
-                    choice.logprobs = cast(dict[str, Any], json)
                 else:
-                    choice.logprobs = written_logprobs(form, [*about[prompt].given, *given], 0, token_bytes)
+                    json = yield from _encoded_lists(form, [*about[prompt].given, *given], token_bytes)
+                choice.logprobs = cast(dict[str, Any], json)
             if form.says_prompt and not form.chat:
                 choice.prompt_logprobs = about[prompt].logprobs
             choices.append(choice)
@@ -126,29 +130,74 @@ def _encoded_logprobs(given: Sequence[TokenLogprobs], token_bytes: TokenBytes) -
     return msgspec.Raw(b'{"content":[' + b",".join(pieces) + b'],"refusal":null}')
 
 
-class EchoedPrompt:
-    """What an answer says of prompt number `at`. `first` is the output of its first sample."""
+def _encoded_lists(
+    form: HttpForm, given: Sequence[TokenLogprobs | int], token_bytes: TokenBytes
+) -> Steps[msgspec.Raw]:
+    """The same of a completion's choice, whose text these tokens begin."""
+    lists: dict[str, list[bytes] | None] = {}
+    offset = 0
+    for at in range(0, max(len(given), 1), PIECE_TOKENS):
+        if at:
+            yield
+        part = given[at : at + PIECE_TOKENS]
+        for name, values in written_logprobs(form, part, offset, token_bytes).items():
+            pieces = lists.setdefault(name, None if values is None else [])
+            if pieces is not None:
+                pieces.append(msgspec.json.encode(values)[1:-1])
+        offset += sum([characters(one if isinstance(one, int) else one.token, token_bytes) for one in part])
+    whole = {
+        name: None if pieces is None else msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+        for name, pieces in lists.items()
+    }
+    return msgspec.Raw(msgspec.json.encode(whole))
 
-    def __init__(
-        self, started: Started, form: HttpForm, at: int, first: Sequence[Delta], token_bytes: TokenBytes
-    ) -> None:
-        said = first[0].prompt_logprobs if first else ()
-        self.text = echoed_text(started, form, at, token_bytes)
-        self.given: list[TokenLogprobs | int] = []
-        """What comes before the output in a completion's lists: the first token, of which nothing is known, and the
-        others."""
-        if form.echo is not None and form.logprobs is not None:
-            self.given = [started.prompt_ids[at][0], *said]
-        self.logprobs = prompt_logprobs(said, token_bytes) if form.says_prompt else None
+
+class EchoedPrompt(msgspec.Struct, frozen=True):
+    """What an answer says of a prompt."""
+
+    text: str
+    given: list[TokenLogprobs | int]
+    """What comes before the output in a completion's lists: the first token, of which nothing is known, and the
+    others."""
+    logprobs: msgspec.Raw | None
+    """The field `prompt_logprobs` as JSON."""
+
+
+def _echoed_prompt(
+    started: Started, form: HttpForm, at: int, first: Sequence[Delta], token_bytes: TokenBytes
+) -> Steps[EchoedPrompt]:
+    """What is said of prompt number `at`. `first` is the output of its first sample."""
+    said = first[0].prompt_logprobs if first else ()
+    text = yield from _echoed_text(started, form, at, token_bytes)
+    given = [started.prompt_ids[at][0], *said] if form.echo is not None and form.logprobs is not None else []
+    if not form.says_prompt:
+        return EchoedPrompt(text, given, None)
+    pieces = [b"null"]
+    for begin in range(0, len(said), PIECE_TOKENS):
+        told = prompt_logprobs(said[begin : begin + PIECE_TOKENS], token_bytes)
+        pieces.append(msgspec.json.encode(told[1:])[1:-1])
+        yield
+    return EchoedPrompt(text, given, msgspec.Raw(b"[" + b",".join(pieces) + b"]"))
 
 
 def echoed_text(started: Started, form: HttpForm, at: int, token_bytes: TokenBytes) -> str:
     """What the text begins with: prompt number `at`, if it is to be echoed."""
+    return at_once(_echoed_text(started, form, at, token_bytes))
+
+
+def _echoed_text(started: Started, form: HttpForm, at: int, token_bytes: TokenBytes) -> Steps[str]:
     if form.echo is None:
         return ""
-    shown = [data for token in started.prompt_ids[at] for data, is_shown in (token_bytes(token),) if is_shown]
+    if form.echo[at]:
+        return form.echo[at]
+    ids, shown = started.prompt_ids[at], list[bytes]()
+    for begin in range(0, len(ids), PIECE_IDS):
+        if begin:
+            yield
+        both = [token_bytes(token) for token in ids[begin : begin + PIECE_IDS]]
+        shown += [data for data, is_shown in both if is_shown]
     # The end of a character that a cut has parted belongs to no token here, so it has no room either.
-    return form.echo[at] or b"".join(shown).lstrip(_INNER_BYTES).decode(errors="replace")
+    return b"".join(shown).lstrip(_INNER_BYTES).decode(errors="replace")
 
 
 def _mean(deltas: Sequence[Delta]) -> float:

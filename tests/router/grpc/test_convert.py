@@ -30,11 +30,15 @@ from router.front.api import (
     ToolCall,
     ToolChoice,
 )
+from router.front.tokenizing import advance
 from router.grpc.convert import (
+    PIECE_TOKENS,
     call_from_proto,
     call_to_proto,
+    delta_to_proto,
     event_from_proto,
     event_to_proto,
+    is_long,
     positions_from_proto,
     resume_to_proto,
 )
@@ -168,6 +172,19 @@ def test_a_call_without_an_input_names_the_field() -> None:
 def test_an_event_comes_back_whole(event: GenerateEvent) -> None:
     """Guards accounts that lose a figure, and an answer without a score that comes back with the score 0."""
     assert event_from_proto(event_to_proto(event)) == event
+
+
+def test_many_log_probabilities_are_converted_in_pieces() -> None:
+    """Guards the event loop from those of a long prompt, which took it a tenth of a second; the message is the same."""
+    given = tuple(TokenLogprobs(at, -0.5, ((at, -0.5), (7, -1.0))) for at in range(3 * PIECE_TOKENS))
+    event = Delta("a", (1,), 1, given[:1], given)
+    assert is_long(event) and not is_long(Delta("a", (1,), 1, given[:1]))
+    steps, pauses = delta_to_proto(event), 0
+    while (made := advance(steps)) is None:
+        pauses += 1
+    assert pauses == 2
+    assert event_from_proto(made) == event
+    assert made.SerializeToString() == event_to_proto(event).SerializeToString()
 
 
 def test_events_of_other_servers_are_understood() -> None:

@@ -12,9 +12,17 @@ import pytest
 from engine.types import FinishReason, TokenLogprobs
 from router.front.api import ApiError, Delta, HttpForm
 from router.front.parsers.choose import Parsing
-from router.front.tokenizing import at_once
-from router.http.logprobs import chat_logprobs
-from router.http.openai_reply import PIECE_TOKENS, error_reply, finish_reason, last_choice, usage, whole
+from router.front.tokenizing import advance, at_once
+from router.http.logprobs import chat_logprobs, prompt_logprobs
+from router.http.openai_reply import (
+    PIECE_TOKENS,
+    error_reply,
+    finish_reason,
+    last_choice,
+    usage,
+    whole,
+    written_logprobs,
+)
 from router.http.parsed_answer import PartsReader
 from tests.router.http.fakes import ANSWER, CHAT, FINISHED, HI, STARTED, TEXT, FakeFrontend, ask, refusal, token_bytes
 
@@ -176,3 +184,30 @@ def test_a_long_answer_is_written_in_pieces() -> None:
     first, second = body["choices"]
     assert first["logprobs"] == json.loads(msgspec.json.encode(chat_logprobs(given, token_bytes)))
     assert second["logprobs"] == {"content": [], "refusal": None}
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+def test_no_step_writes_more_than_a_piece(chat: bool) -> None:
+    """Guards the event loop from log probabilities: of a completion, and of a prompt, all were written in one step."""
+    looked_at = 0
+
+    def counted(token: int) -> tuple[bytes, bool]:
+        nonlocal looked_at
+        looked_at += 1
+        return token_bytes(token)
+
+    tokens, top = 6 * PIECE_TOKENS, tuple((97 + at, -1.0 - at) for at in range(20))
+    given = tuple(TokenLogprobs(97 + at % 20, -0.5, top) for at in range(tokens))
+    form = msgspec.structs.replace(FORM, chat=chat, logprobs=20, echo=None if chat else ("",), says_prompt=True)
+    started = msgspec.structs.replace(STARTED, prompt_ids=((97,) * (tokens + 1),))
+    steps = whole(started, form, [[Delta("a", (1,), 0, given, given)]], [FINISHED], counted)
+    most = pauses = 0
+    while (body := advance(steps)) is None:
+        most, looked_at, pauses = max(most, looked_at), 0, pauses + 1
+    assert pauses == (11 if chat else 18)
+    assert max(most, looked_at) <= PIECE_TOKENS * 32
+    choice = json.loads(body)["choices"][0]
+    told = json.loads(body) if chat else choice
+    listed = written_logprobs(form, given if chat else [97, *given, *given], 0, token_bytes)
+    want = [prompt_logprobs(given, token_bytes), listed]
+    assert [told["prompt_logprobs"], choice["logprobs"]] == json.loads(msgspec.json.encode(want))
