@@ -11,7 +11,8 @@ their number of tokens: with a million, 5 MB at most.
 
 What cannot match: an answer that the client changed, trimmed or cut; one that the template itself
 changes (some strip white space); an answer cut by a stop string;
-a template whose rendering of early messages depends on later ones; whatever was forgotten.
+a template whose rendering of early messages depends on later ones; whatever was forgotten; of a long chat's samples
+all but the first that ended.
 Such a chat is tokenized from its text, which is always right and only less often cached.
 """
 
@@ -37,7 +38,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     ids: list[int]
 
 
-class _Chat(msgspec.Struct, frozen=True, gc=False):
+class FinishedChat(msgspec.Struct, frozen=True, gc=False):
     """A finished chat: how long its rendered text is, a digest of it, and its ids, each in two bytes where all fit."""
 
     characters: int
@@ -46,7 +47,7 @@ class _Chat(msgspec.Struct, frozen=True, gc=False):
     is_wide: bool
 
     @classmethod
-    def of(cls, text: str, ids: list[int]) -> "_Chat":
+    def of(cls, text: str, ids: list[int]) -> "FinishedChat":
         is_wide = max(ids, default=0) >= 1 << 16
         return cls(len(text), _digest(text), array("I" if is_wide else "H", ids).tobytes(), is_wide)
 
@@ -67,7 +68,7 @@ class Conversations:
     counts ENTRY_TOKENS more than it has.
 
     Tenants' chats are kept apart by `namespace`. Chats may be begun in several threads at once, as
-    the lookups are safe; `remember` belongs to the event loop.
+    the lookups are safe, and finished there; `keep` belongs to the event loop.
     """
 
     # Mutable state: the chats by digest of (namespace, messages), and what they cost in all.
@@ -75,7 +76,7 @@ class Conversations:
     def __init__(self, text: ServedModel, capacity_tokens: int) -> None:
         self._text = text
         self._capacity_tokens = capacity_tokens
-        self._known: OrderedDict[bytes, _Chat] = OrderedDict()
+        self._known: OrderedDict[bytes, FinishedChat] = OrderedDict()
         self._tokens = 0
 
     def __repr__(self) -> str:
@@ -104,32 +105,49 @@ class Conversations:
         emitted: Sequence[int],
         ends: Sequence[int] = (),
     ) -> None:
-        """Keep a finished turn: `answer` is the text of all `emitted` ids, and `turn` makes of it the message that its
-        client will send back. `ends` are the tokens that end an answer beside the model's own. One with an end in it
-        that its text does not show is not kept."""
+        """Keep a finished turn (`finished`)."""
+        self.keep(self.finished(chat, namespace, prompt, turn, answer, emitted, ends))
+
+    def finished(
+        self,
+        chat: ChatPrompt,
+        namespace: bytes,
+        prompt: TokenizedPrompt,
+        turn: Callable[[str], ChatMessage],
+        answer: str,
+        emitted: Sequence[int],
+        ends: Sequence[int] = (),
+    ) -> dict[bytes, FinishedChat]:
+        """Return what is to be kept of a finished turn, perhaps nothing: `answer` is the text of all `emitted` ids, and
+        `turn` makes of it the message that its client will send back. `ends` are the tokens that end an answer beside
+        the model's own. One with an end in it that its text does not show is not kept."""
         whole = _with_answer(chat, turn(answer))
         try:
             text = self._text.render_chat(whole)
             spoken = (prompt.text or self._text.render_chat(chat)) + answer
         except FieldError:
             # The template refuses the chat with its answer; then no follow-up can come either.
-            return
+            return {}
         if not text.startswith(spoken):
-            return
+            return {}
         ids = list(emitted)
         while ids and ids[-1] in self._text.stop_ids:
             ids.pop()
         if not self._text.stop_ids.isdisjoint(ids):
-            return
+            return {}
         if ids and ids[-1] in ends and not all(self._text.token_bytes(ids[-1])):
-            return
+            return {}
         ids = prompt.ids + ids + self._text.encode_chat_text(text[len(spoken) :])
-        key = _keys(whole, namespace)[-1]
-        replaced = self._known.pop(key, None)
-        if replaced is not None:
-            self._tokens -= replaced.cost_tokens
-        kept = self._known[key] = _Chat.of(text, ids)
-        self._tokens += kept.cost_tokens
+        return {_keys(whole, namespace)[-1]: FinishedChat.of(text, ids)}
+
+    def keep(self, chats: dict[bytes, FinishedChat]) -> None:
+        """Keep what `finished` has returned."""
+        for key, kept in chats.items():
+            replaced = self._known.pop(key, None)
+            if replaced is not None:
+                self._tokens -= replaced.cost_tokens
+            self._known[key] = kept
+            self._tokens += kept.cost_tokens
         while self._tokens > self._capacity_tokens:
             _, oldest = self._known.popitem(last=False)
             self._tokens -= oldest.cost_tokens

@@ -34,7 +34,7 @@ from router.front.output import Output, OutputHistory, ServedModel
 from router.front.parsers.choose import parser_of
 from router.front.parsers.turn import turn_of
 from router.front.resume import Resumables, resume_key, unknown_token, unpack
-from router.front.samples import BeamSink, Samples, SamplesReader
+from router.front.samples import BeamSink, Remember, Samples, SamplesReader
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.front.validate import check_adopted
@@ -260,7 +260,8 @@ class Frontend:
                 at, item = event
                 stream = reader.streams[at]
                 if isinstance(item, Complete) and samples.remember is not None and stream.output.stopped is None:
-                    samples.remember(stream.text, stream.ids)
+                    is_long = await samples.remember(stream.text, stream.ids)
+                    samples.remember = None if is_long else samples.remember
                 told = stream.account(item, self._clock()) if isinstance(item, Complete) else item
                 yield msgspec.structs.replace(told, sample=at) if at else told
             # Every sample was remembered; a resumable answer waits for its client without its prompt.
@@ -296,14 +297,13 @@ class Frontend:
 
     def _rememberer(
         self, chat: ChatPrompt | None, started: Started, record: RequestRecord, prompt: TokenizedPrompt
-    ) -> Callable[[str, list[int]], None] | None:
+    ) -> Remember | None:
         """Return what keeps a finished answer for the chat's next turn; None for what is no chat."""
         if chat is None:
             return None
         parsing = None if started.form is None else started.form.parsing
         turn = partial(turn_of, parsing, started.request_id)
-        remember = self._intake.conversations.remember
-        return partial(remember, chat, record.namespace, prompt, turn, ends=record.stop_token_ids)
+        return partial(self._intake.remember, chat, record, prompt, turn)
 
     # ---- resumable requests
 

@@ -15,14 +15,14 @@ import msgspec
 
 from engine import identity
 from engine.plan import MAX_OUTPUT_VALUES, MAX_PROMPT_VALUES, TOO_LONG_TO_TELL, TOO_MANY_VALUES
-from engine.text.messages import ChatPrompt
+from engine.text.messages import ChatMessage, ChatPrompt
 from engine.types import Constraint, FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.config import RouterConfig
 from router.core.endings import DEADLINE
 from router.core.registry import ModelKey
 from router.core.sessions import Session
 from router.front.api import ApiError, GenerateCall, HttpForm, TokenizedText
-from router.front.conversation import Conversations, TokenizedPrompt
+from router.front.conversation import Conversations, FinishedChat, TokenizedPrompt
 from router.front.grammars import GrammarTrials
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
@@ -44,6 +44,8 @@ T = TypeVar("T")
 NAMED_TOKENS = 8192
 """The blocks of a prompt up to here are named where it is placed: that takes a third of a millisecond, less than a wait
 for a thread."""
+REMEMBER_S = 0.25
+"""The end of a long chat's answer waits so long until it is remembered."""
 END_TOKENS = 32
 """The last tokens of a prompt show whether a think block is open."""
 
@@ -66,6 +68,8 @@ class Arrival(msgspec.Struct, frozen=True):
 class Intake:
     """Belongs to the router's event loop; long text is tokenized in threads beside it."""
 
+    # Mutable state: the long chats that have ended and are not remembered yet, beside what its parts have.
+
     def __init__(
         self,
         model: ServedModel,
@@ -82,8 +86,11 @@ class Intake:
         self.conversations = Conversations(model, config.conversation_tokens)
         self._grammars = GrammarTrials(model.model_dir)
         self._pool = TokenizingPool(config.tokenize_threads, config.tokenize_budget_bytes)
+        self._remembering: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
+        for task in self._remembering:
+            task.cancel()
         self._pool.close()
         self._grammars.close()
 
@@ -136,6 +143,35 @@ class Intake:
             raise _refusal(error) from error
         await self._name(call, record)
         return Arrival(record, prompt, chat, token, continues, form, context.session)
+
+    async def remember(
+        self,
+        chat: ChatPrompt,
+        record: RequestRecord,
+        prompt: TokenizedPrompt,
+        turn: Callable[[str], ChatMessage],
+        answer: str,
+        emitted: Sequence[int],
+    ) -> bool:
+        """Keep a finished turn (`Conversations.finished`) and return whether it is a long one. Such is rendered in a
+        thread, where there is room for its text; that is waited for a little, so that the next turn finds it."""
+        size_bytes = max(len(prompt.text), len(prompt.ids)) + len(answer)
+        work = partial(
+            self.conversations.finished, chat, record.namespace, prompt, turn, answer, emitted, record.stop_token_ids
+        )
+        if size_bytes <= self._config.tokenize_inline_bytes:
+            self.conversations.keep(work())
+            return False
+        if self._pool.has_room(size_bytes):
+            task = asyncio.create_task(self._remember_long(work, size_bytes))
+            self._remembering.add(task)
+            task.add_done_callback(self._remembering.discard)
+            await asyncio.wait({task}, timeout=REMEMBER_S)
+        return True
+
+    async def _remember_long(self, work: Callable[[], dict[bytes, FinishedChat]], size_bytes: int) -> None:
+        with suppress(ApiError):  # a shorter text came, and there was no room for both
+            self.conversations.keep(await self._pool.run(_one_step(work), size_bytes))
 
     def _form(self, call: GenerateCall, chat: ChatPrompt | None, prompt: TokenizedPrompt) -> HttpForm | None:
         """Return the form of the answer, with the parsers that it needs. Raises FieldError for tools whose calls nobody

@@ -5,7 +5,7 @@ away.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -22,8 +22,12 @@ EVENTS_AT_ONCE = 64
 """Events that a reader takes before others have their turn: an answer that is read again is there as a whole."""
 
 
+Remember = Callable[[str, list[int]], Awaitable[bool]]
+
+
 class Samples:
-    """`remember` takes the text and ids of a finished sample, for the chat's next turn; None where it is no chat.
+    """`remember` takes the text and ids of a finished sample, for the chat's next turn, and returns whether that is all
+    of the answer that is kept; None where it is no chat.
     `tenant` is whose answer it is: who shares a cache shares no answers."""
 
     # Mutable state: the streams by sample index (None: not adopted), and the present reader.
@@ -32,7 +36,7 @@ class Samples:
         self,
         started: Started,
         turns: WakeQueue,
-        remember: Callable[[str, list[int]], None] | None = None,
+        remember: Remember | None = None,
         tenant: str = "",
     ) -> None:
         self.started = started

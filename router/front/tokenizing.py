@@ -97,7 +97,7 @@ class TokenizingPool:
 
     async def run(self, steps: Steps[T], size_bytes: int) -> T:
         """Return what `steps` return; raises what they raise, and ApiError(UNAVAILABLE) without room in the budget."""
-        if self._held_bytes:
+        if not self.has_room(size_bytes):
             self._make_room(size_bytes)
         order = next(self._order)
         self._held[order] = size_bytes
@@ -111,6 +111,10 @@ class TokenizingPool:
         finally:
             self._let_go(order)
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Return whether text of this size is taken without refusing another."""
+        return not self._held_bytes or self._held_bytes + size_bytes <= self._budget_bytes
+
     def close(self) -> None:
         """Let go of the threads, each after its step."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -118,8 +122,6 @@ class TokenizingPool:
     def _make_room(self, size_bytes: int) -> None:
         """Refuse the longest text that waits for the sake of a new one, if it is longer: without it there is room.
         Raises ApiError otherwise."""
-        if self._held_bytes + size_bytes <= self._budget_bytes:
-            return
         longest = max([one for one in self._waiting if not one[2].done()], default=None)
         if longest is None or longest[0] <= size_bytes:
             raise _no_room()

@@ -169,7 +169,9 @@ def _echoed_prompt(
     """What is said of prompt number `at`. `first` is the output of its first sample."""
     said = first[0].prompt_logprobs if first else ()
     text = yield from _echoed_text(started, form, at, token_bytes)
-    given = [started.prompt_ids[at][0], *said] if form.echo is not None and form.logprobs is not None else []
+    given: list[TokenLogprobs | int] = []
+    if form.echo is not None and form.logprobs is not None:
+        given = [started.prompt_ids[at][0], *said]
     if not form.says_prompt:
         return EchoedPrompt(text, given, None)
     pieces = [b"null"]

@@ -5,6 +5,7 @@ samples in test_samples.py, searches in test_beams.py, a router that comes back 
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from access.limits import LimitedError, TenantLimits
 from access.tenants import Tenant
 from engine.messages import Fault, Orphan, RequestStats
+from engine.text.messages import ChatPrompt
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from router.config import RouterConfig
 from router.core.endings import RESUMED_ELSEWHERE
@@ -667,5 +669,46 @@ def test_a_tenants_unknown_tokens_leave_claims_to_others(monkeypatch: pytest.Mon
         assert not other.done() and len(hub.claimed) == frontend.MAX_TENANT_CLAIMS + 1
         bench.now += frontend.CLAIM_S
         await asyncio.gather(*waiting, other, return_exceptions=True)
+
+    run(body())
+
+
+@pytest.mark.parametrize(("chars", "kept"), [(100, 2), (5000, 1)], ids=["short", "long"])
+def test_a_long_chat_is_remembered_in_a_thread_and_once(chars: int, kept: int) -> None:
+    """Guards the event loop: the end of a chat of a megabyte held up all streams, once for each of its samples."""
+
+    class Watched(ByteText):
+        context_tokens = 1 << 16
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.threads: list[str] = []
+
+        def render_chat(self, chat: ChatPrompt) -> str:
+            self.threads.append(threading.current_thread().name)
+            return super().render_chat(chat)
+
+    async def body() -> None:
+        bench, model = Bench(), Watched()
+        bench.front._intake.close()
+        config = RouterConfig(default_timeout_s=50.0, resume_window_s=WINDOW_S, namespace_key="key")
+        front = Frontend(model, bench.hub, config, lambda: bench.now, bench.outcomes, bench.limits)  # type: ignore[arg-type]
+        events = front.generate(GenerateCall(prompt=[ChatMessage("user", "x" * chars)], n=2))
+        first = asyncio.ensure_future(anext(events))
+        while len(bench.hub.records) < 2:
+            await asyncio.sleep(0.001)
+        model.threads.clear()
+        for number, name in enumerate(bench.hub.names):
+            bench.hub.answer(name, [97 + number])
+        await first
+        ends = [event async for event in events if isinstance(event, Finished)]
+        chats = front._intake.conversations
+        assert (len(ends), len(chats._known), len(model.threads)) == (2, kept, kept)
+        is_inline = {name == threading.main_thread().name for name in model.threads}
+        assert is_inline == {chars == 100}
+        turn = [ChatMessage("user", "x" * chars), ChatMessage("assistant", "a"), ChatMessage("user", "more")]
+        found = chats.begin(ChatPrompt(messages=tuple(turn)), front._intake.namespace(""))
+        assert len(found[1]) > chars, "the next turn begins with its ids"
+        front.close()
 
     run(body())
