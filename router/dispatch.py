@@ -12,7 +12,7 @@ what is sent is collected and leaves as one frame per write. A request's way goe
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 
 import grpc
@@ -29,6 +29,7 @@ from engine.messages import (
     HoldingTold,
     LifeOfProcess,
     Load,
+    Orphan,
     PeerAddress,
     Place,
     ProcessesTold,
@@ -52,6 +53,8 @@ ATTACH = {
 FIRST_FRAME_S = 5.0
 RECORDS_AT_ONCE = 1024
 """Records of one frame that are heard before others have their turn on the loop."""
+TOKENS_AT_ONCE = 8192
+"""The same of requests that a worker has kept, by their tokens: their output so far is made text again."""
 MAX_UNSENT_BYTES = 64 << 20
 """Bytes that wait for one worker, by an estimate from above; past it, it is given up as one that does not listen."""
 RECORD_BYTES = 1024
@@ -290,10 +293,10 @@ class Links:
         ValidationError for a report that is not sound."""
         if any(isinstance(record, Load) and not record.is_sound for record in records):
             raise msgspec.ValidationError("its report has figures that no worker can have")
-        for at in range(0, len(records), RECORDS_AT_ONCE):
+        for at, part in enumerate(_portions(records)):
             if at:
                 await asyncio.sleep(0)
-            self._hub.heard(worker.name, records[at : at + RECORDS_AT_ONCE])
+            self._hub.heard(worker.name, part)
         for record in records:
             if isinstance(record, HoldingTold):
                 self._heard[worker.name] = worker.incarnation, record.number
@@ -319,6 +322,17 @@ class Links:
         if self._fingerprint:
             self._fingerprint = model
         return info, records[1:]
+
+
+def _portions(records: Sequence[DecodeRecord]) -> Iterator[Sequence[DecodeRecord]]:
+    """Yield what is heard at once, in order; a request that has more tokens than that by itself."""
+    begin = tokens = 0
+    for at, record in enumerate(records):
+        if isinstance(record, Orphan):
+            tokens += len(record.record.tokens) + len(record.tokens)
+        if at + 1 - begin == RECORDS_AT_ONCE or tokens >= TOKENS_AT_ONCE or at + 1 == len(records):
+            yield records[begin : at + 1]
+            begin, tokens = at + 1, 0
 
 
 async def _write(call: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:

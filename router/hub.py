@@ -86,12 +86,18 @@ class Sink(Protocol):
     def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None: ...
 
 
+class AdoptedSink(Sink, Protocol):
+    def replayed(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+        """Take all output that another router had of the request, as `tokens` takes what follows: token by token, since
+        a front that makes an event of each makes the same events again."""
+
+
 Send = Callable[[str, RouterRecord], None]
 Sever = Callable[[str], None]
 HearSibling = Callable[[TenantsTold, float], None]
 GiveOver = Callable[[RequestRecord], None]
 """Takes note that another router goes on with a request."""
-Revive = Callable[[Orphan, float], Sink | None]
+Revive = Callable[[Orphan, float], AdoptedSink | None]
 """Makes the client's side of an adopted request, to which its output so far is then given; None if nobody can."""
 
 
@@ -374,6 +380,8 @@ class Hub:
         else:
             self._sinks[request] = sink
             self._observer.continued("adopted")
+            if orphan.tokens and (kept := sink.replayed(orphan.tokens, now, orphan.logprobs)) is not None:
+                self._handle(events.StopFound(request, kept))
 
     def _give_up(self, request: RequestId) -> None:
         """Our own fault with one request: tell its client, and let its worker go."""

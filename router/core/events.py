@@ -112,8 +112,8 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Adopt(msgspec.Struct, frozen=True):
-    """A request of another router, which is gone or has given it over, goes on here; its client will come back for all
-    of its output. Said again where a higher placement of it turns up."""
+    """A request of another router, which is gone or has given it over, goes on here behind the output that its orphan
+    holds; its client will come back for all of that. Said again where a higher placement of it turns up."""
 
     orphan: Orphan
 

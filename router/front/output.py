@@ -8,6 +8,7 @@ shown is ever taken back. Half a character is never shown: that is the detokeniz
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import msgspec
 from engine.packed_logprobs import PackedLogprobs
 from engine.text.dialect import Dialect
 from engine.text.messages import ChatPrompt
-from engine.types import SamplingParams
+from engine.types import SamplingParams, TokenLogprobs
 from router.front.api import Delta, Position
 from router.front.parsers.pieces import AnswerParser
 
@@ -106,6 +107,15 @@ class OutputHistory:
                 if delta.logprobs:
                     self._logprobs.extend(delta.logprobs)
 
+    def add_each(self, texts: Sequence[str], ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """Keep an event for each id, of its text and its log probabilities, where there are any."""
+        data = [text.encode() for text in texts]
+        self._ids_ends.extend(range(len(self._ids) + 1, len(self._ids) + len(ids) + 1))
+        self._text_ends.extend(islice(accumulate(map(len, data), initial=len(self._text)), 1, None))
+        self._ids.extend(ids)
+        self._text += b"".join(data)
+        self._logprobs.extend(logprobs)
+
     @property
     def ids(self) -> list[int]:
         return self._ids.tolist()
@@ -175,6 +185,18 @@ class Output:
                 self._count_reasoning(self._reasoning, text)
             shown.append(self._add(text) if self._stop else text)
         return "".join(shown), kept
+
+    def push_each(self, ids: Sequence[int]) -> list[str]:
+        """The text that may be shown with each of the ids that count, up to a stop string."""
+        if self._is_plain:
+            return [self._detokenizer.push((token,)) for token in ids]
+        texts: list[str] = []
+        for token in ids:
+            text, kept = self.push((token,))
+            if not kept:
+                break
+            texts.append(text)
+        return texts
 
     def flush(self) -> str:
         """The rest, at the end of the answer; an unfinished character may complete a stop string."""

@@ -139,6 +139,22 @@ class SampleStream:
         stopped = self.output.stopped
         return stopped.tokens_kept if stopped is not None else None
 
+    def replayed(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+        if self._is_charged and self._admission is not None:
+            self._admission.spend(len(ids))
+        texts = self.output.push_each(ids)
+        ids, told = ids[: len(texts)], logprobs[: len(texts)]
+        if ids:
+            self._timeline.tokens(len(ids), now)
+            if self.history is not None and self.history.keeps_events and not self._deltas:
+                self.history.add_each(texts, ids, told)
+            else:
+                each = zip(texts, ids, range(len(ids)), strict=True)
+                self._deltas += [Delta(text, (token,), 0, tuple(told[at : at + 1])) for text, token, at in each]
+            self.changed.set()
+        stopped = self.output.stopped
+        return stopped.tokens_kept if stopped is not None else None
+
     def completed(self, end: Complete, now: float) -> None:
         self._timeline.ended_s = now
         if rest := self.output.flush():

@@ -102,11 +102,7 @@ class RouterJournal:
         note = self.recorder.note
         match command:
             case events.Deliver(request):
-                if request not in self._begun:
-                    self._begun[request] = None
-                    if len(self._begun) > KEPT:
-                        del self._begun[next(iter(self._begun))]
-                    note(request, "first token", now)
+                self._first_token(request, now)
             case events.TellWorker(worker, record, reason):
                 self._told(worker, record, reason, now)
             case events.Begin(request):
@@ -119,11 +115,20 @@ class RouterJournal:
                 note(request, "poisonous", now, deaths=deaths)
             case events.Adopt(orphan):
                 note(orphan.record.request, "adopted", now, emitted_tokens=len(orphan.tokens))
+                if orphan.tokens:
+                    self._first_token(orphan.record.request, now)
             case events.Fail(request, fault, outcome):
                 facts: dict[str, Fact] = {"outcome": outcome.value, "code": fault.code, "message": fault.message}
                 note(request, "failed", now, **facts)
                 if outcome is FinishReason.ERROR:
                     self.recorder.dump(request, f"the request has failed: {fault.message}")
+
+    def _first_token(self, request: RequestId, now: float) -> None:
+        if request not in self._begun:
+            self._begun[request] = None
+            if len(self._begun) > KEPT:
+                del self._begun[next(iter(self._begun))]
+            self.recorder.note(request, "first token", now)
 
     def _told(self, worker: str, record: RouterRecord, reason: str, now: float) -> None:
         note = self.recorder.note

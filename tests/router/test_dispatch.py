@@ -17,6 +17,7 @@ import router.dispatch
 from access.config import AccessConfig
 from access.internal import INTERNAL_NAME
 from access.limits import TELL_ALL_S, TenantLimits
+from access.siblings import MOST_NAMED
 from access.tenants import MAX_NAME_CHARS, Tenant
 from engine.handshake import Keyring
 from engine.messages import (
@@ -26,6 +27,7 @@ from engine.messages import (
     HeldRun,
     HoldingTold,
     LifeOfProcess,
+    Orphan,
     PeerAddress,
     Place,
     ProcessesTold,
@@ -34,10 +36,10 @@ from engine.messages import (
     frames,
 )
 from engine.types import FinishReason, Incarnation, RequestId
-from router.app import TENANTS_AT_ONCE, RouterApp
+from router.app import RouterApp
 from router.config import RouterConfig
 from router.core.recovery import TOGETHER_S
-from router.dispatch import RECORD_BYTES, Outbox, _end, _most_bytes
+from router.dispatch import RECORD_BYTES, RECORDS_AT_ONCE, TOKENS_AT_ONCE, Outbox, _end, _most_bytes
 from router.status.observer import NullObserver
 from tests.access.certificates import make_authority, make_certificate
 from tests.router import fake_cluster
@@ -440,20 +442,23 @@ def test_a_frame_that_is_no_frame_ends_its_stream(caplog: pytest.LogCaptureFixtu
     assert "no stream to worker d0" in caplog.text
 
 
-def test_what_many_tenants_use_is_told_in_parts_and_counts_by_its_bytes() -> None:
-    """Guards frames, of which one holds any single record and none may pass 8 MiB, and the memory behind a worker that
-    takes nothing: a report of thousands of tenants was one record, counted as 1 KiB."""
+def test_what_many_tenants_use_is_told_in_turns_and_counts_by_its_bytes() -> None:
+    """Guards frames, of which one holds any single record and none may pass 8 MiB, the memory behind a worker that
+    takes nothing, and the loop of every router: a report of thousands of tenants was one record, counted as 1 KiB, and
+    later several at each tick."""
     told: list[TenantsTold] = []
     app = _telling(told, Tenant(concurrency=1))
-    names = [f"{at:06d}" + "\U0001f600" * (MAX_NAME_CHARS - 6) for at in range(2 * TENANTS_AT_ONCE + 1)]
+    names = [f"{at:06d}" + "\U0001f600" * (MAX_NAME_CHARS - 6) for at in range(2 * MOST_NAMED + 1)]
     for name in names:
         app._limits.admit(name, 1, 0.0)
-    lined = dict.fromkeys(names[: TENANTS_AT_ONCE + 1], (0.0, True, True))
+    lined = dict.fromkeys(names[:MOST_NAMED], (0.0, True, True))
     app.hub.core.lines = lambda now, *, is_stopping: (4, lined)  # type: ignore[method-assign]
-    app._tell_siblings(0.0)
-    assert [one.number for one in told] == [1, 2, 3]
+    for _ in range(3):
+        app._tell_siblings(0.0)
+    assert [one.number for one in told] == [2, 3, 4], "some of it may be of long ago"
     assert sorted(name for one in told for name in one.uses) == sorted(names)
-    assert {name: line for one in told for name, line in one.lines.items()} == lined
+    assert [len(one.uses) for one in told] == [MOST_NAMED, MOST_NAMED, 1]
+    assert all(one.lines == lined for one in told)
     assert all(one.epoch == 4 for one in told)
     for one in told:
         assert len(frames([one])[0]) < FRAME_BYTES
@@ -463,7 +468,7 @@ def test_what_many_tenants_use_is_told_in_parts_and_counts_by_its_bytes() -> Non
     assert len(told) == 3, "nothing has changed"
     app.hub.core.lines = lambda now, *, is_stopping: (4, {"a": (1.0, False, False)})  # type: ignore[method-assign]
     app._tell_siblings(TELL_ALL_S / 2)
-    assert (told[3].number, told[3].uses, told[3].lines) == (4, {}, {"a": (1.0, False, False)})
+    assert (told[3].number, told[3].uses, told[3].lines) == (5, {}, {"a": (1.0, False, False)})
 
 
 def test_the_first_report_of_a_router_that_was_alone_is_none_of_one_that_begins() -> None:
@@ -485,3 +490,46 @@ def test_two_that_went_in_one_moment_are_seen_to_go_together() -> None:
     options = dict(router.dispatch.CHANNEL_OPTIONS)
     silent_s = (options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"]) / 1e3
     assert silent_s < TOGETHER_S
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        ([100] * 6, [6]),
+        ([TOKENS_AT_ONCE] * 3, [1, 1, 1]),
+        ([TOKENS_AT_ONCE // 2] * 5, [2, 2, 1]),
+        ([10 * TOKENS_AT_ONCE, 1, 1], [1, 2]),
+        ([0] * (2 * RECORDS_AT_ONCE + 1), [RECORDS_AT_ONCE, RECORDS_AT_ONCE, 1]),
+        ([], []),
+    ],
+    ids=lambda value: str(value[:1]),
+)
+def test_what_a_worker_has_kept_is_heard_with_pauses(tokens: list[int], sizes: list[int]) -> None:
+    """Guards the streams of a router that takes over: a frame of a hundred requests with all their tokens was heard
+    without a pause, since one counted the requests."""
+    heard: list[list[DecodeRecord]] = []
+    turns: list[int] = []
+
+    async def body() -> None:
+        app = _app()
+        app.hub.heard = lambda worker, records: heard.append(list(records))  # type: ignore[method-assign]
+        half = [[1] * (count // 2) for count in tokens]
+        orphans = [
+            Orphan(record=request_record("a", tokens=len(one)), placement=1, prefill="", tokens=one, age_s=1.0)
+            for one in half
+        ]
+
+        async def others() -> None:
+            while True:
+                turns.append(len(heard))
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(others())
+        await app._links._hear(worker_info("d0", "decode"), orphans)
+        other.cancel()
+        assert [one for part in heard for one in part] == orphans
+        app._frontend.close()
+
+    asyncio.run(body())
+    assert [len(part) for part in heard] == sizes
+    assert turns == list(range(1, len(sizes))), "others had a turn in between"

@@ -51,6 +51,9 @@ class Revived:
         stop = client.stop_after
         return stop if stop is not None and len(self._tokens) >= stop else None
 
+    def replayed(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+        return self.tokens(ids, now, logprobs)
+
     def completed(self, end: Complete, now: float) -> None:
         self._end = end
         self._pass_on(now)

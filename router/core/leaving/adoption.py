@@ -17,7 +17,7 @@ from engine.types import FinishReason, RequestId
 from router.core.call import State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
-from router.core.events import Adopt, Command, Deliver, Ignored, TellWorker
+from router.core.events import Adopt, Command, Ignored, TellWorker
 
 NEVER = sys.maxsize
 """A placement that no report is above."""
@@ -140,11 +140,8 @@ class Adoptions:
         if len(orphan.record.tokens) > orphan.record.prompt_tokens:
             call.cached_tokens_bound = 0
         self._view.adopted(call, home, orphan.prefill)
-        out.append(Adopt(orphan))
         call.emit(orphan.tokens, orphan.logprobs)
-        # One by one, as they came: a front that makes an event of each makes the same events again.
-        logprobs = orphan.logprobs
-        out.extend(Deliver(request, [token], logprobs[at : at + 1] or ()) for at, token in enumerate(orphan.tokens))
+        out.append(Adopt(orphan))
 
     def takes(self, orphan: Orphan, now: float) -> bool:
         """Accept this report if it has the highest placement; return True if accepted."""

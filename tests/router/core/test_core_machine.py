@@ -134,7 +134,7 @@ class RouterMachine(RuleBasedStateMachine):
                     request = command.orphan.record.request
                     self.begun.add(request)
                     self.interrupted.discard(request)
-                    self.given[request], self.ends[request] = [], 0
+                    self.given[request], self.ends[request] = list(command.orphan.tokens), 0
                 case DecodeLost():
                     assert command.emitted_tokens == len(self.given[command.request])
                     self.interrupted.add(command.request)

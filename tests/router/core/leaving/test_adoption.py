@@ -3,6 +3,7 @@ real connections they are tried in tests/router/test_restart.py, with a router t
 tests/chaos/test_chaos_router.py, what workers keep of them in tests/decode_worker/scheduler/leaving/test_orphans.py."""
 
 import itertools
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -84,7 +85,7 @@ def test_it_goes_on_behind_what_it_has() -> None:
     """Guards against tokens lost or doubled between two routers, and against a count that fails a good answer."""
     bench = Bench()
     one = orphan(5, 6, 7)
-    assert bench.hear(one) == [Adopt(one), *(Deliver(A, [token]) for token in (5, 6, 7))]
+    assert bench.hear(one) == [Adopt(one)]
     assert bench.hear(Tokens(A, 3, 2, [7, 8])) == [Ignored("duplicate", 1), Deliver(A, [8])]
     (done,) = bench.hear(ended(placement=3, output_tokens=4))
     assert isinstance(done, Complete) and done.reason is FinishReason.STOP
@@ -169,7 +170,7 @@ def test_of_two_reports_the_higher_placement_goes_on(higher_first: bool) -> None
         assert bench.hear(low, "d0") == [cancel("d0", 3)]
     else:
         bench.hear(low, "d0")
-        assert bench.hear(high, "d1") == [cancel("d0", 3), Adopt(high), Deliver(A, [5]), Deliver(A, [9])]
+        assert bench.hear(high, "d1") == [cancel("d0", 3), Adopt(high)]
     assert bench.hear(Tokens(A, 3, 3, [8]), "d0") == [Ignored("stale", 1)]
     assert bench.hear(ended(placement=3, reason=FinishReason.CANCELLED), "d0") == [
         Ignored("stale", 0)
@@ -208,7 +209,7 @@ def test_of_two_reports_the_lower_one_may_have_ended() -> None:
     bench.hear(orphan(5, 6, placement=3), "d0")
     bench.hear(ended(placement=3, output_tokens=2), "d0")
     high = orphan(5, placement=4)
-    assert bench.hear(high, "d1") == [Adopt(high), Deliver(A, [5])]
+    assert bench.hear(high, "d1") == [Adopt(high)]
 
 
 def test_once_settled_what_was_adopted_goes_on() -> None:
@@ -257,15 +258,49 @@ def test_what_nobody_can_serve_is_cancelled() -> None:
     assert sent == [Cancel(A, 3, FinishReason.CANCELLED)]
 
 
+class Kept(BeamSink):
+    """The client's side of an adopted request. `given`: what it was given again, at once, and what followed."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        super().__init__([])
+        self.given: list[tuple[str, list[int], float]] = []
+        self._stop_after = stop_after
+
+    def replayed(self, ids: list[int], now: float, logprobs: Sequence[TokenLogprobs] = ()) -> int | None:
+        self.given.append(("again", list(ids), now))
+        return self._stop_after
+
+    def tokens(self, ids: list[int], now: float, *logprobs: object) -> int | None:
+        self.given.append(("new", ids, now))
+        return self._stop_after
+
+
+@pytest.mark.parametrize("stop_after", [None, 2])
+def test_what_it_has_is_given_again_in_one_piece(stop_after: int | None) -> None:
+    """Guards the loop of a router that takes over: each token of each request went the whole way of a new one. A stop
+    string in it is told to the core once."""
+    bench, sent = Bench(), list[object]()
+    hub = Hub(bench.router, lambda: bench.now, NullObserver())
+    hub.connect(lambda worker, record: sent.append(record))
+    sink = Kept(stop_after)
+    hub.adopt_with(lambda one, now: sink)
+    hub.heard("d0", [orphan(5, 6, 7)])
+    assert sink.given == [("again", [5, 6, 7], bench.now)]
+    assert [type(record) for record in sent] == ([Finish] if stop_after else [])
+    hub.heard("d0", [Tokens(A, 3, 3, [8])])
+    assert [ids for how, ids, _ in sink.given if how == "new"] == ([] if stop_after else [[8]])
+    assert list(hub.journal._begun) == [A]
+    hub.leave(A)
+
+
 def test_whose_it_is_is_told_to_the_core() -> None:
     """Guards the way on which an adopted request comes to its tenant's account: while its client's side is made."""
     bench = Bench()
     hub = Hub(bench.router, lambda: bench.now, NullObserver())
     hub.connect(lambda worker, record: None)
-    sink = BeamSink([])
-    sink.tokens = lambda ids, now, *logprobs: None  # type: ignore[method-assign]
+    sink = Kept()
 
-    def revive(one: Orphan, now: float) -> BeamSink:
+    def revive(one: Orphan, now: float) -> Kept:
         hub.charge(one.record.request, "a", 1.0)
         return sink
 
@@ -277,19 +312,19 @@ def test_whose_it_is_is_told_to_the_core() -> None:
 
 def test_what_stands_behind_another_record_came_later() -> None:
     """Guards a gap before a token that is less than nothing: one look at the clock is of what follows at once."""
-    bench, ticks, seen = Bench(), itertools.count(), list[float]()
+    bench, ticks, made = Bench(), itertools.count(), list[float]()
     hub = Hub(bench.router, lambda: float(next(ticks)), NullObserver())
     hub.connect(lambda worker, record: None)
-    sink = BeamSink([])
-    sink.tokens = lambda ids, now, *logprobs: seen.append(now)  # type: ignore[method-assign]
+    sink = Kept()
 
-    def revive(one: Orphan, now: float) -> BeamSink:
-        seen.append(now)
+    def revive(one: Orphan, now: float) -> Kept:
+        made.append(now)
         return sink
 
     hub.adopt_with(revive)
     hub.heard("d0", [orphan(5), Tokens(A, 3, 1, [6])])
-    assert len(seen) == 3 and seen[0] < seen[1] < seen[2], "made, what it had, and the token behind"
+    (_, _, had_s), (_, _, new_s) = sink.given
+    assert made == [had_s] and had_s < new_s, "made with what it had, and the token behind"
     hub.leave(A)
 
 
@@ -393,11 +428,3 @@ def test_a_report_that_comes_before_the_first_question_is_adopted() -> None:
     assert any(isinstance(command, Adopt) for command in out)
     assert bench.router._calls[A].highest == 1_000
 
-
-def test_each_token_comes_with_its_own_log_probabilities() -> None:
-    """Guards a client that resumes: one token's would come twice, or with the next one."""
-    bench = Bench()
-    said = [TokenLogprobs(token, -0.5 * token, ()) for token in (5, 6, 7)]
-    told = bench.hear(orphan(5, 6, 7, logprobs=said))
-    delivered = [c for c in told if isinstance(c, Deliver)]
-    assert [(c.ids, list(c.logprobs)) for c in delivered] == [([one.token], [one]) for one in said]
