@@ -197,7 +197,8 @@ class Batch:
             if not self._ends(request) and not all(self._kv.grow(*want) for want in self.wants(request)):
                 return False
         able = [r for r in self.running if self._may_be_drafted(r)]
-        return not self.drafting.awaits(able, len(self.running))
+        rows = len(self.running)
+        return not self.drafting.awaits(able, rows, self._room_for_drafts(rows))
 
     def _may_be_drafted(self, request: Request) -> bool:
         """Return True if it may have drafts in a step that is planned when all its tokens are known: a search draws
@@ -221,9 +222,12 @@ class Batch:
             if short and short + len(self.running) <= self._kv.available:
                 self._kv.grow(request.lease, short)
             able.append((request, min(most, self._kv.room_tokens(request.lease) - length)))
-        # As many logits as a full batch has, or one row with drafts beside it: for so many a step's memory was counted.
-        room = min(self.pace.most_tokens, max(self._max_rows - rows, self.drafting.most))
-        return self.drafting.propose([pair for pair in able if pair[1] > 0], rows, room)
+        return self.drafting.propose([pair for pair in able if pair[1] > 0], rows, self._room_for_drafts(rows))
+
+    def _room_for_drafts(self, rows: int) -> int:
+        """Return how many drafts a step of so many rows may have: as many logits as a full batch has, or one row with
+        drafts beside it. For so many a step's memory was counted."""
+        return min(self.pace.most_tokens, max(self._max_rows - rows, self.drafting.most))
 
     def plan(self, departing: Sequence[Request], now: float) -> StepPlan | None:
         """Return the next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""

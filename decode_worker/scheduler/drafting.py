@@ -19,6 +19,7 @@ Two cases:
       taken less than `TRIAL_SHARE` of all time.
 """
 
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,38 +77,61 @@ class _Draft(NamedTuple):
     request: Request
 
 
+class _Means:
+    """Running means of seconds by size. Mutable state, all of it: `sizes`, in their order, and the mean of each."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._means: dict[int, float] = {}
+
+    def note(self, size: int, seconds: float) -> None:
+        known = self._means.get(size, 0.0)
+        if size not in self._means:
+            insort(self.sizes, size)
+        self._means[size] = mean(known, min(seconds, OUTLIER * known) if known else seconds)
+
+    def just(self, size: int) -> float | None:
+        """Return the mean of that size; None where it was not measured."""
+        return self._means.get(size)
+
+    def of(self, size: int) -> float:
+        """Return the mean of a size, or of the largest below it; 0.0: there is none."""
+        at = bisect_right(self.sizes, size)
+        return self._means[self.sizes[at - 1]] if at else 0.0
+
+
 class StepCosts:
     """The seconds of a step without prompts, by the tokens that it computes; where a drafter takes time, of each depth
     of drafts, by the rows that have one, and of a token that it reads. Mutable state: the running means."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._depth_s: dict[int, float] = {}
+        self._seconds = _Means()
+        self._depth_s = _Means()
         self._read_s = 0.0
 
     def measured(self, tokens: int, seconds: float) -> None:
         """Note how long a step took, without what its drafts took before."""
-        _note(self._seconds, tokens, seconds)
+        self._seconds.note(tokens, seconds)
 
     def proposed(self, told: Proposed) -> None:
         """Note how long a drafter took."""
         if told.read_tokens:
             self._read_s = mean(self._read_s, told.read_s / told.read_tokens)
         for rows, seconds in told.forwards:
-            _note(self._depth_s, rows, seconds)
+            self._depth_s.note(rows, seconds)
 
     @property
     def is_measured(self) -> bool:
-        return bool(self._seconds)
+        return bool(self._seconds.sizes)
 
     def knows(self, rows: int) -> bool:
         """Return True if a step of so many rows without drafts was measured, or none was measured at all."""
-        return not self._seconds or rows in self._seconds
+        return not self._seconds.sizes or self._seconds.just(rows) is not None
 
     def of(self, tokens: int) -> float:
         """Return what is known of so many tokens, or of the most below them: what was never tried is tried. 0.0:
         nothing is known."""
-        return _known(self._seconds, tokens)
+        return self._seconds.of(tokens)
 
     def reading_s(self, tokens: int) -> float:
         """Return how long a drafter will read so many tokens; 0.0: nothing is known."""
@@ -122,10 +146,10 @@ class StepCosts:
     def weighed(self, rows: int, gains: Sequence[float], depths: Sequence[int] = ()) -> tuple[int, float]:
         """Return the same, and the seconds that they save for each token that the step draws. `depths`, where drafts
         take time: the i-th is the so many-th of its row."""
-        base = self._seconds.get(rows, 0.0)
+        base = self._seconds.just(rows)
         if not base:
-            return (0, 0.0) if self._seconds else (len(gains), float("inf"))
-        if depths and not self._depth_s:
+            return (0, 0.0) if self._seconds.sizes else (len(gains), float("inf"))
+        if depths and not self._depth_s.sizes:
             return 0, 0.0
         expected, drafting_s, count, best = float(rows), 0.0, 0, rows / base
         asked = Counter[int]()
@@ -133,26 +157,13 @@ class StepCosts:
             expected += gain
             if depths:
                 depth = depths[drafts - 1]
-                before = _known(self._depth_s, asked[depth]) if asked[depth] else 0.0
+                before = self._depth_s.of(asked[depth]) if asked[depth] else 0.0
                 asked[depth] += 1
-                drafting_s += _known(self._depth_s, asked[depth]) - before
+                drafting_s += self._depth_s.of(asked[depth]) - before
             rate = expected / (self.of(rows + drafts) + drafting_s)
             if rate > best:
                 count, best = drafts, rate
         return count, base / rows - 1.0 / best
-
-
-def _note(means: dict[int, float], size: int, seconds: float) -> None:
-    known = means.get(size, 0.0)
-    means[size] = mean(known, min(seconds, OUTLIER * known) if known else seconds)
-
-
-def _known(means: Mapping[int, float], size: int) -> float:
-    """Return the mean of a size, or of the largest below it; 0.0: there is none."""
-    known = means.get(size)
-    if known is None:
-        known = means[max(below)] if (below := [n for n in means if n < size]) else 0.0
-    return known
 
 
 @dataclass(eq=False)
@@ -182,15 +193,15 @@ class Drafting:
     _all_s: float = 0.0
     _trials_s: float = 0.0
 
-    def awaits(self, requests: Sequence[Request], rows: int) -> bool:
-        """Return True if the next step of `rows` had better wait until the tokens of `requests` are known, of which
-        drafts can be made then."""
+    def awaits(self, requests: Sequence[Request], rows: int, room: int) -> bool:
+        """Return True if the next step of `rows`, which has room for so many drafts, had better wait until the tokens
+        of `requests` are known, of which drafts can be made then."""
         if self.drafter is None or not requests:
             return False
         able = [(request, self.most) for request in requests]
         if not self.drafter.takes_time:
-            return self._choose(rows, self._ranked(able)) > 0
-        return bool(self._wanted(self.drafter, able, rows, self.most * len(able))[0])
+            return self._choose(rows, self._ranked(able)[:room]) > 0
+        return bool(self._wanted(self.drafter, able, rows, room)[0])
 
     def propose(self, requests: Sequence[tuple[Request, int]], rows: int, room: int) -> dict[Request, list[int]]:
         """Return the drafts of a step of `rows`: for each of `requests` up to as many as stand beside it, and `room` in

@@ -55,6 +55,8 @@ class Preemption:
     """Preemptions, by the state in which the requests were."""
     _refused: tuple[Request, int] | None = None
     """Who of the line there was no room for at last, and how many blocks there were then that it might have had."""
+    _held_up: Request | None = None
+    """Who of the line waits until another handoff may begin."""
 
     def bars(self, record: RequestRecord) -> bool:
         """Say if a preempted request comes before a new one."""
@@ -180,6 +182,9 @@ class Preemption:
             self._begin(request, lease, "shared", now)
             prefills.forks.wait(request, parent)
             return []
+        if self._held_up is request and prefills.is_busy(here=False):
+            return None
+        self._held_up = None
         # Else it needs blocks for all of its tokens, to be filled by a tier, here, or by its prefill worker. What was
         # copied is copied back, unless all of it is here still.
         limit = request.match_limit
@@ -189,6 +194,7 @@ class Preemption:
         loads = missing > least and self.swapping.looks_up(request)
         here = not request.prefill.worker.name or missing <= max(few, least)
         if not here and prefills.is_busy(here=False):
+            self._held_up = request
             return None
         lease = self.admission.acquire(record, tokens, migrating=loads or not here, spare=spare, match_limit=limit)
         if lease is None:

@@ -125,6 +125,44 @@ def test_room_is_kept(room: int) -> None:
     assert sum(map(len, made.propose([(_request(), 3), (_request(), 3)], 2, room).values())) == room
 
 
+def test_who_waits_for_tokens_weighs_no_more_drafts_than_a_step_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards each step that is planned ahead: all drafts of all rows, of which a few could be had."""
+    made, weighed = _drafting(), list[int]()
+    of = made.costs.weighed
+    monkeypatch.setattr(made.costs, "weighed", lambda rows, gains, *more: weighed.append(len(gains)) or of(rows, gains))
+    assert made.awaits([_request() for _ in range(4)], 4, 2) is False
+    assert weighed == [2]
+    monkeypatch.setattr(made.drafter, "takes_time", True)
+    monkeypatch.setattr(made.drafter, "unread", lambda asked: 0, raising=False)
+    made.awaits([_request() for _ in range(4)], 4, 5)
+    assert weighed == [2, 5]
+
+
+class _Size(int):
+    compared = 0
+
+    def __lt__(self, other: int) -> bool:
+        _Size.compared += 1
+        return int(self) < int(other)
+
+    def __gt__(self, other: int) -> bool:
+        _Size.compared += 1
+        return int(self) > int(other)
+
+
+def test_what_a_step_takes_is_found_among_many_sizes() -> None:
+    """Guards a step's time on a worker that has had many sizes: it asks once for each draft."""
+    costs = StepCosts()
+    sizes = random.Random(0).sample(range(2, 2002, 2), 500)
+    for size in sizes:
+        costs.measured(_Size(size), 1e-3 * size)
+    for asked in (1, min(sizes), min(sizes) + 1, 1000, 1001, max(sizes), 5000):
+        assert costs.of(asked) == 1e-3 * max((size for size in sizes if size <= asked), default=0)
+    _Size.compared = 0
+    costs.of(1001)
+    assert 0 < _Size.compared <= 10
+
+
 def test_what_became_of_a_request_is_told_once() -> None:
     made, request = _drafting(), _request()
     made.stepped(request, 3, 2)
@@ -141,11 +179,11 @@ def test_who_waits_for_tokens_is_worth_it() -> None:
     made, request = _drafting(), _request()
     for _ in range(20):
         made.stepped(request, 3, 0)
-    assert not made.awaits([request], 1)
+    assert not made.awaits([request], 1, 8)
     for _ in range(60):
         made.stepped(request, 3, 3)
-    assert made.awaits([request], 1)
-    assert not Drafting(None, 3).awaits([request], 1)
+    assert made.awaits([request], 1, 8)
+    assert not Drafting(None, 3).awaits([request], 1, 8)
 
 
 def test_a_search_counts_as_all_of_its_rows() -> None:
@@ -294,7 +332,7 @@ def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
         new, before = _request(), drafter.read_tokens
         drafter.behind[new.record.request] = 3000
         new.record = msgspec.structs.replace(new.record, max_tokens=most)
-        assert made.awaits([new], 1) is is_read, "a step that is planned ahead waits for nothing"
+        assert made.awaits([new], 1, 3) is is_read, "a step that is planned ahead waits for nothing"
         made.propose([(new, 3)], 1, 3)
         assert (drafter.read_tokens > before) is is_read
 
@@ -368,7 +406,7 @@ def test_reading_is_worth_what_the_tokens_that_are_left_save(left: int) -> None:
         new.record = msgspec.structs.replace(new.record, max_tokens=left + new.output_tokens)
         saved_s = made._weighed(1, made._ranked([(new, 3)]))[1]
         drafter.behind[new.record.request] = int(tokens * saved_s / made.costs.reading_s(1))
-        assert made.awaits([new], 1) is is_read
+        assert made.awaits([new], 1, 3) is is_read
 
 
 def test_a_drafter_that_is_not_worth_its_time_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:

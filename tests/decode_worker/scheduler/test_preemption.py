@@ -247,6 +247,38 @@ def test_fetches_wait_for_each_other_and_what_is_computed_here_does_not() -> Non
     assert a.state is RequestState.HANDOFF and bench.pool["reserved"] == len(a.lease.blocks)
 
 
+def test_who_waits_for_a_handoff_to_end_is_matched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards every step beside a long prompt that comes back when as many handoffs are open as may be."""
+    bench = Fetching(64, growth_tokens=4, max_handoffs=1, preemption="recompute", local_chunk_tokens=1)
+    for name in "ab":
+        assert bench.place(name, _prompt(ord(name) - ord("a")), POOL, max_tokens=40, priority=int(name == "b"))
+        handoff = bench.asked().handoff
+        bench.land(handoff)
+        bench.name_token(handoff)
+    bench.step()
+    request, kv = bench.request("a"), bench.scheduler.kv
+    bench.scheduler.preemption.preempt([request], bench.now)
+    while kv.cache.idle:
+        kv._evict(b"")
+    assert bench.place("c", _prompt(30), POOL, priority=2)
+    matched, matches = kv.matched_tokens, list[int]()
+    monkeypatch.setattr(kv, "matched_tokens", lambda *about: matches.append(1) or matched(*about))
+    for _ in range(5):
+        bench.step()
+    assert request.state is RequestState.PREEMPTED and len(matches) == 1
+    handoff = bench.asked().handoff
+    bench.land(handoff)
+    bench.name_token(handoff)
+    bench.step()
+    assert request.state is RequestState.HANDOFF and len(matches) == 2
+    handoff = bench.asked().handoff
+    bench.land(handoff)
+    bench.name_token(handoff)
+    bench.scheduler.preemption.preempt([request], bench.now)
+    bench.step()
+    assert len(matches) == 3, "it is looked for anew when it waits the next time"
+
+
 def test_who_was_preempted_stands_behind_nobody() -> None:
     """Guards case 1: the last that runs gives way, though another one waits in line already."""
     bench = _running(("a", "", 0), ("b", "", 0), ("c", "", 0))
