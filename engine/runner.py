@@ -27,6 +27,7 @@ from engine.step import (
     LatestDraws,
     Row,
     StepPlan,
+    TokenView,
     accepted,
     certain,
     draws_of,
@@ -350,7 +351,7 @@ class ModelRunner:
         if not masked and len(draws) == len(rows):
             return None
         # A scheduler's list may be longer by then.
-        held = {at: msgspec.structs.replace(draws[at], tokens=list(draws[at].tokens)) for at in masked}
+        held = {at: msgspec.structs.replace(draws[at], tokens=TokenView.of(draws[at].tokens)) for at in masked}
 
         def finished(drawn: list[Drawn]) -> list[Drawn]:
             first, spans = 0, list[tuple[int, int]]()

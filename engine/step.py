@@ -1,11 +1,84 @@
 """The order of a scheduler to a runner: one step over a mixed batch. Plain data, no torch."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, overload
 
 import msgspec
 
 from engine.types import BlockId, DrawnToken, RequestId, RequestRecord, TokenLogprobs, id_of
+
+
+class TokenView(Sequence[int]):
+    """The first `sure` tokens of `own`, a scheduler's list, which may only grow, and `more` that are not in it yet:
+    drafts, or one that a step has drawn. Neither is copied."""
+
+    __slots__ = ("more", "own", "sure")
+
+    def __init__(self, own: Sequence[int], sure: int, more: Sequence[int] = ()) -> None:
+        self.own, self.sure, self.more = own, sure, more
+
+    @staticmethod
+    def of(tokens: Sequence[int], *more: int) -> "TokenView":
+        """Return `tokens` as they are now, with `more` behind them."""
+        if isinstance(tokens, TokenView):
+            return TokenView(tokens.own, tokens.sure, (*tokens.more, *more))
+        return TokenView(tokens, len(tokens), more)
+
+    def __len__(self) -> int:
+        return self.sure + len(self.more)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        sure = self.sure
+        if isinstance(at, slice):
+            first, end, _ = at.indices(len(self))
+            return [*self.own[first : min(end, sure)], *self.more[max(0, first - sure) : max(0, end - sure)]]
+        place = at if at >= 0 else at + len(self)
+        if place < 0:
+            raise IndexError(at)
+        return self.own[place] if place < sure else self.more[place - sure]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+
+class History:
+    """What was seen of one sequence, by which it is known to go on as it was without reading it again.
+
+    A request has one list of tokens, from its placement to its end, which its scheduler appends to and changes in no
+    other way; preempted and recomputed, it keeps it. Another placement, a fork, and each hypothesis of a search have
+    lists of their own. So where the very same list comes, and is no shorter, it begins with what was in it. Not so what
+    was behind it, drafts and what a step has drawn: another token may have come in that place, or none. Whoever has
+    read these compares them. The latest tokens of the list are compared too, in case somebody does rewrite it.
+
+    Mutable state: the list, held so that no other can be taken for it, and how many of its tokens were seen."""
+
+    __slots__ = ("_latest", "_own", "sure")
+
+    def __init__(self) -> None:
+        self.sure = 0
+        self._own: Sequence[int] | None = None
+        self._latest: Sequence[int] = ()
+
+    def known(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first of `tokens` are the first that were seen: all that were sure, or none."""
+        now = TokenView.of(tokens)
+        is_same = now.own is self._own and now.sure >= self.sure
+        return self.sure if is_same and now.own[max(0, self.sure - COMPARED) : self.sure] == self._latest else 0
+
+    def see(self, tokens: Sequence[int]) -> None:
+        now = TokenView.of(tokens)
+        self._own, self.sure = now.own, now.sure
+        self._latest = now.own[max(0, now.sure - COMPARED) : now.sure]
+
+
+COMPARED = 8
+"""Tokens of a sequence that goes on which are compared all the same."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -13,8 +86,8 @@ class Row(msgspec.Struct, frozen=True):
     prompt). With `draw`, also the token that follows `tokens[:end]`, then all of the sequence; `banned` may not be it.
 
     `blocks` is the sequence's block table; it covers `end` tokens. `tokens` and `blocks` are the scheduler's own lists:
-    to be read while the step is launched, never kept. One that `follows` computes a token that is not in `tokens` yet,
-    since the step before draws it: `start` is their number, and `end` one more."""
+    to be read while the step is launched, never kept, but for what a `TokenView` shows. One that `follows` computes a
+    token that is not in `tokens` yet, since the step before draws it: `start` is their number, and `end` one more."""
 
     request: RequestId
     record: RequestRecord
@@ -79,10 +152,12 @@ def draws_of(row: Row) -> list[Row]:
     if not row.drafts:
         return [row]
     known, least = len(row.tokens) - row.drafts, row.record.prompt_tokens + row.record.min_tokens
+    view = TokenView.of(row.tokens)
+    sure = min(view.sure, known)
     return [
         msgspec.structs.replace(
             row,
-            tokens=row.tokens[: known + at],
+            tokens=TokenView(view.own, sure, view[sure : known + at]),
             end=row.end - row.drafts + at,
             banned=row.banned if known + at < least else (),
             drafts=0,
@@ -159,7 +234,8 @@ class LatestDraws:
         # Behind a dead end the request has ended: what is computed is dropped.
         run = (0,) if isinstance(drawn, DeadEnd) else run_of(drawn)
         allowed = only(id_of(run[1])) if len(run) > 1 else row.allowed
-        return msgspec.structs.replace(row, tokens=[*row.tokens, id_of(run[0])], follows=False, allowed=allowed)
+        tokens = TokenView.of(row.tokens, id_of(run[0]))
+        return msgspec.structs.replace(row, tokens=tokens, follows=False, allowed=allowed)
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ from decode_worker.scheduler.samples.beams import Beams
 from engine.drafts import Drafter
 from engine.kv.manager import KVCacheManager, Lease
 from engine.plan import CompiledConstraint, finish_reason, is_compiled, row_of, share_budget
-from engine.step import Candidates, DeadEnd, Drawn, Row, StepPlan, accepted, run_of
+from engine.step import Candidates, DeadEnd, Drawn, Row, StepPlan, TokenView, accepted, run_of
 from engine.types import Beam, DrawnToken, FinishReason, TokenLogprobs, id_of
 from worker.config import DecodeConfig
 
@@ -293,7 +293,8 @@ class Batch:
         own = known, end, lease.blocks, self.stop_ids
         row = row_of(record, tokens, *own, follows=follows, windows=lease.windows)
         if drafts:
-            row = msgspec.structs.replace(row, tokens=[*tokens, *drafts], end=end + len(drafts), drafts=len(drafts))
+            guessed = TokenView.of(tokens, *drafts)
+            row = msgspec.structs.replace(row, tokens=guessed, end=end + len(drafts), drafts=len(drafts))
         step.requests.append(request)
         step.rows[request] = row
         step.leases.append(lease)

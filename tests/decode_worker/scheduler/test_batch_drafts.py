@@ -52,7 +52,7 @@ def test_drafts_stand_behind_a_rows_own_tokens_and_count_as_they_are_drawn() -> 
     _running(bench, max_tokens=12)
     plan = _plan(bench)
     (row,) = plan.rows
-    assert row.tokens == [*PROMPT, 1, 50, 51, 52] and (row.start, row.end, row.drafts) == (6, 10, 3)
+    assert [*row.tokens] == [*PROMPT, 1, 50, 51, 52] and (row.start, row.end, row.drafts) == (6, 10, 3)
     request = bench.request("a")
     assert len(request.lease.blocks) == 3, "for ten tokens"
     bench._do(bench.scheduler.complete(plan, [DrawnRun((50, 51, 9))], 1.0))
