@@ -11,22 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.token_counts import CountedTokens
 from engine.batch import upload
 from engine.logprobs import step_logprobs
 from engine.step import Candidates, Drawn, Row
 from kernels.sampling import draw, penalize, philox_uniform, probabilities
 
 
-def sample(logits: Tensor, draws: Sequence[Row]) -> list[Drawn]:
+def sample(logits: Tensor, draws: Sequence[Row], counted: CountedTokens | None = None) -> list[Drawn]:
     """Draw a token, or list candidates, for each of `draws` from row i of `logits`, float32 `[>= draws, vocab]`. Greedy
-    rows are taken together."""
+    rows are taken together. `counted`: which tokens penalized rows have, from step to step; None: counted anew."""
+    if counted is not None:
+        counted.begin([want for want in draws if has_penalties(want)])
     best = logits[: len(draws)].argmax(-1).tolist()
     drawn: list[Drawn] = [
         _likeliest(logits[row], want)
         if want.candidates
         else token
         if want.record.sampling.temperature == 0.0 and not is_adjusted(want)
-        else _draw_one(logits[row], want)
+        else _draw_one(logits[row], want, counted)
         for row, (token, want) in enumerate(zip(best, draws, strict=True))
     ]
     if all(want.record.logprobs is None for want in draws):
@@ -58,13 +61,13 @@ def needs_tokens(want: Row) -> bool:
     return want.record.constraint is not None or has_penalties(want)
 
 
-def _draw_one(logits: Tensor, want: Row) -> int:
+def _draw_one(logits: Tensor, want: Row, counted: CountedTokens | None) -> int:
     if not want.allowed:
-        return _drawn(adjusted(logits, want), want)
+        return _drawn(adjusted(logits, want, counted), want)
     ids = allowed_ids(want.allowed)
     if ids.size == 1:
         return int(ids[0])
-    return int(ids[_drawn(constrained(logits, adjusted(logits, want), ids), want)])
+    return int(ids[_drawn(constrained(logits, adjusted(logits, want, counted), ids), want)])
 
 
 def _drawn(logits: Tensor, want: Row) -> int:
@@ -84,9 +87,9 @@ def is_adjusted(want: Row) -> bool:
     return bool(is_limited) or has_penalties(want)
 
 
-def adjusted(logits: Tensor, want: Row) -> Tensor:
+def adjusted(logits: Tensor, want: Row, counted: CountedTokens | None = None) -> Tensor:
     """`logits` `[vocab]` of the tokens that are allowed, with the row's biases and penalties, and without its banned
-    tokens: a copy where any apply. Their device is not waited for."""
+    tokens: a copy where any apply. Their device is not waited for. `counted`: as `sample` says."""
     record, params = want.record, want.record.sampling
     if record.allowed_token_ids:
         allowed = upload(torch.tensor(record.allowed_token_ids, dtype=torch.int64), logits.device)
@@ -97,11 +100,10 @@ def adjusted(logits: Tensor, want: Row) -> Tensor:
         biased = upload(torch.tensor(ids, dtype=torch.int64), logits.device)
         logits = logits.index_add(0, biased, upload(torch.tensor(amounts, dtype=logits.dtype), logits.device))
     if has_penalties(want):
-        tokens = torch.tensor(want.tokens, dtype=torch.int64)
-        output, counts = tokens[record.prompt_tokens :].unique(return_counts=True)
+        asked = _counted_anew(want) if counted is None else _known(counted, want)
         logits = penalize(
             logits,
-            *(upload(ids, logits.device) for ids in (tokens.unique(), output, counts)),
+            *(upload(ids, logits.device) for ids in asked),
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
@@ -110,6 +112,19 @@ def adjusted(logits: Tensor, want: Row) -> Tensor:
         banned = upload(torch.tensor(want.banned, dtype=torch.int64), logits.device)
         logits = logits.index_fill(0, banned, float("-inf"))
     return logits
+
+
+def _counted_anew(want: Row) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a row's distinct tokens, and those of its output with their counts: int64, on the CPU."""
+    tokens = torch.tensor(want.tokens, dtype=torch.int64)
+    return tokens.unique(), *tokens[want.record.prompt_tokens :].unique(return_counts=True)
+
+
+def _known(counted: CountedTokens, want: Row) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same, in another order, without reading all of its tokens."""
+    counts = counted.of(want)
+    ids, times = torch.from_numpy(counts.ids), torch.from_numpy(counts.counts)
+    return ids, ids[times > 0], times[times > 0]
 
 
 def allowed_ids(mask: bytes) -> np.ndarray:

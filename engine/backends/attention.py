@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
+from engine.backends.token_counts import CountedTokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch
 from engine.logprobs import QueuedDraws
 from engine.model.config import Activation
@@ -128,6 +129,7 @@ class TorchAttention:
         """By layer group and window: layers of the same one share theirs."""
         self._rows: list[Tensor] | None = None
         """By layer group."""
+        self._counted = CountedTokens()
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         self._plans.clear()
@@ -177,7 +179,7 @@ class TorchAttention:
         return mix(x, routed, mixture.experts, self.row_multiple)
 
     def sample(self, logits: Tensor, draws: list[Row]) -> Sequence[Drawn]:
-        return sample(logits, draws)
+        return sample(logits, draws, self._counted)
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:

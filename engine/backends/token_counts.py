@@ -10,36 +10,56 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.step import Row
+from engine.step import History, Row
 from engine.types import RequestId
 
 
 class TokenCounts:
     """The distinct tokens of one sequence, in the order in which they came, with their counts in its output: a token of
-    the prompt alone has 0. Mutable state: all of it; it only grows."""
+    the prompt alone has 0. Mutable state: all of it."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
-        self._known: list[int] = []
+        self._history = History()
+        self._behind: list[tuple[int, bool]] = []
+        """What was counted behind the tokens that are sure; True: it came for the first time."""
         self._places: dict[int, int] = {}
         self._ids = array("q")
         self._counts = array("q")
 
     def catch_up(self, tokens: Sequence[int]) -> bool:
-        """Count what `tokens` has beyond those that are counted. False, and nothing is counted, where these are not its
-        beginning: another attempt at the request, or drafts that were not drawn."""
-        done = len(self._known)
-        if list(tokens[:done]) != self._known:
+        """Count what `tokens` has beyond those that are counted, and no more what was not drawn in the end. False, and
+        nothing is counted, where these may have another beginning: another attempt at the request."""
+        sure = self._history.known(tokens)
+        if sure < self._history.sure:
             return False
-        for at in range(done, len(tokens)):
-            token = tokens[at]
-            place = self._places.setdefault(token, len(self._ids))
-            if place == len(self._ids):
-                self._ids.append(token)
-                self._counts.append(0)
-            self._counts[place] += at >= self._prompt_tokens
-        self._known += tokens[done:]
+        new = tokens[sure:]
+        same = 0
+        while same < min(len(new), len(self._behind)) and new[same] == self._behind[same][0]:
+            same += 1
+        while len(self._behind) > same:
+            self._uncount(sure + len(self._behind) - 1)
+        for at in range(same, len(new)):
+            self._count(new[at], sure + at)
+        self._history.see(tokens)
+        del self._behind[: self._history.sure - sure]
         return True
+
+    def _count(self, token: int, at: int) -> None:
+        place = self._places.setdefault(token, len(self._ids))
+        is_new = place == len(self._ids)
+        if is_new:
+            self._ids.append(token)
+            self._counts.append(0)
+        self._counts[place] += at >= self._prompt_tokens
+        self._behind.append((token, is_new))
+
+    def _uncount(self, at: int) -> None:
+        """Undo what was counted last, at `at`. Where that was new, nothing newer is left."""
+        token, is_new = self._behind.pop()
+        self._counts[self._places[token]] -= at >= self._prompt_tokens
+        if is_new:
+            del self._places[token], self._ids[-1], self._counts[-1]
 
     @property
     def ids(self) -> np.ndarray:
@@ -71,25 +91,29 @@ class CountedTokens:
     def __init__(self) -> None:
         self._known: dict[RequestId, TokenCounts] = {}
 
+    def begin(self, draws: Sequence[Row]) -> None:
+        """Forget the requests that have none of a step's draws with penalties."""
+        names = {row.request for row in draws}
+        self._known = {name: counted for name, counted in self._known.items() if name in names}
+
+    def of(self, row: Row) -> TokenCounts:
+        """Return the counts of a row's tokens; they are so until another row of its request is asked about."""
+        counted = self._known.get(row.request)
+        if counted is None or not counted.catch_up(row.tokens):
+            counted = self._known[row.request] = TokenCounts(row.record.prompt_tokens)
+            counted.catch_up(row.tokens)
+        return counted
+
     def penalties(self, draws: Sequence[tuple[int, Row]], vocab: int) -> Penalties:
-        """Return what the penalties of these draws do, each with its row of the logits."""
-        asked: dict[RequestId, TokenCounts] = {}
+        """Return what the penalties of these draws do, all that a step has, each with its row of the logits."""
+        self.begin([row for _, row in draws])
         parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for at, row in draws:
-            counted = self._counted(row)
-            asked[row.request] = counted
+            counted = self.of(row)
             params = row.record.sampling
             counts = counted.counts
             presence, frequency = np.float32(params.presence_penalty), np.float32(params.frequency_penalty)
             less = presence + frequency * counts.astype(np.float32)
             repetition = np.full(len(counts), params.repetition_penalty, dtype=np.float32)
             parts.append((counted.ids + at * vocab, repetition, np.where(counts > 0, less, np.float32(0))))
-        self._known = asked
         return Penalties(*(np.concatenate(kind) for kind in zip(*parts, strict=True)))
-
-    def _counted(self, row: Row) -> TokenCounts:
-        counted = self._known.get(row.request)
-        if counted is None or not counted.catch_up(row.tokens):
-            counted = TokenCounts(row.record.prompt_tokens)
-            counted.catch_up(row.tokens)
-        return counted

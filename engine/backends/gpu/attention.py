@@ -314,7 +314,7 @@ class TritonAttention:
         if any(draw.candidates for draw in draws):
             # A beam search is among them: the kernel draws tokens only.
             self._plan_ahead()
-            return sample(logits.cpu(), draws)
+            return sample(logits.cpu(), draws, self._drawing.counted)
         if not draws:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         return self.drawn(draw_tokens(logits, draws, self._drawing), logits, draws)

@@ -1,16 +1,17 @@
 """Sampling on a GPU: some launches for all rows of a step, however many ask for what, with the CPU's random numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.gpu.token_counts import CountedTokens
+from engine.backends.token_counts import CountedTokens
 from engine.batch import upload
 from engine.sampling import has_penalties, is_adjusted
 from engine.step import Row
+from engine.types import RequestId, RequestRecord
 from kernels.configs import KernelConfig
 from kernels.mask_logits import mask_logits
 from kernels.sample import SamplingRows, sample
@@ -24,20 +25,63 @@ _Pairs = Sequence[tuple[int, Row]]
 """Draws, each with its row of the logits."""
 
 
+class _Listed(NamedTuple):
+    """The tokens that a record names, on the device: int64, and what is added to logits. Empty lists lie anywhere."""
+
+    record: RequestRecord
+    allowed: Tensor
+    biased: Tensor
+    amounts: Tensor
+
+
+class ListedTokens:
+    """The tokens that records allow, and those that they have biases of: brought to the device at the first step of a
+    request, and kept until a step has none of it. Owner: one thread."""
+
+    # Mutable state.
+
+    def __init__(self) -> None:
+        self._kept: dict[RequestId, _Listed] = {}
+
+    def of(self, draws: Sequence[Row], logits: Tensor) -> list[_Listed | None]:
+        """Return those of each draw, all that a step has; None: it names none."""
+        kept: dict[RequestId, _Listed] = {}
+        for want in draws:
+            record, name = want.record, want.request
+            if not (record.allowed_token_ids or record.logit_bias) or name in kept:
+                continue
+            known = self._kept.get(name)
+            kept[name] = known if known is not None and known.record is record else _brought(record, logits)
+        self._kept = kept
+        return [kept.get(want.request) for want in draws]
+
+
+def _brought(record: RequestRecord, logits: Tensor) -> _Listed:
+    def there(numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+        some = torch.tensor(numbers, dtype=dtype)
+        return upload(some, logits.device) if numbers else some
+
+    biased, amounts = zip(*record.logit_bias, strict=True) if record.logit_bias else ((), ())
+    allowed = there(record.allowed_token_ids, torch.int64)
+    return _Listed(record, allowed, there(biased, torch.int64), there(amounts, logits.dtype))
+
+
 class Drawing(NamedTuple):
     """What drawing has from step to step: the configurations of the kernels that draw and that apply masks, what they
-    write in between, for up to so many rows, and which tokens penalized requests have."""
+    write in between, for up to so many rows, and which tokens penalized requests have, and records name."""
 
     config: KernelConfig
     masking: KernelConfig
     scratch: SamplingScratch
     counted: CountedTokens
+    listed: ListedTokens
 
     @staticmethod
     def of(
         rows: int, vocab: int, device: torch.device, config: KernelConfig, masking: KernelConfig
     ) -> "Drawing":
-        return Drawing(config, masking, SamplingScratch.empty(rows, vocab, config, device), CountedTokens())
+        scratch = SamplingScratch.empty(rows, vocab, config, device)
+        return Drawing(config, masking, scratch, CountedTokens(), ListedTokens())
 
     def draw(self, logits: Tensor, params: SamplingRows, out: Tensor | None = None) -> Tensor:
         """Draw int64 `[rows]`, into `out` if given, from float32 `[rows, vocab]`, adjusted. Can be recorded for as many
@@ -50,7 +94,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Row], drawing: Drawing) -> Tenso
     """int64 `[draws]` on the logits' device, without waiting for it. `logits` float32 `[>= draws, vocab]`."""
     plain = logits = logits[: len(draws)]
     if any(map(is_adjusted, draws)):
-        logits = adjusted_rows(logits, draws, drawing.counted)
+        logits = adjusted_rows(logits, draws, drawing.counted, drawing.listed)
     if any(want.allowed for want in draws):
         _constrain(logits, plain, draws, drawing.masking)
     if all(want.record.sampling.temperature == 0.0 for want in draws):
@@ -58,34 +102,36 @@ def draw_tokens(logits: Tensor, draws: Sequence[Row], drawing: Drawing) -> Tenso
     return drawing.draw(logits.contiguous(), sampling_rows(upload(parameters(draws), logits.device)))
 
 
-def adjusted_rows(logits: Tensor, draws: Sequence[Row], counted: CountedTokens) -> Tensor:
+def adjusted_rows(logits: Tensor, draws: Sequence[Row], counted: CountedTokens, listed: ListedTokens) -> Tensor:
     """Return a copy of `logits` `[draws, vocab]`, each row as `engine.sampling.adjusted` makes it. What is launched
-    does not depend on how many rows ask for it, and their device is not waited for."""
+    does not depend on how many rows ask for it, once what their records name is there, and their device is not
+    waited for."""
     changed = logits.clone(memory_format=torch.contiguous_format)
-    flat, vocab, device = changed.view(-1), logits.shape[1], logits.device
-
-    def places(some: _Pairs, ids: Callable[[Row], Sequence[int]]) -> Tensor:
-        numbers = [at * vocab + token for at, want in some for token in ids(want)]
-        return upload(torch.tensor(numbers, dtype=torch.int64), device)
-
-    def asking(asks: Callable[[Row], object]) -> list[tuple[int, Row]]:
-        return [(at, want) for at, want in enumerate(draws) if asks(want)]
-
-    if some := asking(lambda want: want.record.allowed_token_ids):
-        kept = places(some, lambda want: want.record.allowed_token_ids)
+    flat, vocab = changed.view(-1), logits.shape[1]
+    named = [(at, own) for at, own in enumerate(listed.of(draws, logits)) if own is not None]
+    if some := [(at, own.allowed) for at, own in named if own.record.allowed_token_ids]:
+        kept, rows = _places(some, vocab)
         values = flat[kept]
-        rows = upload(torch.tensor([at for at, _ in some]), device)
         changed.index_fill_(0, rows, float("-inf"))
         flat.index_copy_(0, kept, values)
-    if some := asking(lambda want: want.record.logit_bias):
-        biased = places(some, lambda want: [token for token, _ in want.record.logit_bias])
-        amounts = [amount for _, want in some for _, amount in want.record.logit_bias]
-        flat.index_add_(0, biased, upload(torch.tensor(amounts, dtype=logits.dtype), device))
-    if some := asking(has_penalties):
-        _penalize(flat, counted, some, vocab)
-    if some := asking(lambda want: want.banned):
-        flat.index_fill_(0, places(some, lambda want: want.banned), float("-inf"))
+    if some := [(at, own.biased) for at, own in named if own.record.logit_bias]:
+        biased, _ = _places(some, vocab)
+        flat.index_add_(0, biased, torch.cat([own.amounts for _, own in named if own.record.logit_bias]))
+    if penalized := [(at, want) for at, want in enumerate(draws) if has_penalties(want)]:
+        _penalize(flat, counted, penalized, vocab)
+    if banned := [at * vocab + token for at, want in enumerate(draws) for token in want.banned]:
+        flat.index_fill_(0, upload(torch.tensor(banned, dtype=torch.int64), logits.device), float("-inf"))
     return changed
+
+
+def _places(some: Sequence[tuple[int, Tensor]], vocab: int) -> tuple[Tensor, Tensor]:
+    """Return where tokens that lie on the device are in logits of one dimension, one row's after the other's, and
+    the rows; `some`: rows, each with its tokens."""
+    lengths = [len(ids) for _, ids in some]
+    rows, counts = upload(torch.tensor([[at for at, _ in some], lengths]), some[0][1].device)
+    # How many there are is said, since asking the device waits for it.
+    whose = torch.repeat_interleave(counts, output_size=sum(lengths))
+    return (rows * vocab).index_select(0, whose) + torch.cat([ids for _, ids in some]), rows
 
 
 def _penalize(flat: Tensor, counted: CountedTokens, draws: _Pairs, vocab: int) -> None:

@@ -7,9 +7,10 @@ import torch
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.backends.gpu import token_counts
-from engine.backends.gpu.sampling import adjusted_rows
-from engine.backends.gpu.token_counts import CountedTokens, TokenCounts
+from engine.backends import token_counts
+from engine.backends.gpu import sampling
+from engine.backends.gpu.sampling import ListedTokens, adjusted_rows
+from engine.backends.token_counts import CountedTokens, TokenCounts
 from engine.sampling import adjusted
 from engine.step import Row, draws_of
 from engine.types import RequestId, RequestRecord, SamplingParams
@@ -26,10 +27,13 @@ def row_of(name: str, tokens: list[int], prompt: int, params: SamplingParams = P
     return Row(record.request, record, tokens, len(tokens) - 1, len(tokens), [], draw=True)
 
 
-def both(logits: torch.Tensor, rows: list[Row], counted: CountedTokens) -> None:
+def both(
+    logits: torch.Tensor, rows: list[Row], counted: CountedTokens, listed: ListedTokens | None = None
+) -> None:
     before = logits.clone()
+    listed = ListedTokens() if listed is None else listed
     one_by_one = torch.stack([adjusted(logit, row) for logit, row in zip(logits, rows, strict=True)])
-    assert torch.equal(adjusted_rows(logits, rows, counted), one_by_one)
+    assert torch.equal(adjusted_rows(logits, rows, counted, listed), one_by_one)
     assert torch.equal(logits, before), "they are still asked for log probabilities"
 
 
@@ -48,9 +52,9 @@ def test_rows_of_every_kind_are_adjusted_as_one_by_one() -> None:
         replace(row_of("prompt only", tokens[:10], 10), banned=(2,)),
         row_of("once", tokens, 3, SamplingParams(temperature=0.0, repetition_penalty=0.5)),
     ]
-    counted = CountedTokens()
+    counted, listed = CountedTokens(), ListedTokens()
     for some in ([*rows], rows[::-1], rows[:1] + rows[2:3], rows[1:2]):
-        both(torch.randn(len(some), VOCAB, generator=generator), some, counted)
+        both(torch.randn(len(some), VOCAB, generator=generator), some, counted, listed)
 
 
 def test_more_rows_launch_no_more() -> None:
@@ -66,10 +70,32 @@ def test_more_rows_launch_no_more() -> None:
     launched = []
     for rows in (1, 24):
         asking = [replace(row_of(str(n), [1, 2, n, 3], 2, logit_bias=((n, 1.0),)), banned=(4,)) for n in range(rows)]
+        listed = ListedTokens()
+        listed.of(asking, torch.zeros(rows, VOCAB))
         with Counting() as counting:
-            adjusted_rows(torch.zeros(rows, VOCAB), asking, CountedTokens())
+            adjusted_rows(torch.zeros(rows, VOCAB), asking, CountedTokens(), listed)
         launched.append(counting.launched)
     assert launched[0] == launched[1] < 30
+
+
+def test_what_records_name_is_brought_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time of a step: thousands of allowed tokens and biases of each row were listed anew in each. Rows may
+    change their places; a request that comes back with another record has what that names."""
+    brought = list[int]()
+    monkeypatch.setattr(sampling, "upload", lambda numbers, device: (brought.append(numbers.numel()), numbers)[1])
+    names = [{"allowed_token_ids": (*range(at, at + 40),)} for at in range(4)]
+    names += [{"logit_bias": tuple((token, 0.5 * at) for token in range(at, at + 40))} for at in range(4)]
+    rows = [row_of(str(at), [1, 2], 1, SamplingParams(), **more) for at, more in enumerate(names)]
+    listed = ListedTokens()
+    both(torch.randn(8, VOCAB), rows, CountedTokens(), listed)
+    assert sum(brought) > 8 * 40
+    for some in (rows[::-1], rows[2:], [*rows[2:], *rows[3:5]]):
+        brought.clear()
+        both(torch.randn(len(some), VOCAB), some, CountedTokens(), listed)
+        assert sum(brought) <= 4 * len(some)
+    other = row_of("2", [1, 2], 1, SamplingParams(), allowed_token_ids=(5, 7))
+    both(torch.randn(1, VOCAB), [other], CountedTokens(), listed)
+    assert list(listed._kept) == ["2"], "the others are over"
 
 
 def test_counts_go_on_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
