@@ -27,7 +27,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from engine.constraints.grammar import compile_constraint, shown
 from engine.model.config import ModelError
-from engine.step import DeadEnd, Drawn, DrawnRun, Row, forced_token, is_single, only
+from engine.step import DeadEnd, Drawn, DrawnRun, History, Row, TokenView, forced_token, is_single, only
 from engine.types import Constraint, FieldError, RequestId, id_of
 
 log = logging.getLogger(__name__)
@@ -65,14 +65,32 @@ class _Kept:
 class _Standing:
     """A matcher, and the output tokens behind which it stands."""
 
-    __slots__ = ("_ends", "constraint", "matcher", "tokens")
+    __slots__ = ("_ends", "_history", "constraint", "matcher", "tokens")
 
     def __init__(self, constraint: Constraint, matcher: LLMatcher, ends: Sequence[int]) -> None:
         """`ends`: the tokens that may end an answer."""
         self.constraint = constraint
         self.matcher = matcher
         self.tokens: list[int] = []
+        self._history = History()
         self._ends = ends
+
+    def begins(self, row_tokens: Sequence[int], prompt_tokens: int) -> bool:
+        """Return True where it stands behind the first tokens of the output in `row_tokens`. Of a list that goes on,
+        only those are compared that were not sure when `advance` saw it; of another list all."""
+        first = max(prompt_tokens, self._history.known(row_tokens)) - prompt_tokens
+        behind = self.tokens[first:]
+        return behind == list(row_tokens[prompt_tokens + first : prompt_tokens + first + len(behind)])
+
+    def advance(self, row_tokens: Sequence[int], prompt_tokens: int) -> bool:
+        """Stand behind the whole output in `row_tokens`, which `begins` was asked about. False where the new tokens are
+        not allowed."""
+        new = list(row_tokens[prompt_tokens + len(self.tokens) :])
+        if new and not self.matcher.consume_tokens(new):
+            return False
+        self.tokens += new
+        self._history.see(row_tokens)
+        return True
 
     def forced(self) -> int | None:
         """Return the token that must come next, if it is known to be the only one without a mask."""
@@ -82,12 +100,12 @@ class _Standing:
         tokens = matcher.compute_ff_tokens()
         return tokens[0] if tokens and not matcher.is_error() else None
 
-    def ahead(self, new: Sequence[int]) -> "_Standing | None":
-        """Return one that stands behind `new` tokens more, and leave this one where it is; None where they are not
-        allowed."""
+    def ahead(self, new: list[int]) -> "_Standing | None":
+        """Return one that stands behind `new` tokens more, which are all that it has, and leave this one where it is;
+        None where they are not allowed."""
         standing = _Standing(self.constraint, self.matcher.deep_copy(), self._ends)
-        standing.tokens = [*self.tokens, *new]
-        return standing if standing.matcher.consume_tokens(list(new)) else None
+        standing.tokens = new
+        return standing if standing.matcher.consume_tokens(new) else None
 
     def go_on(self, most: int) -> list[int]:
         """Stand behind up to `most` tokens more, each of which must come; return them. One that ends the answer is the
@@ -150,8 +168,7 @@ class Matchers:
     def begin(self, rows: Sequence[Row]) -> "Future[list[Mask]]":
         """Compute what may follow each of `rows`, which have constraints, while the caller does something else. Rows of
         one request stand together, each behind more tokens; all but the first are guesses."""
-        outputs = [row.tokens[row.record.prompt_tokens :] for row in rows]
-        return self._masking.submit(self._masks, rows, outputs)
+        return self._masking.submit(self._masks, rows, [TokenView.of(row.tokens) for row in rows])
 
     def masks(self, rows: Sequence[Row]) -> list[Mask]:
         """The same, waited for."""
@@ -167,29 +184,30 @@ class Matchers:
             return drawn
         record, token = row.record, id_of(drawn)
         first = forced_token(token, record) if is_single(row.allowed) else drawn
-        output = [*row.tokens[record.prompt_tokens :], token]
+        tokens = TokenView.of(row.tokens, token)
         # What comes behind its last token is nobody's.
-        most = min(MAX_RUN_TOKENS, record.max_tokens - len(output)) if self._jumps else 0
+        most = min(MAX_RUN_TOKENS, record.max_tokens + record.prompt_tokens - len(tokens)) if self._jumps else 0
         if most <= 0 or self._vocabulary is None or token in self._vocabulary.eos_tokens:
             return first
         try:
-            run = self._stand(row, output).go_on(most)
+            run = self._stand(row, tokens).go_on(most)
         except FieldError:
             return first  # the next mask says why
         return DrawnRun((first, *[forced_token(one, record) for one in run])) if run else first
 
-    def _masks(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]]) -> list[Mask]:
+    def _masks(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> list[Mask]:
+        """`tokens`: of each row as they were when this began."""
         made: list[Mask | LLMatcher] = []
-        latest: tuple[RequestId, _Standing | None] | None = None
-        for row, output in zip(rows, outputs, strict=True):
+        latest: tuple[RequestId, _Standing | None, int] | None = None
+        for row, own in zip(rows, tokens, strict=True):
             if latest is not None and latest[0] == row.request:
                 # Where the guesses before it are not allowed, nobody asks what it draws.
                 before = latest[1]
-                standing = None if before is None else before.ahead(output[len(before.tokens) :])
+                standing = None if before is None else before.ahead(list(own[latest[2] :]))
                 made.append(only(0) if standing is None else self._say(standing))
             else:
                 try:
-                    standing = self._stand(row, output)
+                    standing = self._stand(row, own)
                     made.append(self._say(standing))
                 except FieldError as error:
                     standing = None
@@ -197,7 +215,7 @@ class Matchers:
                 except ModelError as error:
                     standing = None
                     made.append(DeadEnd(str(error), "INTERNAL"))
-            latest = row.request, standing
+            latest = row.request, standing, len(own)
         hard = [at for at, one in enumerate(made) if isinstance(one, LLMatcher)]
         matchers = [one for one in made if isinstance(one, LLMatcher)]
         for at, mask in zip(hard, self._computed(matchers), strict=True):
@@ -224,24 +242,19 @@ class Matchers:
                 matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
         return [_told(matcher, mask) for matcher, mask in zip(matchers, masks, strict=True)]
 
-    def _stand(self, row: Row, output: Sequence[int]) -> _Standing:
-        """Return the matcher of a row's request, behind `output`. Raises FieldError where it cannot stand there."""
-        name, constraint = row.request, row.record.constraint
+    def _stand(self, row: Row, tokens: Sequence[int]) -> _Standing:
+        """Return the matcher of a row's request, behind the output in `tokens`. Raises FieldError where it cannot stand
+        there."""
+        name, constraint, prompt_tokens = row.request, row.record.constraint, row.record.prompt_tokens
         assert constraint is not None
         standing = self._standing.get(name)
-        if standing is not None:
-            kept = len(standing.tokens)
-            if standing.constraint != constraint or standing.tokens != list(output[:kept]):
-                standing = None
-        if standing is None:
+        if standing is None or standing.constraint != constraint or not standing.begins(tokens, prompt_tokens):
             standing = self._new(constraint)
             self._standing[name] = standing
         self._standing.move_to_end(name)
-        new = list(output[len(standing.tokens) :])
-        if new and not standing.matcher.consume_tokens(new):
+        if not standing.advance(tokens, prompt_tokens):
             del self._standing[name]
             raise FieldError("constraint", f"the answer so far does not keep it: {shown(standing.matcher.get_error())}")
-        standing.tokens += new
         return standing
 
     def _new(self, constraint: Constraint) -> _Standing:

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from llguidance import LLExecutor
+from msgspec.structs import replace
 
 from engine.constraints.matchers import AWAITED_S, MAX_AWAITED, MAX_GRAMMARS, SPARE_MATCHERS, Matchers
 from engine.model.config import ModelError
 from engine.plan import row_of
-from engine.step import DeadEnd, Row
+from engine.step import DeadEnd, Row, TokenView, draws_of
 from engine.types import Constraint, ConstraintKind, RequestId, RequestRecord
 from fakes.vocabulary import AtOnce, byte_matchers, byte_vocabulary
+from tests.engine.watched import WatchedList
 
 END = 256
 PROMPT = list(b"Say: ")
@@ -212,3 +214,59 @@ def test_a_vocabulary_that_cannot_be_loaded_is_a_dead_end() -> None:
     matchers = Matchers(fails, END + 1, AtOnce(), AtOnce())  # type: ignore[arg-type]
     (mask,) = matchers.masks([row(CHOICE, b"")])
     assert isinstance(mask, DeadEnd) and mask.code == "INTERNAL"
+
+
+def row_behind(tokens: list[int] | TokenView, constraint: Constraint, drafts: int = 0) -> Row:
+    known = row(constraint, b"")
+    return replace(known, tokens=tokens, end=len(tokens), drafts=drafts)
+
+
+def test_an_answer_that_goes_on_is_not_read_again() -> None:
+    """Guards the time of a step: the whole prompt and answer were copied and compared several times in each."""
+    endless, matchers = Constraint(ConstraintKind.REGEX, "[0-9]*"), byte_matchers()
+    own = WatchedList([*PROMPT, *b"12345" * 400])
+    matchers.masks([row_behind(own, endless)])
+    for step in range(20):
+        own.read = 0
+        rows = draws_of(row_behind(TokenView.of(own, *b"78"), endless, 2))
+        masks = matchers.masks(rows)
+        assert [allowed(mask) for mask in masks] == [chars("0123456789") | {END}] * 3
+        token = ord(str(step % 10))
+        matchers.continued([replace(rows[0], allowed=masks[0])], [token])  # type: ignore[arg-type]
+        own.append(token)
+        assert own.read < 300, "two dozen for each look"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_matcher_stands_where_a_new_one_would_whatever_became_of_the_guesses(seed: int) -> None:
+    """Guards tokens that were followed or guessed and came to be others, an answer that is another when its request
+    comes back, and one that was cut: a matcher behind what it saw before allows what the grammar does not."""
+    chosen, matchers = random.Random(seed), byte_matchers()
+    words = Constraint(ConstraintKind.REGEX, "(abc|adef|ag*h|bcd)*")
+    own = [*PROMPT]
+
+    def written(length: int) -> list[int]:
+        """Write what the grammar allows."""
+        output, others = own[len(PROMPT) :], byte_matchers()
+        for _ in range(length):
+            (mask,) = others.masks([row(words, output)])
+            output.append(chosen.choice(sorted(allowed(mask) - {END})))
+        return output[len(own) - len(PROMPT) :]
+
+    for _ in range(25):
+        guesses = written(chosen.randrange(3))
+        rows = draws_of(row_behind(TokenView.of(own, *guesses), words, len(guesses)))
+        masks = matchers.masks(rows)
+        assert masks == byte_matchers().masks([replace(one, tokens=[*one.tokens]) for one in rows])
+        if chosen.random() < 0.5:
+            token = chosen.choice(sorted(allowed(masks[-1])))
+            matchers.continued([replace(rows[-1], allowed=masks[-1])], [token])  # type: ignore[arg-type]
+        match chosen.randrange(6):
+            case 0:
+                del own[len(PROMPT) + chosen.randrange(3) :]
+                own += written(len(guesses) + 2)
+            case 1:
+                own = [*PROMPT]
+                own = [*PROMPT, *written(6)]
+            case _:
+                own += written(2)
