@@ -35,6 +35,7 @@ from router.front.validate import (
     beam_params,
     chat_of,
     check_call,
+    check_held,
     check_ids,
     check_label,
     prompt_field,
@@ -250,7 +251,7 @@ class Intake:
     async def _held(self, call: GenerateCall, constraint: Constraint, field: str) -> GenerateCall:
         """Return the call with a constraint of ours, which `field` asks for. Raises as `_constrained` does."""
         call = msgspec.structs.replace(call, constraint=constraint, constraint_field=field)
-        check_call(call, self._model, self._config)
+        check_held(call, constraint)
         return await self._constrained(call, constraint)
 
     async def _constrained(self, call: GenerateCall, constraint: Constraint) -> GenerateCall:

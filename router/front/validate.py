@@ -14,7 +14,7 @@ from engine.constraints.text import check_constraint, check_schema
 from engine.messages import Orphan
 from engine.plan import LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY, SAMPLING_RANGES, check_beams
 from engine.text.messages import ChatMessage, ChatPrompt, Tool
-from engine.types import BeamParams, FieldError, TooLongError
+from engine.types import BeamParams, Constraint, FieldError, TooLongError
 from router.client.requests import MAX_TIMEOUT_S
 from router.config import RouterConfig
 from router.core.sessions import SESSION_BYTES
@@ -79,13 +79,20 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
     _count("priority", call.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_search(call)
     if call.constraint is not None:
-        check_constraint(call.constraint, call.constraint_field)
-        if call.ignore_eos:
-            raise FieldError("ignore_eos", f"is not allowed with {call.constraint_field}, which ends the answer")
-        if call.allowed_token_ids:
-            raise FieldError("allowed_token_ids", f"is not allowed with {call.constraint_field}, which may need others")
+        check_held(call, call.constraint)
     if call.timeout_s is not None and not 0 < call.timeout_s <= MAX_TIMEOUT_S:
         raise FieldError("timeout_s", f"must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+
+
+def check_held(call: GenerateCall, constraint: Constraint) -> None:
+    """What can be said of a call's constraint: where it was given later, the rest need not be checked again."""
+    if call.beam_width is not None:
+        raise FieldError(call.constraint_field, "is not allowed with beam_width")
+    check_constraint(constraint, call.constraint_field)
+    if call.ignore_eos:
+        raise FieldError("ignore_eos", f"is not allowed with {call.constraint_field}, which ends the answer")
+    if call.allowed_token_ids:
+        raise FieldError("allowed_token_ids", f"is not allowed with {call.constraint_field}, which may need others")
 
 
 def check_adopted(orphan: Orphan, context: Context, model: ServedModel, config: RouterConfig) -> None:

@@ -67,9 +67,9 @@ def body_of(
     """Write a whole answer. Yields where others may have the event loop."""
     match form.api:
         case "messages":
-            return whole_message(started, form, answers, ends)
+            return (yield from whole_message(started, form, answers, ends))
         case "responses":
-            return whole_response(started, form, answers, ends)
+            return (yield from whole_response(started, form, answers, ends))
         case _:
             return (yield from whole(started, form, answers, ends, token_bytes))
 

@@ -97,7 +97,7 @@ def whole(
             choice.index, text = len(choices), "".join(delta.text for delta in deltas)
             if form.parsing is not None:
                 reader = PartsReader(form.parsing, started.request_id, at)
-                choice.message = reader.message(text)
+                choice.message = yield from reader.message(text)
                 choice.finish_reason = finish_reason(ends[at], reader)
             elif form.chat:
                 choice.message = ReplyText(text, refusal=None)

@@ -3,8 +3,9 @@
 from typing import Any
 
 from router.front.parsers.choose import Parsing, parser_of
-from router.front.parsers.pieces import Piece, PieceKind
+from router.front.parsers.pieces import Piece, PieceKind, parts_of
 from router.front.parsers.turn import call_id
+from router.front.tokenizing import Steps
 
 
 class PartsReader:
@@ -19,7 +20,8 @@ class PartsReader:
         self._parser = parser_of(parsing)
         self.calls = 0
         self.has_begun = False
-        self.push(had)
+        for part in parts_of(had):
+            self.push(part)
 
     def push(self, text: str) -> list[Piece]:
         return self._given(self._parser.push(text))
@@ -56,9 +58,14 @@ class PartsReader:
                     calls[-1]["function"]["arguments"] += piece.text
         return made | ({"tool_calls": calls} if calls else {})
 
-    def message(self, text: str) -> dict[str, Any]:
-        """Return the whole of a whole text as OpenAI's `message`."""
-        made = self.delta(self.push(text) + self.flush())
+    def message(self, text: str) -> Steps[dict[str, Any]]:
+        """Return the whole of a whole text as OpenAI's `message`. Yields where others may have the event loop."""
+        pieces: list[Piece] = []
+        for at, part in enumerate(parts_of(text)):
+            if at:
+                yield
+            pieces += self.push(part)
+        made = self.delta(pieces + self.flush())
         calls = [{name: call[name] for name in ("id", "type", "function")} for call in made.get("tool_calls", ())]
         content = made.get("content", None if calls else "")
         whole = {"role": "assistant", "content": content, "refusal": None}

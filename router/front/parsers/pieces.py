@@ -5,6 +5,7 @@ a resumed stream goes on with a parser that was fed all text before at once. Not
 of the parts and the white space around them: what turns out to be no call comes out as content.
 """
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Protocol
 
@@ -26,6 +27,15 @@ class Piece(msgspec.Struct, frozen=True):
     kind: PieceKind
     text: str
     call: int = 0
+
+
+PART_CHARS = 4096
+"""A parser's time for a text grows with its calls and with what lies behind each: a long one is given in parts."""
+
+
+def parts_of(text: str) -> Iterator[str]:
+    for at in range(0, len(text), PART_CHARS):
+        yield text[at : at + PART_CHARS]
 
 
 class AnswerParser(Protocol):

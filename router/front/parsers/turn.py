@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 from engine.text.messages import ChatMessage, ToolCall
 from router.front.parsers.choose import Parsing, parser_of
-from router.front.parsers.pieces import PieceKind
+from router.front.parsers.pieces import PieceKind, parts_of
 
 _LETTERS = 24
 
@@ -21,9 +21,10 @@ def turn_of(parsing: Parsing | None, request_id: str, answer: str) -> ChatMessag
     if parsing is None:
         return ChatMessage("assistant", answer)
     parser = parser_of(parsing)
+    pieces = [piece for part in parts_of(answer) for piece in parser.push(part)] + parser.flush()
     content = reasoning = ""
     calls: list[ToolCall] = []
-    for piece in parser.push(answer) + parser.flush():
+    for piece in pieces:
         match piece.kind:
             case PieceKind.CONTENT:
                 content += piece.text

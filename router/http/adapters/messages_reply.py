@@ -8,7 +8,8 @@ import msgspec
 from engine.types import FinishReason
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 from router.front.parsers.choose import Parsing
-from router.front.parsers.pieces import PieceKind
+from router.front.parsers.pieces import PieceKind, parts_of
+from router.front.tokenizing import Steps
 from router.http.adapters.blocks import AnswerBlock, AnswerBlocks, BlockStep
 from router.http.openai_reply import error_reply
 from router.http.parsed_answer import PartsReader
@@ -31,9 +32,12 @@ def blocks_of(started: Started, form: HttpForm) -> AnswerBlocks:
 
 def whole_message(
     started: Started, form: HttpForm, answers: Sequence[Sequence[Delta]], ends: Sequence[Finished]
-) -> bytes:
+) -> Steps[bytes]:
     blocks = blocks_of(started, form)
-    blocks.push("".join(delta.text for delta in answers[0]))
+    for at, part in enumerate(parts_of("".join([delta.text for delta in answers[0]]))):
+        if at:
+            yield
+        blocks.push(part)
     blocks.end()
     content = [_shown(block) for block in blocks.blocks]
     made = _message(started, content, _usage(ends[0])) | _stopped(ends[0], blocks)

@@ -8,7 +8,8 @@ import msgspec
 from engine.types import FinishReason
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 from router.front.parsers.choose import Parsing
-from router.front.parsers.pieces import PieceKind
+from router.front.parsers.pieces import PieceKind, parts_of
+from router.front.tokenizing import Steps
 from router.http.adapters.blocks import AnswerBlock, AnswerBlocks, BlockStep
 from router.http.openai_reply import error_reply
 from router.http.parsed_answer import PartsReader
@@ -16,9 +17,12 @@ from router.http.parsed_answer import PartsReader
 
 def whole_response(
     started: Started, form: HttpForm, answers: Sequence[Sequence[Delta]], ends: Sequence[Finished]
-) -> bytes:
+) -> Steps[bytes]:
     blocks = _blocks(started, form)
-    blocks.push("".join(delta.text for delta in answers[0]))
+    for at, part in enumerate(parts_of("".join([delta.text for delta in answers[0]]))):
+        if at:
+            yield
+        blocks.push(part)
     blocks.end()
     items = [_item(started, block, "completed") for block in blocks.blocks]
     return msgspec.json.encode(_response(started, form, items, ends[0]))

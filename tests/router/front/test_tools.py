@@ -178,8 +178,11 @@ def test_a_demanded_call_becomes_a_constraint(monkeypatch: pytest.MonkeyPatch) -
 
     # The trial itself needs a prepared model (tests/router/front/parsers/test_forced.py compiles what is made here).
     monkeypatch.setattr(GrammarTrials, "approved", approved)
+    checked: list[str] = []
+    monkeypatch.setattr("router.front.validate.check_schema", lambda text, field: checked.append(field))
     required = take(msgspec.structs.replace(ASKED, tool_choice=ToolChoice("required"))).record
     assert required.constraint is not None and "<tool_call>" in required.constraint.text
+    assert len(checked) == len(ASKED.tools), "each schema once: a megabyte of them takes a twentieth of a second"
     tools = (TOOL, Tool("snow"))
     named = take(msgspec.structs.replace(ASKED, tools=tools, tool_choice=ToolChoice("required", "snow")))
     assert named.record.constraint is not None and "rain" not in named.record.constraint.text

@@ -158,7 +158,7 @@ def test_the_token_that_nobody_is_shown_does_not_end_a_prompt_alone() -> None:
 def test_a_stop_string_in_a_call_leaves_no_call_to_make() -> None:
     """Guards clients that act on `tool_calls`: the arguments end in the middle."""
     reader = PartsReader(Parsing(tools="hermes"), "r1")
-    reader.message('<tool_call>{"name": "rain", "arguments": {"a": "')
+    at_once(reader.message('<tool_call>{"name": "rain", "arguments": {"a": "'))
     assert reader.calls
     end = msgspec.structs.replace(FINISHED, reason=FinishReason.STOP)
     assert finish_reason(end, reader) == "tool_calls"
