@@ -5,12 +5,13 @@ forgotten, so that what is kept is of the rows that run.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.step import History, Row
+from engine.step import History, Row, TokenView
 from engine.types import RequestId
 
 
@@ -30,6 +31,8 @@ class TokenCounts:
     def catch_up(self, tokens: Sequence[int]) -> bool:
         """Count what `tokens` has beyond those that are counted, and no more what was not drawn in the end. False, and
         nothing is counted, where these may have another beginning: another attempt at the request."""
+        if not self._places:
+            self._start(TokenView.of(tokens))
         sure = self._history.known(tokens)
         if sure < self._history.sure:
             return False
@@ -44,6 +47,15 @@ class TokenCounts:
         self._history.see(tokens)
         del self._behind[: self._history.sure - sure]
         return True
+
+    def _start(self, tokens: TokenView) -> None:
+        """Count those that are sure: the same, all at once."""
+        known = tokens[: tokens.sure]
+        output = Counter(known[self._prompt_tokens :])
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(known))}
+        self._ids.extend(self._places)
+        self._counts.extend([output[token] for token in self._places])
+        self._history.see(TokenView(tokens.own, tokens.sure))
 
     def _count(self, token: int, at: int) -> None:
         place = self._places.setdefault(token, len(self._ids))
