@@ -27,6 +27,7 @@ from transfer.transport import Move
 @dataclass(slots=True, eq=False)
 class _Receiving:
     expected: dict[int, ExpectedBlock]
+    wanted: set[int]  # indices of expected blocks that are not offered yet
     state: R = R.OPEN
     seen: set[int] = field(default_factory=set)  # chunks offered
     outstanding: dict[int, list[int]] = field(default_factory=dict)  # chunk -> block indices being received
@@ -49,7 +50,7 @@ class KVReceiver:
         twice = any(before[0] == after[0] and before[1] + before[2] > after[1] for before, after in pairwise(rows))
         if twice or not blocks or not all(block.rows for block in blocks.values()):
             raise HandoffError(f"{handoff}: rows of target blocks must be distinct, and at least one")
-        self._handoffs[handoff] = _Receiving(dict(blocks))
+        self._handoffs[handoff] = _Receiving(dict(blocks), set(blocks))
 
     def offer(self, message: Offer) -> list[Command]:
         """Blocks are ready at the peer, or on their way."""
@@ -66,10 +67,8 @@ class KVReceiver:
         if receiving.state is not R.OPEN:
             return self._scrap(message, "offer: stopped")
         # 4. Other blocks than those that are still expected, one of them twice, or none.
-        taken = receiving.landed.union(*receiving.outstanding.values())
         indices = [block.index for block in message.blocks]
-        wanted = {index: block.tokens for index, block in receiving.expected.items() if index not in taken}
-        if not indices or not all(wanted.pop(block.index, None) == block.tokens for block in message.blocks):
+        if not indices or not all(self._takes(receiving, block) for block in message.blocks):
             commands = self._scrap(message, "offer: not what was asked for")
             why = f"chunk {message.seq} offers blocks {indices}, not what was asked for"
             return commands + self._break(handoff, receiving, why)
@@ -131,6 +130,8 @@ class KVReceiver:
                 raise HandoffError(f"{handoff}: a block is received twice")
             if not receiving.landed.union(busy) <= receiving.expected.keys():
                 raise HandoffError(f"{handoff}: a block is received that nobody expects")
+            if not receiving.wanted.isdisjoint(receiving.landed.union(busy)):
+                raise HandoffError(f"{handoff}: a block is wanted that is here, or on its way")
             if receiving.state is R.STOPPING and not receiving.outstanding:
                 raise HandoffError(f"{handoff} is fenced but kept")
 
@@ -142,6 +143,14 @@ class KVReceiver:
             for name, receiving in self._handoffs.items()
         ]
         return f"KVReceiver({', '.join(parts)})"
+
+    @staticmethod
+    def _takes(receiving: _Receiving, block: BlockOffer) -> bool:
+        """Want a block no more that is wanted as it is offered; False where it is not."""
+        if block.index not in receiving.wanted or receiving.expected[block.index].tokens != block.tokens:
+            return False
+        receiving.wanted.remove(block.index)
+        return True
 
     @staticmethod
     def _incoming(receiving: _Receiving, block: BlockOffer) -> IncomingBlock:

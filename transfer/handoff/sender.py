@@ -133,7 +133,8 @@ class KVSender:
 
     def unclaimed(self, peer: Incarnation, unfinished: Sequence[Handoff]) -> list[Handoff]:
         """Return handoffs that a reader which just said hello no longer claims."""
-        return [h for h in self._handoffs if h.decode == peer and h not in unfinished]
+        claimed = frozenset(unfinished)
+        return [h for h in self._handoffs if h.decode == peer and h not in claimed]
 
     @property
     def unsettled(self) -> list[Handoff]:

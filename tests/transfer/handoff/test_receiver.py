@@ -2,6 +2,8 @@
 test_migration.py and, in any order, in test_migration_machine.py, rows of blocks of another size in test_conversion.py,
 every fault in tests/sim."""
 
+from typing import NoReturn
+
 import pytest
 
 from engine.messages import Handoff, Landed, Offer, Stop
@@ -166,3 +168,27 @@ def test_a_receive_of_an_unknown_handoff_raises() -> None:
     """Guards a transfer thread that writes behind the fence: what it reports must be outstanding."""
     with pytest.raises(HandoffError, match="no receive is outstanding"):
         KVReceiver().received(H, 0, "")
+
+
+def test_an_offer_looks_at_its_own_blocks_alone() -> None:
+    """Guards a worker's streams while a long prompt comes in: each chunk went through all blocks that are expected."""
+
+    class Expected(dict[int, ExpectedBlock]):
+        looked = 0
+
+        def __getitem__(self, index: int) -> ExpectedBlock:
+            Expected.looked += 1
+            return super().__getitem__(index)
+
+        def items(self) -> NoReturn:
+            raise AssertionError("all are looked at")
+
+    receiver = KVReceiver()
+    receiver.expect(H, expected(*range(100)))
+    receiving = receiver._handoffs[H]
+    receiving.expected = Expected(receiving.expected)
+    for seq in range(50):
+        (post,) = receiver.offer(offer(seq, 2 * seq, 2 * seq + 1))
+        assert isinstance(post, PostRecv)
+    assert Expected.looked <= 4 * 50
+    receiver.check()

@@ -131,6 +131,23 @@ def test_what_a_reader_says_it_does_not_read_is_named() -> None:
     sender.check()
 
 
+def test_what_a_reader_claims_is_gone_through_once() -> None:
+    """Guards a worker's streams when a reader comes back: each handoff went through all that it claimed."""
+
+    class Claimed(list[Handoff]):
+        searches = 0
+
+        def __contains__(self, handoff: object) -> bool:
+            Claimed.searches += 1
+            return super().__contains__(handoff)
+
+    sender, handoffs = KVSender(), [Handoff(H.request, number, 0, DECODE, PREFILL) for number in range(9)]
+    for handoff in handoffs:
+        sender.open(handoff, reads_remotely=True)
+    assert sender.unclaimed(DECODE, Claimed(handoffs[:7])) == handoffs[7:]
+    assert not Claimed.searches
+
+
 def test_what_is_sent_is_what_was_offered_then() -> None:
     """Guards the list of a caller that goes on using it."""
     sender, blocks = KVSender(), [block(0)]
