@@ -239,8 +239,7 @@ class KVCacheManager:
             raise ValueError(f"{whole} whole blocks to fork, {len(parent.path)} committed")
         child.path = parent.path[:whole]
         child.blocks = [node.block for node in child.path]
-        for block in child.blocks:
-            self.pool.retain(block)  # the parent holds it: it stands in no line
+        self.pool.share(child.blocks)
         child.cached_tokens = tokens
         child.to_share = None
         if rest:
@@ -442,7 +441,7 @@ class KVCacheManager:
     def _give_back(self, lease: Lease) -> None:
         self._leases.pop(lease, None)
         self.copied(lease)
-        for block in reversed(lease.blocks):
+        for block in self.pool.unshare(reversed(lease.blocks)):
             self._let_go(block)
         if self.windows is not None:
             self.windows.close(lease)

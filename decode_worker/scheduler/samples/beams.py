@@ -56,7 +56,7 @@ class Beams:
         params, record = request.record.beams, request.record
         assert params is not None
         search = BeamSearch(params, record.max_tokens, end_tokens(record, self._stop_ids))
-        first = _Hypothesis(request.tokens, request.lease)
+        first = _Hypothesis(list(request.tokens), request.lease)
         self._live[request] = _Live(search, [first])
 
     def wants(self, request: Request) -> list[tuple[Lease, int]]:
@@ -116,11 +116,14 @@ class Beams:
         before, heirs = live.hypotheses, dict[int, _Hypothesis]()
         live.hypotheses = []
         for step in steps:
-            tokens = [*before[step.parent].tokens, step.token]
             heir = heirs.get(step.parent)
             if heir is None:
-                one = heirs[step.parent] = _Hypothesis(tokens, before[step.parent].lease)
+                parent = before[step.parent]
+                parent.tokens.append(step.token)
+                one = heirs[step.parent] = _Hypothesis(parent.tokens, parent.lease)
             else:
+                tokens = heir.tokens.copy()
+                tokens[-1] = step.token
                 whole = (len(tokens) - 1) // self._kv.block_size
                 lease = self._kv.promise(request.record.space, 0, to_share=whole)
                 assert lease is not None

@@ -4,6 +4,7 @@ tests/engine/test_loop.py, and every order of events in tests/sim."""
 import msgspec
 import pytest
 
+from decode_worker.scheduler.drafting import _Means
 from decode_worker.scheduler.events import FromPeer
 from decode_worker.scheduler.holding import AUTO_MOST_S, AUTO_STEPS, FADING, LATE, MOST_MARGIN, NEVER, StepHold
 from decode_worker.scheduler.request import RequestState
@@ -16,6 +17,13 @@ from worker.config import DecodeConfig
 
 STEP_S = 0.010
 """What every step takes."""
+
+
+def _means(measured: dict[int, float]) -> _Means:
+    made = _Means()
+    for size, seconds in measured.items():
+        made.note(size, seconds)
+    return made
 
 
 class Timed(Fetching):
@@ -292,11 +300,11 @@ def test_a_step_is_as_long_as_one_with_another_row(under_way: bool) -> None:
     bench = timed(500.0)
     bench.decoding("a", 100, max_tokens=40)
     costs, hold = bench.scheduler.batch.drafting.costs, bench.scheduler.batch.hold
-    costs._seconds = {1: 0.001, 2: 0.125, 3: 0.4}
+    costs._seconds = _means({1: 0.001, 2: 0.125, 3: 0.4})
     bench.coming("b", 200)
     if not under_way:
         assert bench.turn() is None and hold.due == pytest.approx(bench.request("a").told_s + 0.5 - 0.125)
-        costs._seconds[2] = 0.5
+        costs._seconds._means[2] = 0.5
         assert bench.turn() is not None, "such a step is late whenever it begins"
         return
     assert bench.scheduler.batch.is_under_way is False
@@ -304,7 +312,7 @@ def test_a_step_is_as_long_as_one_with_another_row(under_way: bool) -> None:
     plan, _ = bench.scheduler.plan(bench.now)
     assert plan is not None, "it is due"
     assert bench.scheduler.plan(bench.now)[0] is None, "the next may wait"
-    costs._seconds[2] = 0.5
+    costs._seconds._means[2] = 0.5
     assert bench.scheduler.plan(bench.now)[0] is not None, "and now it may not"
 
 
@@ -313,7 +321,7 @@ def test_before_any_step_was_measured_none_waits() -> None:
     bench.decoding("a", 100, max_tokens=40)
     bench.coming("b", 200)
     costs = bench.scheduler.batch.drafting.costs
-    known, costs._seconds = costs._seconds, {}
+    known, costs._seconds = costs._seconds, _means({})
     assert bench.turn() is not None
     costs._seconds = known
     assert bench.turn() is None
@@ -329,12 +337,12 @@ def test_by_itself_a_target_is_of_so_many_steps() -> None:
     told_s = bench.request("a").told_s
     assert told_s is not None
     assert bench.turn() is None and hold.due == pytest.approx(told_s + (AUTO_STEPS - 1) * STEP_S)
-    costs._seconds = {1: AUTO_MOST_S * 0.75}
+    costs._seconds = _means({1: AUTO_MOST_S * 0.75})
     assert bench.turn() is None and hold.due == pytest.approx(told_s + AUTO_MOST_S * 0.25)
     bench.now = hold.due
     assert bench.turn(9.0) is not None
     assert (hold.missed_tokens, hold._margin_s, hold.expired) == (0, 0.0, 1)
-    costs._seconds = {1: AUTO_MOST_S}
+    costs._seconds = _means({1: AUTO_MOST_S})
     assert bench.turn() is not None, "it takes as long as a gap may be"
 
 

@@ -16,6 +16,28 @@ def test_a_block_is_reused_only_after_its_last_holder() -> None:
     pool.check()
 
 
+def test_many_blocks_are_shared_and_given_back_as_one_is() -> None:
+    """Guards what goes through a long prompt at once: it says which blocks nobody else holds, and changes nothing of
+    those."""
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    pool.share(blocks[:2])
+    assert [pool.refs(block) for block in blocks] == [2, 2, 1]
+    assert pool.unshare(reversed(blocks)) == [blocks[2]] and [pool.refs(block) for block in blocks] == [1, 1, 1]
+    assert pool.unshare(blocks) == blocks and pool.free == 1
+    pool.quarantine(blocks[0])
+    pool.share(blocks[:1])
+    assert pool.state(blocks[0]) is BlockState.QUARANTINED and pool.refs(blocks[0]) == 2
+    pool.check()
+    (landing,) = pool.allocate(1, BlockState.RESERVED)
+    assert pool.release(blocks[1], keep=True)
+    assert not pool.release(blocks[0], keep=False) and pool.release(blocks[0], keep=False)
+    for block in (landing, blocks[1], blocks[0]):
+        with pytest.raises(ValueError, match="no holder to share it with"):
+            pool.share([block])
+    pool.check()
+
+
 def test_a_cached_block_comes_back_or_is_recycled() -> None:
     pool = BlockPool(2)
     (block,) = pool.allocate(1)

@@ -61,6 +61,40 @@ def test_a_hypothesis_without_children_lets_its_blocks_go_and_a_dropped_search_a
     assert [lease.released for lease in leases] == [False, True]
 
 
+def _draw(bench: Fetching, *gains: float) -> None:
+    """Run a step of a search, with two tokens for each hypothesis that are better than its others."""
+    plan, _ = bench.scheduler.plan(0.0)
+    assert plan is not None and len(plan.rows) == len(gains)
+    drawn = [((50, gain), (60, gain - 0.1), (70, gain - 3.0), (80, gain - 4.0)) for gain in gains]
+    bench.scheduler.complete(plan, drawn, 0.0)
+    bench.scheduler.check()
+
+
+def _one_by_one(monkeypatch: pytest.MonkeyPatch, length: int) -> int:
+    """Return how many blocks are taken or let go one by one in steps whose hypotheses all come from the second one."""
+    bench, counted = Fetching(256, local_chunk_tokens=256), list[object]()
+    assert bench.place("a", list(range(length)), max_tokens=8, beams=BeamParams(width=2, answers=2))
+    bench.complete(bench.plan(), 1)
+    live, kv = bench.scheduler.batch.beams._live, bench.scheduler.kv
+    retain, let_go = kv.pool.retain, kv._let_go
+    monkeypatch.setattr(kv.pool, "retain", lambda block: (counted.append(block), retain(block)))
+    monkeypatch.setattr(kv, "_let_go", lambda block: (counted.append(block), let_go(block)))
+    _draw(bench, -0.1)
+    request = bench.request("a")
+    for _ in range(3):
+        before = [one.tokens for one in live[request].hypotheses]
+        _draw(bench, -9.0, -0.1)
+        after = [one.tokens for one in live[request].hypotheses]
+        assert after[0] is before[1] and after[1] is not before[0], "the first child goes on in its parent's list"
+    assert request.tokens == list(range(length))
+    return len(counted)
+
+
+def test_what_hypotheses_share_is_held_and_let_go_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the steps of a search behind a long prompt, which each fork and each end would go through."""
+    assert _one_by_one(monkeypatch, 202) == _one_by_one(monkeypatch, 6) > 0
+
+
 @pytest.mark.parametrize("size", [1, 4])
 def test_each_row_has_a_block_of_every_window_to_write_to(size: int) -> None:
     """Guards the row of a hypothesis' newest token where it begins a block, as each does in blocks of one token."""
