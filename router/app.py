@@ -39,6 +39,7 @@ from router.status.journal import RouterJournal
 from router.status.observer import Observer
 from router.status.overview import Overview, overview
 from router.status.traffic import Traffic, traffic
+from telemetry.router_metrics import WorkerView
 from telemetry.tracing import unix_offset_s
 
 TICK_S = 0.05
@@ -167,10 +168,14 @@ class RouterApp:
         return ModelFacts(model.name, model.context_tokens, self._frontend.sampling)
 
     async def metrics_text(self) -> bytes:
-        self.hub.observe()
-        # A page of some hundred lines: on the loop, every stream would wait for it; in a thread that others use, it
-        # would wait for their work.
-        return await asyncio.get_running_loop().run_in_executor(self._pages, self._observer.render)
+        now = self.hub.observe()
+        # A page of some hundred lines, or with many workers some thousand: on the loop, every stream would wait for it;
+        # in a thread that others use, it would wait for their work.
+        return await asyncio.get_running_loop().run_in_executor(self._pages, self._page, *now)
+
+    def _page(self, waiting: int, running: int, workers: Sequence[WorkerView]) -> bytes:
+        self._observer.cluster(waiting, running, workers)
+        return self._observer.render()
 
     def targets(self, router_address: str, host: str) -> list[ScrapeTarget]:
         port = self._config.supervisor_metrics_port

@@ -8,7 +8,7 @@ so that what goes wrong with one request stays with it.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from engine.messages import (
@@ -41,6 +41,7 @@ from router.core.sessions import Session
 from router.roster import Roster
 from router.status.journal import RouterJournal
 from router.status.observer import Observer
+from telemetry.router_metrics import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ Revive = Callable[[Orphan, float], AdoptedSink | None]
 
 
 class Hub:
-    # Mutable state: the sinks of requests whose clients have not been answered, and the roster of workers.
+    # Mutable state: the sinks of requests whose clients have not been answered, who waits for the answers to a claim,
+    # and the roster of workers.
 
     def __init__(
         self,
@@ -117,6 +119,7 @@ class Hub:
         self._observer = observer
         self.roster = Roster()
         self._sinks: dict[RequestId, Sink] = {}
+        self._claims: dict[bytes, dict[Callable[[], object], None]] = {}
         # Until `connect` and `adopt_with`: no streams to workers, and nobody to go on for.
         self._send: Send = _nowhere
         self._sever: Sever = lambda worker: None
@@ -143,18 +146,17 @@ class Hub:
         """Return True where other routers serve beside this one."""
         return len(self.roster.routers) > 1
 
-    def claim(self, key: bytes, namespace: bytes | None) -> None:
-        """Ask the decode workers for the requests of a token's key, whichever router has them."""
+    def claim(self, key: bytes, namespace: bytes | None, answered: Callable[[], object]) -> None:
+        """Ask the decode workers for the requests of a token's key, whichever router has them. `answered` is called
+        when the last of them has answered, or is lost: at once where there are none."""
+        self._claims.setdefault(key, {})[answered] = None
         self._handle(events.ClaimWanted(key, namespace))
+        self._look_at_claims([key])
 
     @property
     def kinds(self) -> tuple[ModelKey, ...]:
         """The kinds of the workers that are connected, by which blocks are named."""
         return self.core.registry.keys
-
-    def is_claiming(self, key: bytes) -> bool:
-        """Return True until every decode worker has answered the claim."""
-        return self.core.is_claiming(key)
 
     def is_settled(self) -> bool:
         """Return whether no more requests of an earlier router can turn up."""
@@ -214,6 +216,7 @@ class Hub:
         if self.roster.joined(info):
             self._observer.joined(info.name, info.role)
         self._handle(events.Connected(peer, info))
+        self._look_at_claims(list(self._claims))
         if info.role == "decode" and info.protocol < SESSIONS_TOLD:
             log.warning(
                 "worker %s is of an older release (protocol %d, here %d): by it, others do not hear all of what is "
@@ -233,6 +236,7 @@ class Hub:
         if for_good:
             self.roster.unnamed(worker)
         self._handle(events.Lost(worker, for_good))
+        self._look_at_claims(list(self._claims))
 
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
         """Take in one frame of a worker."""
@@ -250,6 +254,8 @@ class Hub:
                     now = self._clock()
                 else:
                     self._handle(events.WorkerSaid(worker, record))
+                    if isinstance(record, ClaimTold):
+                        self._look_at_claims([record.key])
                     now = self._clock()  # later than what has just been told
             except Exception:
                 log.exception("a record of worker %s could not be handled", worker)
@@ -258,16 +264,24 @@ class Hub:
                 elif not isinstance(record, _OF_NO_REQUEST):
                     self._give_up(record.request)
 
+    def _look_at_claims(self, keys: Iterable[bytes]) -> None:
+        """Tell who waits for the answers to those of these claims that all have answered."""
+        for key in keys:
+            if key in self._claims and not self.core.is_claiming(key):
+                for answered in self._claims.pop(key):
+                    answered()
+
     def tick(self) -> None:
         self._handle(events.Tick())
 
     # ---- for those who watch
 
-    def observe(self) -> None:
-        """Tell the observer how the cluster stands now."""
+    def observe(self) -> tuple[int, int, list[WorkerView]]:
+        """Return how the cluster stands now, for `Observer.cluster`: requests that wait, those that some worker holds,
+        and the workers."""
         core = self.core
         workers = self.roster.views(core.registry, core.index, self._clock())
-        self._observer.cluster(core.waiting, core.open - core.waiting, workers)
+        return core.waiting, core.open - core.waiting, workers
 
     def _gone(self, worker: str, how: str) -> None:
         if self.roster.lost(worker, left=how == "left"):

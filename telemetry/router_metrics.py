@@ -131,6 +131,7 @@ class RouterMetrics(ProcessMetrics):
             state=(),
         )
         self._pools = set(ROLES)
+        self._shown: dict[tuple[str, str], WorkerView] = {}
         self._ready = families.gauge(
             "pool_ready_workers", "Workers that take requests.", role=ROLES
         )
@@ -243,8 +244,12 @@ class RouterMetrics(ProcessMetrics):
         """Show the state of queue, requests and workers as the page is rendered."""
         self._queue.set(waiting)
         self._running.set(running)
-        self._states.clear()
-        self._index.clear()
+        # Gauges are made anew only where other workers are there: of a thousand that takes a tenth of a second.
+        shown = {(worker.peer, worker.role): worker for worker in workers}
+        if shown.keys() != self._shown.keys():
+            self._states.clear()
+            self._index.clear()
+            self._shown = {}
         # A cluster without prefill workers has no such pool that could be empty.
         pools = {role for role in ROLES if role == "decode" or any(w.role == role for w in workers)}
         if pools != self._pools:
@@ -252,10 +257,14 @@ class RouterMetrics(ProcessMetrics):
         self._pools = pools
         for role in pools:
             self._ready[role].set(sum(w.role == role and w.state == "ready" for w in workers))
-        for worker in workers:
-            for state in WORKER_STATES:
-                self._states[worker.peer, worker.role, state].set(state == worker.state)
-            self._index[worker.peer].set(worker.index_blocks)
+        for name, worker in shown.items():
+            before = self._shown.get(name)
+            if before is None or before.state != worker.state:
+                for state in WORKER_STATES:
+                    self._states[*name, state].set(state == worker.state)
+            if before is None or before.index_blocks != worker.index_blocks:
+                self._index[worker.peer].set(worker.index_blocks)
+        self._shown = shown
 
     def _slo(self, slo: str, seconds: float) -> None:
         self._slos[slo, "true" if seconds <= self._slo_s[slo] else "false"].inc()

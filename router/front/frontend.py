@@ -12,8 +12,8 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -48,8 +48,8 @@ CLAIM_S = 3.0
 another."""
 CANCEL_CLAIM_S = 1.0
 """The same where the stream is only to be ended."""
-CLAIM_AGAIN_S = 0.2
-CLAIM_LOOK_S = 0.005
+CLAIM_AGAIN_S, CLAIM_AGAIN_MOST_S = 0.2, 0.8
+"""The first pause before they are asked again, and the longest: each is twice the one before."""
 MAX_TOKEN_CHARS = 64
 """No router has made a longer resume token; theirs have 22."""
 MAX_CLAIMS, MAX_TENANT_CLAIMS = 256, 64
@@ -58,10 +58,13 @@ MAX_CLAIMS, MAX_TENANT_CLAIMS = 256, 64
 
 @dataclass(slots=True)
 class _Search:
-    """One key that decode workers are asked for: `waiting` clients came with its token; asked again at `again_s`."""
+    """One key that decode workers are asked for: `waiting` clients came with its token; asked again at `again_s`.
+    `answered` is set when all have answered."""
 
     waiting: int = 0
     again_s: float = float("-inf")
+    pause_s: float = 0.0
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Frontend:
@@ -352,10 +355,13 @@ class Frontend:
         try:
             while True:
                 if self._clock() >= search.again_s:
-                    search.again_s = self._clock() + CLAIM_AGAIN_S
-                    self._hub.claim(key, namespace)
-                while self._hub.is_claiming(key) and self._clock() < until:
-                    await asyncio.sleep(CLAIM_LOOK_S)
+                    search.pause_s = min(2 * search.pause_s or CLAIM_AGAIN_S, CLAIM_AGAIN_MOST_S)
+                    search.again_s = self._clock() + search.pause_s
+                    search.answered.clear()
+                    self._hub.claim(key, namespace, search.answered.set)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(until - self._clock()):
+                        await search.answered.wait()
                 samples = self._resumables.find(token)
                 if (samples is not None and samples.is_whole) or self._clock() >= until:
                     return samples

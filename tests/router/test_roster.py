@@ -1,16 +1,23 @@
 """Who is listed for Prometheus, and in which state: a lost worker stays, one that left goes. Who computes otherwise."""
 
+import asyncio
 import logging
+import threading
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from engine.messages import PeerAddress
+from router.app import RouterApp
+from router.config import RouterConfig
 from router.hub import Hub
 from router.roster import ScrapeTarget
-from telemetry.router_metrics import RouterMetrics
+from router.status.observer import NullObserver
+from telemetry.router_metrics import RouterMetrics, WorkerView
 from tests.router.bench import Bench
-from tests.router.fake_cluster import load, worker_info
+from tests.router.fake_cluster import ByteText, load, worker_info
+from tests.secrets_of_tests import SECRETS
 from tests.telemetry.pages import Samples, samples
 
 ROUTER = ScrapeTarget(["r:80"], {"instance": "router", "worker": "router", "pool": "router"})
@@ -30,7 +37,7 @@ class Watched:
         self.hub.joined(PeerAddress(name, f"{name}:1"), info)
 
     def page(self) -> Samples:
-        self.hub.observe()
+        self.metrics.cluster(*self.hub.observe())
         return samples(self.metrics.render())
 
     def value(self, family: str, **labels: str) -> float | None:
@@ -163,3 +170,28 @@ def test_workers_of_one_model_that_compute_otherwise_are_told_of(caplog: pytest.
         assert "d3 computes with torch, d0 with native 1" in told
         (told,) = join("d3", "torch")
         assert "d0" in told, "it does not compare itself"
+
+
+def test_the_page_is_filled_in_by_the_thread_that_writes_it() -> None:
+    """Guards the streams of a router of many workers, each of which has five gauges: at each scrape they were set on
+    the event loop."""
+    threads: list[str] = []
+
+    class Watching(NullObserver):
+        def cluster(self, waiting: int, running: int, workers: Sequence[WorkerView]) -> None:
+            threads.append(threading.current_thread().name)
+            self.seen = [worker.peer for worker in workers]
+
+        def render(self) -> bytes:
+            return ",".join(self.seen).encode()
+
+    async def body() -> None:
+        app = RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), Watching(), SECRETS)
+        for name in ("d0", "p0"):
+            app.hub.expect(name, "decode" if name == "d0" else "prefill")
+        assert await app.metrics_text() == b"d0,p0"
+        app._pages.shutdown()
+        app._frontend.close()
+
+    asyncio.run(body())
+    assert threads == ["metrics page_0"]

@@ -186,6 +186,25 @@ def test_a_worker_that_is_gone_leaves_no_gauge_behind() -> None:
     assert seen["headrace_worker_losses_total", lost] == 0
 
 
+def test_gauges_of_workers_are_made_anew_only_where_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the processor under a scrape of a thousand workers, each with five gauges that were made again; and what
+    they show against a state or a count of before."""
+    metrics, cleared = RouterMetrics("m"), list[str]()
+    monkeypatch.setattr(metrics._states, "clear", lambda clear=metrics._states.clear: (cleared.append("all"), clear()))
+    for step, (state, blocks, others) in enumerate(
+        [("ready", 3, 1), ("ready", 3, 1), ("draining", 3, 1), ("draining", 9, 1), ("ready", 0, 2), ("ready", 0, 1)]
+    ):
+        here = WorkerView("d0", "decode", state, blocks)
+        more = [WorkerView(f"p{at}", "prefill", "ready", 1) for at in range(others)]
+        metrics.cluster(0, 0, [here, *more])
+        seen = samples(metrics.render())
+        states = {dict(labels)["peer"]: dict(labels)["state"] for (name, labels), value in seen.items()
+                  if name == "headrace_worker_state" and value}  # fmt: skip
+        assert states == {"d0": state} | {one.peer: "ready" for one in more}
+        assert seen["headrace_router_index_blocks", (("peer", "d0"),)] == blocks
+        assert len(cleared) == (1, 1, 1, 1, 2, 3)[step]
+
+
 def test_two_in_one_process_do_not_share_a_registry() -> None:
     """Guards against the process-wide default registry, where a second worker is a name clash."""
     first, second = WorkerMetrics("m", "a", "prefill"), WorkerMetrics("m", "b", "decode")

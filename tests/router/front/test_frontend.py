@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -608,20 +609,24 @@ def test_what_no_worker_has_seen_is_not_charged(worker: str) -> None:
 
 
 class SiblingHub(FakeHub):
-    """One of several routers; no decode worker knows what is asked for."""
+    """One of several routers; no decode worker knows what is asked for. Workers that are `slow` have not answered yet.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.claimed: list[bytes] = []
+        self.is_slow = False
+        self.answers: list[Callable[[], object]] = []
 
     def has_siblings(self) -> bool:
         return True
 
-    def claim(self, key: bytes, namespace: bytes | None) -> None:
+    def claim(self, key: bytes, namespace: bytes | None, answered: Callable[[], object]) -> None:
         self.claimed.append(key)
-
-    def is_claiming(self, key: bytes) -> bool:
-        return False
+        if self.is_slow:
+            self.answers.append(answered)
+        else:
+            answered()
 
 
 def beside_siblings(monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, SiblingHub, Callable[[str, str | None], Any]]:
@@ -651,6 +656,56 @@ def test_a_key_is_asked_for_once_for_all_who_wait_for_it(monkeypatch: pytest.Mon
         errors = await asyncio.gather(*waiting, return_exceptions=True)
         assert {error.code for error in errors if isinstance(error, ApiError)} == {"NOT_FOUND"}
         assert not bench.front._searches and not bench.front._claiming
+
+    run(body())
+
+
+def test_workers_are_asked_again_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards decode workers against tokens that nobody knows: all were asked five times a second for each."""
+
+    async def body() -> None:
+        bench, hub, come = beside_siblings(monkeypatch)
+        monkeypatch.setattr(frontend, "CLAIM_AGAIN_MOST_S", 0.08)
+        waiting, asked_s, began_s = come("t"), list[float](), bench.now
+        while not waiting.done() and bench.now < began_s + 0.5:
+            await asyncio.sleep(0.005)
+            if len(hub.claimed) > len(asked_s):
+                asked_s.append(bench.now - began_s)
+            bench.now += 0.004
+        gaps = [after_s - before_s for before_s, after_s in pairwise(asked_s)]
+        wanted_s = [0.02, 0.04, 0.08, 0.08]
+        late_s = [gap_s - one_s for gap_s, one_s in zip(gaps[:4], wanted_s, strict=True)]
+        assert all(-1e-9 < one_s < 0.03 for one_s in late_s), gaps
+        bench.now += frontend.CLAIM_S
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    run(body())
+
+
+def test_who_waits_for_workers_is_woken_by_their_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the loop against clients who look two hundred times a second whether all have answered; and those who
+    come later for the same token."""
+
+    async def body() -> None:
+        bench, hub, come = beside_siblings(monkeypatch)
+        hub.is_slow = True
+        sleeps: list[float] = []
+        sleep = asyncio.sleep
+
+        async def counted(delay: float, *result: object) -> None:
+            sleeps.append(delay)
+            await sleep(delay)
+
+        monkeypatch.setattr("router.front.frontend.asyncio.sleep", counted)
+        waiting = [come("t"), come("t")]
+        await sleep(0.05)
+        assert not sleeps and len(hub.answers) == 1
+        assert bench.front.revive(orphan(samples=1), bench.now) is not None
+        hub.answers[0]()
+        for _ in range(5):
+            await sleep(0)
+        assert waiting[0].done() and not sleeps
+        await asyncio.gather(*waiting)
 
     run(body())
 

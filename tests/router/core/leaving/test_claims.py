@@ -2,6 +2,8 @@
 worker makes of a claim is in tests/decode_worker/scheduler/leaving/test_orphans.py; on real processes it is tried in
 tests/integration/test_routers.py."""
 
+from functools import partial
+
 import msgspec
 import pytest
 
@@ -19,6 +21,8 @@ from router.core.events import (
     TellWorker,
     WorkersNamed,
 )
+from router.hub import Hub
+from router.status.observer import NullObserver
 from tests.router.bench import A, Bench, is_told
 from tests.router.core.leaving.test_adoption import cancel, orphan
 from tests.router.fake_cluster import load
@@ -130,3 +134,27 @@ def test_a_higher_placement_takes_the_place_of_one_that_waits_or_is_offered(has_
         ("d1", Cancel(A, one.record.placement, FinishReason.CANCELLED)) for one in placed
     ]
     assert Adopt(newer) in told and bench.router.open == 1
+
+
+def test_who_claims_hears_when_the_last_worker_has_answered_or_is_lost() -> None:
+    """Guards a client who waits for nothing any more, or in vain: once for each who asks, however often it was asked,
+    and at once where there is no worker."""
+    bench, told = Bench(decodes=2), list[str]()
+    hub = Hub(bench.router, lambda: bench.now, NullObserver())
+    hub.connect(lambda worker, record: None)
+    one, other = partial(told.append, "one"), partial(told.append, "other")
+    for _ in range(2):
+        hub.claim(KEY, None, one)
+    hub.claim(KEY, None, other)
+    hub.heard("d0", [ClaimTold(b"another"), ClaimTold(KEY)])
+    assert told == []
+    hub.heard("d1", [ClaimTold(KEY)])
+    hub.heard("d1", [ClaimTold(KEY)])
+    assert told == ["one", "other"] and not hub._claims
+    hub.claim(KEY, None, one)
+    hub.heard("d1", [ClaimTold(KEY)])
+    hub.lost("d0")
+    assert told[2:] == ["one"]
+    hub.lost("d1")
+    hub.claim(KEY, None, other)
+    assert told[3:] == ["other"] and not hub._claims
