@@ -53,6 +53,9 @@ class Scheduler(Protocol[E_in, C_out]):
     def check(self) -> None:
         """Recompute the invariants."""
 
+    def check_requests(self) -> None:
+        """Do so but for the blocks."""
+
     def handle(self, event: E_in, now: float) -> Sequence[C_out]: ...
 
     def tick(self, now: float) -> Sequence[C_out]: ...
@@ -212,6 +215,21 @@ class Engine(Generic[E, C]):
             self._tiers.submit(moves)
         if commands:
             self._publish(commands)
+
+
+class RequestLedger:
+    """What a scheduler keeps of its requests. Fulfils `telemetry.audit.Ledger`; its blocks have ledgers of their own.
+    """
+
+    def __init__(self, scheduler: Scheduler[E, C]) -> None:
+        self._scheduler = scheduler
+
+    def check(self) -> None:
+        """Recompute the invariants."""
+        self._scheduler.check_requests()
+
+    def __repr__(self) -> str:
+        return repr(self._scheduler)
 
 
 class Shell(Protocol):

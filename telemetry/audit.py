@@ -10,12 +10,16 @@ with every ledger's state, and raised: the worker ends at once, and its supervis
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 log = logging.getLogger(__name__)
 
 BLOCK_LEDGERS = ("kv", "cache")
 """Those whose failure means that the wrong KV may have been read."""
+
+
+SLICE_ITEMS = 1024
+"""Blocks, or the like, that are checked between two steps: it takes a millisecond or two."""
 
 
 class Ledger(Protocol):
@@ -25,13 +29,22 @@ class Ledger(Protocol):
         """Raises when an invariant is broken."""
 
 
+@runtime_checkable
+class SlicedLedger(Ledger, Protocol):
+    """One that would take long: it can check a part of what it has, and then the next."""
+
+    def check_some(self, limit: int) -> bool:
+        """Check about `limit` things more; True when all have had their turn. Raises when an invariant is broken."""
+
+
 class AuditError(Exception):
     """A ledger does not add up; the message names it and says what it found."""
 
 
 class Auditor:
     """Checks `ledgers` (by name, the plainest first) in turn, one at a time, at most every `every_s` seconds and never
-    for more than `share` of the time: a check that takes long is rarer, for the engine stands still meanwhile.
+    for more than `share` of the time: a check that takes long is rarer, for the engine stands still meanwhile. Of one
+    that can be checked in slices it looks at `slice_items` things at a time.
 
     `clock` measures what a check costs; `audited` hears of it. Owner: the thread that owns the ledgers.
     """
@@ -45,6 +58,7 @@ class Auditor:
         audited: Callable[[float], None],
         every_s: float = 0.4,
         share: float = 0.01,
+        slice_items: int = SLICE_ITEMS,
     ) -> None:
         self._ledgers = dict(ledgers)
         self._order = tuple(ledgers)
@@ -53,21 +67,28 @@ class Auditor:
         self._audited = audited
         self._every_s = every_s
         self._share = share
+        self._slice_items = slice_items
         self._due_s = clock()
 
     def look(self) -> bool:
-        """Check the next ledger if it is time; to be called between two steps. True if it did. Raises AuditError."""
+        """Check the next ledger, or the next slice of one, if it is time; to be called between two steps. True if it
+        did. Raises AuditError."""
         began_s = self._clock()
         if began_s < self._due_s:
             return False
+        name = self._order[self._turn]
+        ledger, is_over = self._ledgers[name], True
         try:
-            self._ledgers[self._order[self._turn]].check()
-        except Exception:
+            if isinstance(ledger, SlicedLedger):
+                is_over = ledger.check_some(self._slice_items)
+            else:
+                ledger.check()
+        except Exception as error:
             self.audit()  # one that stands before it may be what is broken, and say so better
-            raise
-        self._turn = (self._turn + 1) % len(self._order)
+            raise self._broken(name, error) from error
+        self._turn = (self._turn + is_over) % len(self._order)
         cost_s = self._clock() - began_s
-        self._due_s = began_s + cost_s + max(self._every_s, cost_s / self._share)
+        self._due_s = began_s + cost_s + max(self._every_s if is_over else 0.0, cost_s / self._share)
         self._audited(cost_s)
         return True
 
@@ -78,7 +99,10 @@ class Auditor:
             try:
                 self._ledgers[name].check()
             except Exception as error:
-                books = "\n".join(f"  {key}: {value!r}" for key, value in self._ledgers.items())
-                what = f"{type(error).__name__}: {error}".rstrip(": ")
-                log.critical("the %s ledger does not add up: %s\n%s", name, what, books)
-                raise AuditError(f"the {name} ledger does not add up: {what}") from error
+                raise self._broken(name, error) from error
+
+    def _broken(self, name: str, error: Exception) -> AuditError:
+        books = "\n".join(f"  {key}: {value!r}" for key, value in self._ledgers.items())
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        log.critical("the %s ledger does not add up: %s\n%s", name, what, books)
+        return AuditError(f"the {name} ledger does not add up: {what}")

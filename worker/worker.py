@@ -16,10 +16,11 @@ import msgspec
 
 from engine.handshake import PartyRole, Secrets
 from engine.identity import SHORT_BYTES
+from engine.kv.cache_ledger import CacheLedger
 from engine.kv.groups import group_names
 from engine.kv.ledger import BlockLedger
 from engine.kv.tiers.commands import TierEvent, TiersDied
-from engine.loop import Engine, EngineThread
+from engine.loop import Engine, EngineThread, RequestLedger
 from engine.messages import (
     PROTOCOL,
     READS_TOLD,
@@ -120,7 +121,8 @@ class Worker(Generic[E]):
         self._thread = EngineThread(f"{self.name}-engine", parts.inbox, self, HEARTBEAT_S)
         self._groups = group_names(parts.kv.groups)
         self._tier_metrics = None if parts.kv.tiers is None else TierMetrics(parts.metrics.families)
-        ledgers: dict[str, Ledger] = {"kv": BlockLedger(parts.kv), "cache": parts.kv, "scheduler": role.scheduler}
+        ledgers: dict[str, Ledger] = {"kv": BlockLedger(parts.kv), "cache": CacheLedger(parts.kv)}
+        ledgers["scheduler"] = RequestLedger(role.scheduler)
         self._auditor = Auditor(ledgers, time.monotonic, parts.metrics.audited)
         self._watchdog = Watchdog(parts.transfer.stuck_s)
         self._tier_watchdog = Watchdog(parts.transfer.stuck_s)

@@ -254,8 +254,12 @@ class DecodeScheduler:
 
     def check(self) -> None:
         """Recompute the invariants."""
-        requests = list(self._requests.values())
         self.kv.check()
+        self.check_requests()
+
+    def check_requests(self) -> None:
+        """Do so but for the blocks."""
+        requests = list(self._requests.values())
         self.batch.check(requests)
         self.prefills.check(requests)
         self.preemption.check()

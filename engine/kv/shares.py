@@ -16,8 +16,9 @@ Running requests are served before anything is kept: where nobody is beyond a sh
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 from typing import Generic, TypeVar
 
 from engine.identity import owner
@@ -125,6 +126,18 @@ class CacheShares(Generic[KeyT]):
                 return namespace
         raise KeyError("no block is idle")
 
+    def names(self) -> list[bytes]:
+        """Every owner that has idle blocks."""
+        return list(self._lines)
+
+    def first(self, namespace: bytes, count: int) -> list[KeyT]:
+        """Return at most so many of an owner's idle blocks, the first to give way first."""
+        return list(islice(self._lines.get(namespace, ()), count))
+
+    def used(self) -> dict[bytes, int]:
+        """Return how many blocks each owner has taken."""
+        return self._used.copy()
+
     def lines(self) -> Iterator[tuple[bytes, list[KeyT]]]:
         """Every owner's idle blocks, the first to give way first."""
         return ((namespace, list(line)) for namespace, line in self._lines.items())
@@ -142,17 +155,28 @@ class CacheShares(Generic[KeyT]):
 
     def check(self, used: dict[bytes, int]) -> None:
         """Recompute every count; `used` is how many blocks each namespace really has."""
+        self.compare(self._used, used)
+        self.check_lines()
+
+    @staticmethod
+    def compare(taken: Mapping[bytes, int], used: Mapping[bytes, int]) -> None:
+        """Say if what each owner has taken is how many blocks its namespaces really have."""
         owned: dict[bytes, int] = {}
         for namespace, blocks in used.items():
             owned[owner(namespace)] = owned.get(owner(namespace), 0) + blocks
-        used = owned
-        assert self._used == used, (self._used, used)
+        assert taken == owned, (taken, owned)
+
+    def check_lines(self) -> None:
+        """Recompute what is known of every line, without going through any. Takes time in proportion to the lines."""
+        used = self._used
         assert self.idle == sum(map(len, self._lines.values()))
         assert all(self._lines.values())
-        assert all(len(line) <= used[name] for name, line in self._lines.items())
+        assert all(len(line) <= used.get(name, 0) for name, line in self._lines.items())
+        entered: dict[bytes, int] = {}
+        for at, name in self._order:
+            entered[name] = min(at, entered.get(name, at))
         for name in self._lines:
-            entered = [at for at, other in self._order if other == name]
-            assert entered and min(entered) <= -self._beyond(name), "it would never give way"
+            assert name in entered and entered[name] <= -self._beyond(name), "it would never give way"
 
     def __repr__(self) -> str:
         return f"CacheShares({self.idle} idle in {len(self._lines)} lines, {len(self._own)} with shares)"

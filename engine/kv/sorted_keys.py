@@ -25,6 +25,9 @@ class SortedKeys:
         for piece in self._pieces:
             yield from piece
 
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces))
+
     def add(self, key: bytes) -> None:
         """`key` is not there yet."""
         if not self._pieces:

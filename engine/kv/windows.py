@@ -12,7 +12,7 @@ doubled changes by one with every block that a lease takes or lets go, and promi
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.block_pool import PART_BLOCKS, BlockPool, BlockState
 from engine.kv.groups import GONE, LayerGroup
 from engine.kv.lease import Lease
 from engine.kv.radix_cache import Match, Node, RadixCache
@@ -311,23 +311,44 @@ class WindowTables:
 
     def check(self, leases: Sequence[Lease]) -> None:
         """Recompute what is promised and doubled, and that no lease lacks a block between those that it has."""
-        holders: Counter[BlockId] = Counter()
-        promised = 0
-        for lease in leases:
-            holders.update(self.holders(lease))
-            holders.update(source for source, _ in lease.copies[1:])
-            for group, table in enumerate(lease.windows):
-                held = [at for at, block in enumerate(table) if block != GONE]
-                assert len(held) == lease.held[group] and len(table) == len(lease.blocks)
-                assert not held or held[0] >= lease.starts[group], (held, lease.starts)
-                promised += _promise(lease.charges[group], len(held))
-                for at in held:
-                    if at < len(lease.path):
-                        assert lease.path[at].windows is not None
-        assert promised == self.promised, (promised, self.promised)
+        for _ in self.check_parts(leases):
+            pass
         assert all(map(self._cache.holds, self._worth)), "what is gone is worth nothing"
-        assert holders == self._holders, holders - self._holders
-        assert self.doubled == sum(holders.values()) - len(holders)
+
+    def check_parts(self, leases: Sequence[Lease]) -> Iterator[int]:
+        """Do so a part at a time, and yield how many blocks each was; between two, anything may change. What leases
+        hold is copied in the beginning."""
+        tables, starts, held, promised = [], [], [], 0
+        others = [[source for source, _ in lease.copies[1:]] for lease in leases]
+        holding, doubled = self._holders.copy(), self.doubled
+        for lease in leases:
+            assert all(len(table) == len(lease.blocks) for table in lease.windows)
+            assert all(node.windows is not None for node in lease.path[-1:])
+            tables += [table.copy() for table in lease.windows]
+            starts += lease.starts
+            held += lease.held
+            promised += sum(map(_promise, lease.charges, lease.held))
+        assert promised == self.promised, (promised, self.promised)
+        yield (sum(map(len, tables)) + len(holding)) // 32
+        holders: Counter[BlockId] = Counter()
+        for table, start, count in zip(tables, starts, held, strict=True):
+            for at in range(0, len(table), PART_BLOCKS):
+                part = [block for block in table[at : at + PART_BLOCKS] if block != GONE]
+                assert not part or all(block == GONE for block in table[at : min(start, at + PART_BLOCKS)]), (at, start)
+                holders.update(part)
+                count -= len(part)
+                yield PART_BLOCKS
+            assert not count, (start, count)
+        for sources in others:
+            holders.update(sources)
+        assert holders == holding, holders - holding
+        assert doubled == sum(holders.values()) - len(holders)
+        yield len(holders) // 8
+        worth = list(self._worth)
+        for at in range(0, len(worth), PART_BLOCKS):
+            part = worth[at : at + PART_BLOCKS]
+            assert all(self._cache.holds(block) or block not in self._worth for block in part), "it is worth nothing"
+            yield PART_BLOCKS
 
 
 def _promise(charge: int, held: int) -> int:

@@ -260,6 +260,10 @@ class PrefillScheduler:
     def check(self) -> None:
         """Recompute the invariants."""
         self.kv.check()
+        self.check_requests()
+
+    def check_requests(self) -> None:
+        """Do so but for the blocks."""
         self.source.check()
         if self.fetches is not None:
             self.fetches.check()

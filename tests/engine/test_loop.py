@@ -50,6 +50,8 @@ class Turns:
 
     def check(self) -> None: ...
 
+    def check_requests(self) -> None: ...
+
     def handle(self, event: str, now: float) -> list[str]:
         self.log.append(f"handle {event} at {now:g}")
         return self._touch([event])

@@ -3,22 +3,27 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from engine.kv.cache_ledger import CacheLedger
+from engine.kv.ledger import BlockLedger
+from telemetry.audit import SlicedLedger
 from tests.sim.clock import Process, Violation
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 CHECK_EVERY = 16
+SLICE_BLOCKS = 16
 
 
 class Audit:
-    """Checks the world and changes nothing in it. Mutable state: how often it was asked about each process, and who was
-    preempted when it last was."""
+    """Checks the world and changes nothing in it. Mutable state: how often it was asked about each process, who was
+    preempted when it last was, and where the checks in slices are."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
         self._occasions: Counter[int] = Counter()
         self._preempted: dict[int, dict[str, int]] = {}
+        self._slices: dict[int, list[SlicedLedger]] = {}
 
     def is_due(self, process: Process) -> bool:
         """Say whether it is this time's turn. The ledgers of a process are recomputed at every sixteenth occasion, when
@@ -33,9 +38,22 @@ class Audit:
         if world.say is not None and process.role == "decode":
             self._say_preempted(process)
         world.memories[process.pid].check()
+        self._check_slices(process)
         if self.is_due(process):
             self.recompute(process)
         world.witness.passes(process)
+
+    def _check_slices(self, process: Process) -> None:
+        """Go on with what a worker's own auditor checks in slices, which must not find anything that is not so."""
+        kv = self._world.workers[process.pid].scheduler.kv
+        ledgers = self._slices.setdefault(process.pid, [])
+        if not ledgers:
+            ledgers += [BlockLedger(kv), CacheLedger(kv)]
+        try:
+            for ledger in ledgers:
+                ledger.check_some(SLICE_BLOCKS)
+        except Exception as error:
+            raise Violation(f"{process}, in slices: {type(error).__name__}: {error}\n{kv!r}") from error
 
     def recompute(self, process: Process) -> None:
         """Recompute all ledgers of a process, now. Raises Violation."""

@@ -76,3 +76,48 @@ def test_every_ledger_has_its_turn() -> None:
         auditor.look()
         clock.now += 0.5
     assert [ledger.checks for ledger in ledgers.values()] == [5, 5, 5]
+
+
+class Long:
+    """A ledger of many blocks, one of which may be broken."""
+
+    def __init__(self, clock: Clock, blocks: int, broken: int = -1) -> None:
+        self.rounds = self.looked = 0
+        self._clock, self._blocks, self._broken = clock, blocks, broken
+
+    def check(self) -> None:
+        self._clock.now += self._blocks * 1e-6
+
+    def check_some(self, limit: int) -> bool:
+        first, self.looked = self.looked, min(self._blocks, self.looked + limit)
+        self._clock.now += (self.looked - first) * 1e-6
+        if first <= self._broken < self.looked:
+            raise ValueError("it is broken")
+        if self.looked < self._blocks:
+            return False
+        self.rounds, self.looked = self.rounds + 1, 0
+        return True
+
+
+def test_a_long_ledger_is_checked_in_slices() -> None:
+    """Guards every stream of a worker against the number of its blocks: none waits for more than a slice, which takes
+    no more than its share of the time, and every ledger still has its turn."""
+    clock, spent = Clock(), list[float]()
+    long, short = Long(clock, 1_000_000), Slow(clock, 0.0)
+    auditor = Auditor({"long": long, "short": short}, clock, spent.append, every_s=0.4, slice_items=2000)
+    began_s = clock.now
+    while clock.now < began_s + 250.0:
+        auditor.look()
+        clock.now += 0.01
+    assert max(spent) <= 0.0021 and sum(spent) <= 0.011 * 250.0
+    assert (long.rounds, short.checks) == (2, 2), "a second of checks takes a hundred"
+
+
+def test_what_a_slice_finds_ends_the_worker_though_it_was_mended_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the cause that is counted: a check of everything sees the next moment, in which all may add up."""
+    clock = Clock()
+    auditor = Auditor({"long": Long(clock, 10_000, broken=5_000)}, clock, lambda seconds: None, slice_items=2000)
+    with caplog.at_level(logging.CRITICAL), pytest.raises(AuditError, match=r"^the long ledger .* it is broken"):
+        for _ in range(5):
+            auditor.look()
+            clock.now += 1.0

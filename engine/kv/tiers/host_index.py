@@ -9,21 +9,25 @@ in nobody's way: it is being read, or kept for somebody.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from engine.kv.shares import CacheShares
 from engine.kv.tiers.commands import TierSlot
 
+PART_SLOTS = 64
+"""Slots that are checked together."""
+
 
 class HostIndex:
-    """Mutable state, all of it: `_free`, `_slots`, `_owners` (each block's namespace), `_idle` in order of last use,
-    the same by namespace in `shares`, `_pins` and `_spoilt`."""
+    """Mutable state, all of it: `_free`, `_slots`, the same by slot in `_names` (None: it is free), `_owners` (each
+    block's namespace), `_idle` in order of last use, the same by namespace in `shares`, `_pins` and `_spoilt`."""
 
     def __init__(self, slots: int) -> None:
         self.total = slots
         self._free = [TierSlot(index) for index in range(slots - 1, -1, -1)]
         self._slots: dict[bytes, TierSlot] = {}
+        self._names: list[bytes | None] = [None] * slots
         self._owners: dict[bytes, bytes] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self.shares: CacheShares[bytes] = CacheShares(slots)
@@ -59,8 +63,10 @@ class HostIndex:
             forgotten = self.shares.pop(loser)
             self.shares.gave(self._owners.pop(forgotten))
             del self._idle[forgotten]
-            self._free.append(self._slots.pop(forgotten))
+            self._give(forgotten)
         slot = self._slots[identity] = self._free.pop()
+        assert self._names[slot.index] is None, "a slot is given twice"
+        self._names[slot.index] = identity
         self._owners[identity] = namespace
         self._join(identity)
         return slot, forgotten
@@ -87,7 +93,7 @@ class HostIndex:
         del self._pins[identity]
         if identity in self._spoilt:
             self._spoilt.remove(identity)
-            self._free.append(self._slots.pop(identity))
+            self._give(identity)
             self.shares.gave(self._owners.pop(identity))
             return True
         self._join(identity, first=first)
@@ -109,6 +115,8 @@ class HostIndex:
 
     def check(self) -> None:
         """Recompute that every slot is free or some block's, and every block in line or pinned."""
+        for _ in self.check_parts():
+            pass
         used = [slot.index for slot in (*self._free, *self._slots.values())]
         assert sorted(used) == list(range(self.total)), self
         assert not self._idle.keys() & self._pins.keys()
@@ -118,6 +126,41 @@ class HostIndex:
         assert self._owners.keys() == self._slots.keys()
         self.shares.check(Counter(self._owners.values()))
         assert {identity for _, line in self.shares.lines() for identity in line} == self._idle.keys()
+
+    def check_parts(self) -> Iterator[int]:
+        """Do so a part at a time, and yield how many slots each was; between two, anything may change. What is said of
+        all slots at once is taken from one moment."""
+        free, owners, used = self._free.copy(), list(self._owners.values()), self.shares.used()
+        assert len(free) + len(self._slots) == self.total, self
+        assert len(self._idle) + len(self._pins) == len(self._slots) == len(owners), self
+        assert self.shares.idle == len(self._idle)
+        self.shares.check_lines()
+        yield (len(free) + len(owners)) // PART_SLOTS
+        found, counted = set[TierSlot](), Counter[bytes]()
+        for at in range(0, len(free), PART_SLOTS):
+            found.update(free[at : at + PART_SLOTS])
+            assert all(self._names[slot.index] is None for slot in self._free[at : at + PART_SLOTS]), self
+            yield PART_SLOTS
+        assert len(found) == len(free), "a slot is free twice"
+        for at in range(0, len(owners), PART_SLOTS):
+            counted.update(owners[at : at + PART_SLOTS])
+            yield PART_SLOTS
+        self.shares.compare(used, counted)
+        for at in range(0, self.total, PART_SLOTS):
+            for index, name in enumerate(self._names[at : at + PART_SLOTS], at):
+                if name is not None:
+                    assert self._slots[name].index == index, (name, index)
+                    is_idle = name in self._idle
+                    assert is_idle != (name in self._pins) and self._pins.get(name, 1) > 0, name
+                    assert ((self._owners[name], name) in self.shares) == is_idle, name
+                    assert name not in self._spoilt or not is_idle, name
+            yield PART_SLOTS
+
+    def _give(self, identity: bytes) -> None:
+        """The block's slot is free."""
+        slot = self._slots.pop(identity)
+        self._names[slot.index] = None
+        self._free.append(slot)
 
     def _join(self, identity: bytes, *, first: bool = False) -> None:
         self._idle[identity] = None

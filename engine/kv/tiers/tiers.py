@@ -17,7 +17,7 @@ A disk that fails once, above all for being full, is given up, files and all, fo
 not answer is too, but its files stay, for the next life to find.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine import identity
 from engine.kv.tiers.commands import (
@@ -342,6 +342,17 @@ class Tiers:
         self.host.check()
         if self.disk is not None:
             self.disk.check()
+        self.check_under_way()
+
+    def check_parts(self) -> Iterator[int]:
+        """Do so a part at a time, and yield how many blocks each was; between two, anything may change."""
+        yield from self.host.check_parts()
+        if self.disk is not None:
+            yield from self.disk.check_parts()
+        self.check_under_way()
+
+    def check_under_way(self) -> None:
+        """Recompute that nothing else has the slots that loads, stores and the spill use."""
         for load in self._loads.values():
             for place, ident in zip(load.places, load.identities, strict=True):
                 assert isinstance(place, OnDisk) or self.host.slot(ident) == place, "a slot that is read is reused"

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.kv.block_pool import BlockState
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.radix_cache import Node
+from tests.engine.kv.slices import KVSlices
 
 BLOCKS, SIZE = 16, 4
 Slot = tuple[bytes, tuple[int, ...]]
@@ -38,6 +39,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.kv = KVCacheManager(BLOCKS, SIZE, "m")
+        self.slices = KVSlices(self.kv)
         self.memory: list[list[Slot | None]] = [[None] * SIZE for _ in range(BLOCKS)]
         self.live: list[Request] = []
         self.parked: list[Lease] = []
@@ -223,6 +225,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.kv.check()
+        self.slices.go_on()
         for request in self.live:
             self._reads_its_own(request)
         for name, tokens, node in self._paths():

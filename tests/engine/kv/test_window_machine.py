@@ -25,6 +25,7 @@ from engine.kv.ledger import BlockLedger
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.windows import WindowTables
 from engine.types import BlockId
+from tests.engine.kv.slices import KVSlices
 
 SIZE, CHUNK, BLOCKS = 4, 6, 48
 Slot = tuple[int, bytes, tuple[int, ...]]
@@ -58,6 +59,7 @@ class WindowMachine(RuleBasedStateMachine):
         groups = (LayerGroup((0,)), *(LayerGroup((at,), window) for at, window in enumerate(windows, 1)))
         self.groups = groups
         self.kv = KVCacheManager(BLOCKS, SIZE, "m", groups=groups, ahead_tokens=CHUNK)
+        self.slices = KVSlices(self.kv)
         self.kv.entitle(b"tenant", share)
         self.memory: list[list[Slot | None]] = [[None] * SIZE for _ in range(BLOCKS)]
 
@@ -254,6 +256,7 @@ class WindowMachine(RuleBasedStateMachine):
             return
         self.kv.check()
         BlockLedger(self.kv).check()
+        self.slices.go_on()
         for request in self.live:
             if not request.lease.copies:
                 self._reads_its_own(request, request.computed)

@@ -18,6 +18,7 @@ from engine.kv.tiers.commands import Loaded, OnDisk, Save, Spill, Spilled, Store
 from engine.kv.tiers.fetches import Fetches
 from engine.kv.tiers.stashes import Stash, Stashes
 from engine.kv.tiers.tiers import Tiers
+from tests.engine.kv.slices import KVSlices
 from tests.engine.kv.test_window_machine import BLOCKS, CHUNK, SIZE, Slot, WindowMachine, names, windows
 
 HOST_BLOCKS, SEGMENTS = 40, 8
@@ -40,6 +41,7 @@ class GroupedTierMachine(WindowMachine):
         self.groups = (LayerGroup((0,)), *(LayerGroup((at,), window) for at, window in enumerate(windows, 1)))
         self.tiers = Tiers(HOST_BLOCKS, 4096, disk_bytes=SEGMENTS * 11 * 4096)
         self.kv = KVCacheManager(BLOCKS, SIZE, "m", self.tiers, self.groups, ahead_tokens=CHUNK)
+        self.slices = KVSlices(self.kv)
         self.fetches, self.stashes = Fetches(self.kv, self.tiers), Stashes(self.kv, self.tiers)
         self.memory: list[Content] = [[None] * SIZE for _ in range(BLOCKS)]
 

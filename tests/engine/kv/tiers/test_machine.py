@@ -24,6 +24,7 @@ from engine.kv.tiers.commands import (
 from engine.kv.tiers.fetches import Fetches
 from engine.kv.tiers.stashes import Stash, Stashes
 from engine.kv.tiers.tiers import Tiers
+from tests.engine.kv.slices import KVSlices
 from tests.engine.kv.test_machine import BLOCKS, SIZE, Machine, Slot, names
 
 HOST_BLOCKS, SEGMENTS = 8, 6
@@ -39,6 +40,7 @@ class TieredMachine(Machine):
         # Segments of two blocks of 4096 bytes, with a page before them.
         self.tiers = Tiers(HOST_BLOCKS, 4096, disk_bytes=SEGMENTS * 3 * 4096)
         self.kv = KVCacheManager(BLOCKS, SIZE, "m", self.tiers)
+        self.slices = KVSlices(self.kv)
         self.fetches = Fetches(self.kv, self.tiers)
         self.slots: list[Content] = [[None] * SIZE for _ in range(HOST_BLOCKS)]
         self.segments: dict[int, list[Content]] = {}
