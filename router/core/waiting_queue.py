@@ -125,8 +125,9 @@ class WaitingQueue:
     def _first_and_stuck(self) -> Call | None:
         """Return who was next, if it still waits and had room nowhere when that was last looked for."""
         stuck = self._stuck
-        is_there = stuck is not None and self._table.calls.get(stuck.record.request) is stuck
-        return stuck if is_there and stuck.state is State.WAITING else None
+        if stuck is None or stuck.state is not State.WAITING:
+            return None
+        return stuck if self._table.calls.get(stuck.record.request) is stuck else None
 
     def _advance(self, now: float, out: list[Command]) -> None:
         self._stuck = None
