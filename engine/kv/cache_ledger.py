@@ -135,12 +135,12 @@ class CacheLedger:
             yield len(before) + 1
 
     def _tables(self) -> Iterator[int]:
-        """Every table of a lease is of the blocks of its group."""
+        """Every table of a lease, while it holds blocks, is of those of its group."""
         kv = self._kv
         for lease in list(kv.leases()):
             for group in range(len(lease.tables)):
                 at = 0
-                while at < len(lease.tables[group]):
+                while lease in kv._leases and at < len(lease.tables[group]):
                     part = lease.tables[group][at : at + PART_BLOCKS]
                     assert all(block == GONE or kv.pool.group(block) == group for block in part), (group, part)
                     at += len(part)
