@@ -226,3 +226,14 @@ def test_blocks_that_come_and_go_meanwhile_break_nothing() -> None:
                 kv.tiers.handle(Spilled(command.segment, ""))  # type: ignore[union-attr]
     assert min(rounds) > 3
     kv.check()
+
+
+def test_a_lease_that_ends_while_its_tables_are_checked_breaks_nothing() -> None:
+    """Guards a sound worker: its blocks are another group's by then, and its table is read no more."""
+    kv, *leases = site((LayerGroup((0,)), LayerGroup((1,), 22)))
+    tables = CacheLedger(kv)._tables()
+    next(tables)
+    for lease in leases:
+        kv.release(lease)
+    kv.pool._groups = [1 - group for group in kv.pool._groups]
+    assert not list(tables)
