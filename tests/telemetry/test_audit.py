@@ -83,15 +83,19 @@ class Long:
 
     def __init__(self, clock: Clock, blocks: int, broken: int = -1) -> None:
         self.rounds = self.looked = 0
+        self.is_broken_whole = False
         self._clock, self._blocks, self._broken = clock, blocks, broken
 
     def check(self) -> None:
         self._clock.now += self._blocks * 1e-6
+        if self.is_broken_whole:
+            raise ValueError("it is broken")
 
     def check_some(self, limit: int) -> bool:
         first, self.looked = self.looked, min(self._blocks, self.looked + limit)
         self._clock.now += (self.looked - first) * 1e-6
         if first <= self._broken < self.looked:
+            self.looked = 0
             raise ValueError("it is broken")
         if self.looked < self._blocks:
             return False
@@ -113,11 +117,20 @@ def test_a_long_ledger_is_checked_in_slices() -> None:
     assert (long.rounds, short.checks) == (2, 2), "a second of checks takes a hundred"
 
 
-def test_what_a_slice_finds_ends_the_worker_though_it_was_mended_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards the cause that is counted: a check of everything sees the next moment, in which all may add up."""
+def test_what_a_slice_finds_ends_the_worker_where_everything_bears_it_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a healthy worker's requests against a slice that compares two moments; and that what is broken ends it."""
     clock = Clock()
-    auditor = Auditor({"long": Long(clock, 10_000, broken=5_000)}, clock, lambda seconds: None, slice_items=2000)
-    with caplog.at_level(logging.CRITICAL), pytest.raises(AuditError, match=r"^the long ledger .* it is broken"):
-        for _ in range(5):
+    long = Long(clock, 10_000, broken=5_000)
+    auditor = Auditor({"long": long}, clock, lambda seconds: None, slice_items=2000)
+
+    def look() -> None:
+        for _ in range(6):
             auditor.look()
             clock.now += 1.0
+
+    with caplog.at_level(logging.ERROR):
+        look()
+    assert "a part of the long ledger did not add up, and all of it does now: it is broken" in caplog.text
+    long.is_broken_whole = True
+    with pytest.raises(AuditError, match=r"^the long ledger .* it is broken"):
+        look()
