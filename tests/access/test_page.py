@@ -162,6 +162,7 @@ def test_a_certificate_that_is_not_good_replaces_none_that_is(
     certificates = ServerCertificates(PemSettings(pair.cert, pair.key, ""), clock=lambda: now_s)
     first = certificates.pem()
     _replace(pair, make_certificate(tmp_path, ca, "headrace", file="expired", days=-1))
+    now_s = time.time()
     assert [certificates.pem() is first for _ in range(3)] == [True] * 3
     (said,) = caplog.messages
     assert "expired on" in said and said.endswith("the certificates before it stay in force")

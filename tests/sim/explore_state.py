@@ -298,7 +298,7 @@ def _clone_sender(old: KVSender) -> KVSender:
 def _clone_receiver(old: KVReceiver) -> KVReceiver:
     new = KVReceiver()
     for name, receiving in old._handoffs.items():
-        twin = _Receiving(receiving.expected)
+        twin = _Receiving(receiving.expected, set(receiving.wanted))
         twin.state = receiving.state
         twin.seen = set(receiving.seen)
         twin.outstanding = dict(receiving.outstanding)
