@@ -19,6 +19,7 @@ from engine.model.prepared.loading import load_weights
 from kernels import scaled_linear
 from kernels.coded_weight import CodedWeight
 from kernels.launch import interpreted
+from kernels.native import native
 from kernels.scaled_linear import Float8Weight, rounded
 from tests.engine.model import hf_quantized as packing
 from tests.engine.model.hf_quantized import SIZES, Format, save_quantized
@@ -54,7 +55,9 @@ def round_inputs(model: Any, part: int) -> None:
 @pytest.mark.parametrize(
     "kernels",
     [
-        "native",
+        pytest.param(
+            "native", marks=pytest.mark.skipif(native() is None, reason="the native kernels were not built here")
+        ),
         "torch",
         pytest.param("triton", marks=pytest.mark.skipif(not interpreted(), reason="for Triton's interpreter")),
     ],
