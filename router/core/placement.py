@@ -188,16 +188,15 @@ class Placer:
         """Unless told otherwise, a prefill worker is always preferred to none."""
         return not self._local_prefill and choice.prefill.name == LOCAL.name, choice.cost.total_s
 
-    def may_have_room(self, name: str, call: Call, *, shares: bool = False) -> bool:
-        """Return False if a worker has no room for `call` as a decode worker. `shares`: there may be another sample of
-        its prompt."""
+    def may_have_room(self, name: str, call: Call) -> bool:
+        """Return False if a worker has no room for `call` as a decode worker."""
         worker = self._registry.get(name)
         if worker is None or worker.info.role != "decode":
             return False
         wanted = demand(call.record, worker.info)
         if wanted.blocks - wanted.prompt_blocks > worker.info.blocks - worker.used_blocks:
             return False  # also where all of its prompt is cached
-        return shares or bool(self._views.roomy(Held(self._index, call), [worker]))
+        return bool(self._views.roomy(Held(self._index, call), [worker]))
 
     def have_all_refused(self, now: float) -> bool:
         """Return True if nobody can be offered anything before the next report."""

@@ -108,8 +108,7 @@ class WaitingQueue:
         """A worker has reported: go on, unless room is waited for that it has not. Where hundreds of them are full, all
         would be compared at the report of each. What else may have changed is seen by the next tick."""
         stuck = self._first_and_stuck()
-        is_sample = stuck is not None and any(True for _ in self._table.hosts(stuck))
-        if stuck is None or self._placer.may_have_room(worker, stuck, shares=is_sample):
+        if stuck is None or self._placer.may_have_room(worker, stuck):
             self.advance(now, out)
 
     def entered(self, call: Call, now: float, out: list[Command]) -> None:

@@ -95,19 +95,6 @@ class Conversations:
                 return text, known.ids, text[known.characters :]
         return text, [], text
 
-    def remember(
-        self,
-        chat: ChatPrompt,
-        namespace: bytes,
-        prompt: TokenizedPrompt,
-        turn: Callable[[str], ChatMessage],
-        answer: str,
-        emitted: Sequence[int],
-        ends: Sequence[int] = (),
-    ) -> None:
-        """Keep a finished turn (`finished`)."""
-        self.keep(self.finished(chat, namespace, prompt, turn, answer, emitted, ends))
-
     def finished(
         self,
         chat: ChatPrompt,

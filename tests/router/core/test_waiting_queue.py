@@ -9,6 +9,7 @@ import pytest
 from engine.messages import Accepted, Orphan, Place, Refused, TenantsTold, Tokens
 from engine.types import FinishReason, Incarnation, RequestId, TokenLogprobs
 from router.core.call import Call, State
+from router.core.core import MOST_OVERDUE
 from router.core.ejection import CONSECUTIVE
 from router.core.events import ClientLeft, Command, Fail, Lost, Submit, TellWorker, Tick, WorkerSaid
 from router.core.fair_share import MOST_PASSED
@@ -415,6 +416,19 @@ def test_a_flood_that_a_worker_refuses_does_not_stand_before_all_others() -> Non
     assert "late" in following[: 1 + MOST_PASSED], "as if nobody had been refused"
 
 
+def test_what_is_overdue_is_not_placed_while_others_are_ended() -> None:
+    """Guards a worker from requests whose deadline is over: a tick ends some of a crowd, and the line moved up."""
+    bench = Bench(blocks=100_000, deadline_margin=0.0)
+    count = MOST_OVERDUE + MOST_OPEN_OFFERS + 9
+    for number in range(count):
+        bench.do(Submit(request_record(f"r{number}"), deadline_s=1.0))
+    bench.now = 2.0
+    out = bench.do(Tick())
+    assert sum(isinstance(c, Fail) for c in out) == MOST_OVERDUE and not offered(out)
+    out = bench.do(Tick())
+    assert sum(isinstance(c, Fail) for c in out) == count - MOST_OVERDUE and not offered(out)
+
+
 def test_offers_that_are_open_hold_up_nobody_that_came_back_and_no_other_worker() -> None:
     bench = Bench(blocks=100_000)
     for number in range(40):
@@ -436,6 +450,19 @@ def asked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(bench.router._placer, "choose", counting)
     return names
+
+
+def test_a_full_workers_report_is_no_walk_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the event loop further: a long prompt has many blocks to look for, also where there is room for none."""
+    bench = Bench(blocks=16)
+    bench.hear(load(active=16, blocks=16))
+    bench.do(Submit(request_record("a", 40)))
+    walks: list[int] = []
+    monkeypatch.setattr(bench.router.index, "depths", lambda chain: walks.append(len(chain)) or {})
+    bench.hear(load(active=16, blocks=16))
+    assert not walks
+    bench.hear(load(active=4, blocks=16))
+    assert walks
 
 
 def test_a_full_workers_report_does_not_have_all_others_compared(monkeypatch: pytest.MonkeyPatch) -> None:

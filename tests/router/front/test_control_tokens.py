@@ -146,7 +146,8 @@ def test_a_next_turn_begins_with_the_ids_of_the_turn_before(parsed: bool | None)
     answer = "you wrote <|im_start|>system" if parsed is None else "yes"
     emitted = TEXT.encode(answer, add_special=False, is_literal=True)
     turn_made = partial(turn_of, None, "r")
-    intake.conversations.remember(first.chat, first.record.namespace, first.prompt, turn_made, answer, emitted)
+    chats, made = intake.conversations, (first.chat, first.record.namespace, first.prompt, turn_made)
+    chats.keep(chats.finished(*made, answer, emitted))
     turn += [{"role": "assistant", "content": answer}, {"role": "user", "content": "no"}]
     call = parse_chat(json.dumps({"messages": turn, **asked}).encode()).call
     asked_again = chat([(one["role"], one["content"]) for one in turn], is_literal=parsed is None)

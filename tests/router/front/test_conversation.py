@@ -30,7 +30,7 @@ def encoded(chats: Conversations, messages: list[tuple[str, str]], space: bytes 
 def remembered(emitted: list[int], answer: str, capacity: int = 10_000) -> Conversations:
     chats = Conversations(Ambiguous(), capacity)
     prompt = TokenizedPrompt(Ambiguous().render_chat(chat(ASKED)), encoded(chats, ASKED))
-    chats.remember(chat(ASKED), b"", prompt, said, answer, emitted)
+    chats.keep(chats.finished(chat(ASKED), b"", prompt, said, answer, emitted))
     return chats
 
 
@@ -60,7 +60,7 @@ def test_ends_that_nobody_is_shown_are_not_in_the_next_turn(
     """Guards the next prompt from a control token of `stop_token_ids`, and from ends that `ignore_eos` went past."""
     chats = Conversations(Ambiguous(), 10_000)
     prompt = TokenizedPrompt(Ambiguous().render_chat(chat(ASKED)), encoded(chats, ASKED))
-    chats.remember(chat(ASKED), b"", prompt, said, "abc", emitted, ends)
+    chats.keep(chats.finished(chat(ASKED), b"", prompt, said, "abc", emitted, ends))
     assert bool(chats.begin(chat([*ASKED, ("assistant", "abc"), NEXT]), b"")[1]) == is_kept
 
 
@@ -97,7 +97,7 @@ def test_memory_is_known_from_the_number_of_tokens() -> None:
     def ask(number: int) -> None:
         turns = [("user", f"question {number}")]
         prompt = TokenizedPrompt(ByteText().render_chat(chat(turns)), encoded(chats, turns))
-        chats.remember(chat(turns), b"", prompt, said, "answer", [*b"answer", END])
+        chats.keep(chats.finished(chat(turns), b"", prompt, said, "answer", [*b"answer", END]))
 
     ask(0)
     tracemalloc.start()

@@ -138,7 +138,8 @@ def test_a_salt_reaches_the_record_and_the_beginnings_of_chats() -> None:
         def turn(text: str) -> ChatMessage:
             return ChatMessage("assistant", text)
 
-        intake.conversations.remember(first.chat, first.record.namespace, first.prompt, turn, "??", odd)
+        chats, made = intake.conversations, (first.chat, first.record.namespace, first.prompt, turn)
+        chats.keep(chats.finished(*made, "??", odd))
         turn = [*CHAT, ChatMessage("assistant", "??"), ChatMessage("user", "more")]
         for salt, is_known in (("x", True), ("", False), ("y", False)):
             again = await intake.take(GenerateCall(prompt=turn, tenant="a", cache_salt=salt))

@@ -151,8 +151,10 @@ def test_the_turn_after_a_call_begins_with_the_very_ids_of_the_call() -> None:
     # Ids that the tokenizer would not choose: byte by byte, and the last is the end of the turn.
     emitted = text.encode(ANSWER, add_special=False, is_literal=True)
     turn = turn_of(first.form.parsing, "r1", ANSWER)
-    intake.conversations.remember(
-        first.chat, first.record.namespace, first.prompt, lambda answer: turn, ANSWER, [*emitted, *text.stop_ids]
+    intake.conversations.keep(
+        intake.conversations.finished(
+            first.chat, first.record.namespace, first.prompt, lambda answer: turn, ANSWER, [*emitted, *text.stop_ids]
+        )
     )
     result = ChatMessage("tool", "no", tool_call_id=turn.tool_calls[0].id)
     call = msgspec.structs.replace(ASKED, prompt=[*ASKED.prompt, turn, result])
