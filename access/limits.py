@@ -176,6 +176,8 @@ class TenantLimits:
 
     def _tell(self, name: str, now: float) -> Use:
         """Return what is told of a tenant, and note that it is."""
+        if name in self._used_s:
+            self._used_s[name] = self._used_s.pop(name)  # it stands last now
         usage = self._usage.get(name)
         # Told, it is never below 0; what a router before this one was charged may have been given back here.
         use = max(self._spent.get(name, 0), 0), usage.running if usage is not None else 0

@@ -29,8 +29,10 @@ class CacheLedger:
         self._slices = Slices(self._check_parts)
 
     def check(self) -> None:
-        """Recompute everything at once."""
+        """Recompute everything at once, also what only slices look at."""
         self._kv.check()
+        for _ in self._check_parts():
+            pass
 
     def check_some(self, limit: int) -> bool:
         """Check some more, about `limit` blocks; True when everything has had its turn."""

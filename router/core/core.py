@@ -563,11 +563,8 @@ class Router:
         for call in self._table.unanswered(now - self._config.worker_silent_s):
             if call.decode_life is not None:
                 self._failed(call.decode_life, "it left an offer unanswered", now, out)
-        late = self._table.overdue(now, MOST_OVERDUE)
-        for call in late:
+        for call in self._table.overdue(now, MOST_OVERDUE):
             self._close(call.record.request, FinishReason.DEADLINE, out)
-        if len(late) == MOST_OVERDUE:
-            return  # the queue moves up when none of them is left
         if self.registry.live("decode", now):
             self._no_decode_since_s = None
             self._queue.advance(now, out)

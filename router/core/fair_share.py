@@ -24,7 +24,6 @@ request's, so that one with k older ones is served within OLDEST_EVERY · (k + 1
 """
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -65,7 +64,7 @@ class _Account:
     is_due_again: bool = False
     """It is to be told, also if nothing has changed."""
     line: "list[_Entry]" = field(default_factory=list)
-    arrived: "OrderedDict[int, _Entry]" = field(default_factory=OrderedDict)
+    arrived: "list[_Entry]" = field(default_factory=list)
     requests: int = 0
     turns: int = 0
     """Requests served since its oldest one was."""
@@ -78,7 +77,7 @@ class _Account:
 
     @property
     def oldest(self) -> "_Entry":
-        return next(iter(self.arrived.values()))
+        return self.arrived[0]
 
     @property
     def is_untold(self) -> bool:
@@ -157,8 +156,8 @@ class FairShare:
         return request in self and self._entries[request].account.next.request == request
 
     def put_aside(self, request: RequestId) -> None:
-        """No worker could hold the request as things are. It stands in no line, and its tenant pays nothing for that.
-        """
+        """No worker could hold the request as things are. It stands in no line, and its tenant is
+        charged nothing."""
         entry = self._entries[request]
         self._take_out(entry)
         entry.is_aside = True
@@ -273,8 +272,9 @@ class FairShare:
                 account.is_due_again = account.charged > 0.0
         self._words += 1
         is_due = {tenant: account.spent - least <= QUANTUM for tenant, account in waiting.items()}
-        first = [tenant for tenant, due in is_due.items() if told.get(tenant) is not due]
-        first += [tenant for tenant in told if tenant not in waiting]
+        # In the accounts' order, in which those named last stand last.
+        first = [tenant for tenant in accounts if told.get(tenant) is not is_due.get(tenant)]
+        first += [tenant for tenant in told if tenant not in accounts]
         named = dict.fromkeys(first[:MOST_NAMED])
         if len(named) < MOST_NAMED:
             more = (
@@ -306,7 +306,7 @@ class FairShare:
     def heard(self, told: TenantsTold, now: float) -> bool:
         """Take in what another router has charged, and who waits there; False if that was known."""
         waiting = self._others.waiting
-        was_idle = not (waiting or self._waiting)
+        was_idle = not (waiting or self._waiting or self._aside)
         come = {tenant for tenant, (_, waits, _) in told.lines.items() if waits and tenant not in waiting}
         # Where those begin that come anew: looked for among all, so only where somebody does.
         least = self._least() if come else 0.0
@@ -355,7 +355,7 @@ class FairShare:
         assert sorted(lined) == sorted(waiting), "the lines hold others than those that wait"
         for tenant, account in self._waiting.items():
             assert account.line == sorted(account.line, key=_key) and self._accounts[tenant] is account
-            assert list(account.arrived.values()) == sorted(account.line, key=_turn)
+            assert account.arrived == sorted(account.line, key=_turn)
         assert sum(account.requests for account in self._accounts.values()) == len(self._entries)
 
     def _first(self) -> _Account | None:
@@ -382,16 +382,13 @@ class FairShare:
                 account.spent = max(account.spent, self._least())
             self._waiting[tenant] = account
         insort(account.line, entry, key=_key)
-        arrived, is_latest = account.arrived, not account.arrived or next(reversed(account.arrived)) < _turn(entry)
-        arrived[_turn(entry)] = entry
-        if not is_latest:
-            for turn in sorted(arrived):
-                arrived.move_to_end(turn)
+        insort(account.arrived, entry, key=_turn)
 
     def _take_out(self, entry: _Entry) -> None:
         line = entry.account.line
         del line[bisect_left(line, entry.key, key=_key)]
-        del entry.account.arrived[_turn(entry)]
+        arrived = entry.account.arrived
+        del arrived[bisect_left(arrived, _turn(entry), key=_turn)]
         if not line:
             del self._waiting[self._tenants[entry.request]]
 

@@ -31,7 +31,7 @@ MOST_OPEN_OFFERS = 16
 before all lines, so of a flood that workers refuse no more stands before those that come later."""
 MOST_AT_ONCE = 32
 """Requests of the line that one event deals with, so that nobody else waits for hundreds which come back when a worker
-is lost: the answer to an offer, or the next tick, goes on."""
+is lost: whatever comes next goes on, at the latest a tick."""
 ASIDE_S = 0.25
 MOST_TRIED = 8
 """So many of those that no worker could hold which takes requests now are tried again in such a time, and in any when
@@ -50,8 +50,8 @@ class WaitingQueue:
     # skipped. The turns of those that no worker could hold which takes requests, in the order in which they are tried
     # again; how many of them are due, when more are, and how often workers had begun to take requests. For how long
     # somebody has waited here, and since when somebody does; when, on that clock, workers took requests since nobody
-    # last waited anywhere; whether it stands until an offer is answered; whose turn it is while `advance` runs, and who
-    # was next when that found room nowhere. Those that are new are in the table's `share`.
+    # last waited anywhere; whether it stands until an offer is answered; whose turn it is while `advance` runs, and how
+    # many it has dealt with; who was next when that found room nowhere. Those that are new are in the table's `share`.
 
     def __init__(
         self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions, sessions: Sessions
@@ -73,6 +73,7 @@ class WaitingQueue:
         self._departures: deque[float] = deque(maxlen=DEPARTURES)
         self._awaits_answers = False
         self._placing: Call | None = None
+        self._dealt_with = 0
         self._stuck: Call | None = None
 
     def enter(self, call: Call, tenant: str, weight: float, session: Session | None = None) -> None:
@@ -89,11 +90,13 @@ class WaitingQueue:
         call.prefill = call.decode = ""
         call.prefill_life = call.decode_life = None
         call.yielding = False
+        self._stuck = None  # it stands before whoever that was
         heapq.heappush(self._back, (call.turn, call.record.request))
 
     def advance(self, now: float, out: list[Command]) -> None:
         """Offer requests from the head of the queue while some worker may have room. What goes wrong with one ends that
         one alone; what goes wrong before anybody's turn is known is raised."""
+        self._dealt_with = 0
         while True:
             self._placing = None
             try:
@@ -141,10 +144,11 @@ class WaitingQueue:
             self._try_passed(now)
         if not self._is_empty() and self._placer.have_all_refused(now):
             return  # before anybody asks whose turn it is
-        at_once = 0
         while (call := self._head(now)) is not None:
-            at_once += 1
-            if at_once > MOST_AT_ONCE:
+            if call.deadline_s is not None and call.deadline_s <= now:
+                break  # no worker is to hear of it: the next tick ends it
+            self._dealt_with += 1
+            if self._dealt_with > MOST_AT_ONCE:
                 self._awaits_answers = True
                 break
             self._placing = call
@@ -234,12 +238,15 @@ class WaitingQueue:
         """Give those who were passed their turns again that are due: all of them, where a worker has begun to take
         requests since."""
         calls, openings = self._table.calls, self._view.registry.openings
+        if openings == self._openings and now < self._due_s and not self._due:
+            return  # as in most events: those that are gone stay among them until then
         known = ((request, turn, calls.get(request)) for request, turn in self._passed.items())
         passed = {request: turn for request, turn, call in known if call is not None and call.turn == turn}
         if openings != self._openings:
             self._openings, self._due = openings, len(passed)
         elif now >= self._due_s:
             self._due, self._due_s = max(self._due, MOST_TRIED), now + ASIDE_S
+        self._due = min(self._due, len(passed))
         for request in list(islice(passed, min(self._due, MOST_TRIED))):
             turn = passed.pop(request)
             self._due -= 1
@@ -299,7 +306,7 @@ class WaitingQueue:
         prefill = self._view.offered(call, choice, is_fork=host is not None)
         record = call.record
         if call.deadline_s is not None:
-            record = msgspec.structs.replace(record, remaining_s=max(call.deadline_s - now, 0.0))
+            record = msgspec.structs.replace(record, remaining_s=call.deadline_s - now)
         if call.logprobs:
             record = msgspec.structs.replace(record, emitted_logprobs=call.logprobs.part(0))
         place = Place(record=record, placement=call.placement, prefill=prefill, losses=call.losses, fork_of=host)

@@ -163,14 +163,15 @@ class Intake:
         if size_bytes <= self._config.tokenize_inline_bytes:
             self.conversations.keep(work())
             return False
-        if self._pool.has_room(size_bytes):
-            task = asyncio.create_task(self._remember_long(work, size_bytes))
-            self._remembering.add(task)
-            task.add_done_callback(self._remembering.discard)
-            await asyncio.wait({task}, timeout=REMEMBER_S)
+        task = asyncio.create_task(self._remember_long(work, size_bytes))
+        self._remembering.add(task)
+        task.add_done_callback(self._remembering.discard)
+        await asyncio.wait({task}, timeout=REMEMBER_S)
         return True
 
     async def _remember_long(self, work: Callable[[], dict[bytes, FinishedChat]], size_bytes: int) -> None:
+        if not self._pool.has_room(size_bytes):
+            return  # asked at the last moment: no prompt gives way for it
         with suppress(ApiError):  # a shorter text came, and there was no room for both
             self.conversations.keep(await self._pool.run(_one_step(work), size_bytes))
 

@@ -66,23 +66,24 @@ def test_who_comes_back_has_its_old_turn() -> None:
 
 
 def test_what_an_offer_says() -> None:
-    """Guards names: no placement is given that some worker may know. The deadline goes as a duration, never below 0."""
+    """Guards names: no placement is given that some worker may know. A deadline goes as a duration, and none that is over."""
     parts = Parts()
     parts.join("d0")
     parts.join("p0")
-    call = parts.wait("a", deadline_s=9.0)
+    call = parts.wait("a", deadline_s=12.0)
     call.highest, call.losses = 7, 2
     parts.queue.advance(4.0, parts.out)
     (told,) = parts.take()
     assert is_told(told, Place) and (told.worker, told.record.prefill.name, told.reason) == ("d0", "p0", "load")
-    assert (told.record.placement, told.record.losses, told.record.record.remaining_s) == (8, 2, 5.0)
+    assert (told.record.placement, told.record.losses, told.record.record.remaining_s) == (8, 2, 8.0)
     assert call.record.remaining_s is None and (call.decode, call.prefill) == ("d0", "p0")
     parts.queue.rejoin(call)
     assert advance(parts, 10.5) == [], "nobody has reported lately"
     parts.report("d0", 10.5)
+    assert advance(parts, 12.0) == [], "its time is over"
     parts.queue.advance(10.5, parts.out)
     (told,) = parts.take()
-    assert is_told(told, Place) and (told.record.placement, told.record.record.remaining_s) == (9, 0.0)
+    assert is_told(told, Place) and (told.record.placement, told.record.record.remaining_s) == (9, 1.5)
 
 
 @pytest.mark.parametrize(
