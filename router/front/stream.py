@@ -146,11 +146,8 @@ class SampleStream:
         ids, told = ids[: len(texts)], logprobs[: len(texts)]
         if ids:
             self._timeline.tokens(len(ids), now)
-            if self.history is not None and self.history.keeps_events and not self._deltas:
-                self.history.add_each(texts, ids, told)
-            else:
-                each = zip(texts, ids, range(len(ids)), strict=True)
-                self._deltas += [Delta(text, (token,), 0, tuple(told[at : at + 1])) for text, token, at in each]
+            assert self.history is not None, "what is taken over can be resumed"
+            self.history.add_each(texts, ids, told)
             self.changed.set()
         stopped = self.output.stopped
         return stopped.tokens_kept if stopped is not None else None

@@ -159,8 +159,6 @@ def _check_search(call: GenerateCall) -> None:
     check_beams(beams)
     if call.resumable:
         raise FieldError("resumable", "is not allowed with beam_width")
-    if call.constraint is not None:
-        raise FieldError(call.constraint_field, "is not allowed with beam_width")
     if call.stop:
         raise FieldError("stop", "is not allowed with beam_width; stop_token_ids are")
     for name in ("presence_penalty", "frequency_penalty"):

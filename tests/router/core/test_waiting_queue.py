@@ -66,7 +66,7 @@ def test_who_comes_back_has_its_old_turn() -> None:
 
 
 def test_what_an_offer_says() -> None:
-    """Guards names: no placement is given that some worker may know. A deadline goes as a duration, and none that is over."""
+    """Guards names: no placement that some worker may know. A deadline goes as a duration, none if it is over."""
     parts = Parts()
     parts.join("d0")
     parts.join("p0")
