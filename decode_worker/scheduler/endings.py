@@ -7,7 +7,7 @@ requests are orphans, and what is remembered of ended ones, is the business of
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +24,7 @@ from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request, RequestS
 from engine.kv.manager import KVCacheManager
 from engine.messages import Cancel, Claim, ClaimTold, Ended, Fault, OrphansTold, RequestStats, Taken, Tokens, Yielded
 from engine.step import DeadEnd
-from engine.types import Beam, DrawnToken, FinishReason, Incarnation
+from engine.types import Beam, DrawnToken, FinishReason, Incarnation, RequestRecord
 
 MAX_FREED_BLOCKS = 4096
 """Where those that ended in one turn have as many, the blocks of the rest go in the next ones, or as soon as somebody
@@ -155,20 +155,27 @@ class Endings:
 
     def _let_go(self, now: float) -> list[Command]:
         """Let blocks of requests that have ended go, of as many as this turn has time for."""
-        commands: list[Command] = []
-        for _ in range(len(self._ended)):
-            if not self._ended or not self._allowance.takes(len(self._ended[0].lease.blocks)):
-                break
-            commands += self._free(self._ended.popleft(), now)
-        return commands
+        return self._free_while(lambda request: self._allowance.takes(len(request.lease.blocks)), now)
 
     def make_room(self, now: float) -> list[Command]:
         """Let blocks of requests that have ended go while those that run lack some: nobody gives way for them."""
+        return self._free_while(lambda _: not self.preemption.has_room, now)
+
+    def make_room_for(self, record: RequestRecord, now: float) -> list[Command]:
+        """Do so while a new request would lack some: nobody is refused for them."""
+        wanted = self.admission.blocks(record)
+        return self._free_while(lambda _: self.kv.available < wanted, now)
+
+    def _free_while(self, goes_on: Callable[[Request], bool], now: float) -> list[Command]:
+        """Let the blocks of each of those that have ended go, the first first, while that is so; but for those whose
+        blocks are being shared in parts."""
         commands: list[Command] = []
-        for _ in range(len(self._ended)):
-            if not self._ended or self.preemption.has_room:
+        for request in [r for r in self._ended if not self.prefills.forks.is_sharing(r)]:
+            if not goes_on(request):
                 break
-            commands += self._free(self._ended.popleft(), now)
+            if request in self._ended:  # another one's end may have gone on with it
+                self._ended.remove(request)
+                commands += self._free(request, now)
         return commands
 
     def _free(self, request: Request, now: float) -> list[Command]:

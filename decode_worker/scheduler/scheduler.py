@@ -195,6 +195,7 @@ class DecodeScheduler:
         if known is not None:
             commands = self.endings.end(known, FinishReason.CANCELLED, now)
         self.endings.orphans.forget(record.request)
+        commands += self.endings.make_room_for(record, now)
         barred = self.leaving or self.preemption.bars(record)
         router = self.endings.orphans.router(link)
         return commands + self.endings.settle(self.admission.place(link, message, router, barred, now), now)

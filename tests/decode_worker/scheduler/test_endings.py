@@ -102,6 +102,18 @@ def test_nobody_gives_way_while_blocks_of_the_ended_are_held(monkeypatch: pytest
     kv.release(taken)
 
 
+def test_nobody_is_refused_while_blocks_of_the_ended_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the next request, which a router sends as soon as it hears of an end: it was refused, and the worker asked
+    for nothing more until its next report."""
+    bench = _five(monkeypatch, blocks=21)
+    for name in "abcd":
+        bench.router(Cancel(RequestId(name), 1, FinishReason.CANCELLED))
+    assert len(bench.scheduler.endings._ended) == 3
+    assert bench.scheduler.kv.available < bench.scheduler.kv.blocks_for(44)
+    assert bench.place("f", list(range(200, 240)), max_tokens=4)
+    bench.scheduler.check()
+
+
 def test_whose_blocks_are_still_held_hears_no_more_of_its_handoff(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards blocks that would be let go twice: by what a peer says late, or by a time that is over."""
     bench = _five(monkeypatch)
