@@ -14,7 +14,6 @@ from access.authenticator import Authenticator
 from access.config import check_exposed
 from access.internal import internal_certificates
 from access.limits import TenantLimits
-from access.siblings import MOST_NAMED
 from access.tls import ServerCertificates, ends_s
 from engine.handshake import Secrets
 from engine.messages import PeerAddress, TenantsTold
@@ -234,8 +233,7 @@ class RouterApp:
         epoch, lines = self.hub.core.lines(now, is_stopping=self._is_stopping)
         if news is None and not lines:
             return
-        has_charged = len(lines) >= MOST_NAMED or any(charged for charged, *_ in lines.values())
-        if not self._told and (self._limits.has_spent or has_charged):
+        if not self._told and (self._limits.has_spent or self.hub.core.has_charged):
             self._told = 1  # it was alone until now: its first report is none of a router that has just begun
         self._told += 1
         self._links.tell_siblings(TenantsTold(self._told, news or {}, lines=lines, epoch=epoch))

@@ -148,6 +148,11 @@ class Router:
             return None
         return self._view.reading(call)
 
+    @property
+    def has_charged(self) -> bool:
+        """True once a tenant was charged here for what it asked, since nobody last waited."""
+        return self._share.has_charged
+
     def lines(self, now: float, *, is_stopping: bool = False) -> tuple[int, dict[str, TenantLine]]:
         """Return what other routers should know of this one's line that they have not been told yet, and the epoch of
         its sums. While no decode worker takes requests from here, and when it stops, nobody is to wait for it."""

@@ -151,6 +151,11 @@ class FairShare:
         account.requests += 1
         self._line_up(entry)
 
+    @property
+    def has_charged(self) -> bool:
+        """True once a tenant was charged here, since all began anew."""
+        return any(account.charged > 0.0 for account in self._accounts.values())
+
     def is_first_of_its_line(self, request: RequestId) -> bool:
         """Return True if the request stands in a line, and is its tenant's next."""
         return request in self and self._entries[request].account.next.request == request

@@ -272,6 +272,22 @@ def test_what_runs_is_told_before_what_was_used(monkeypatch: pytest.MonkeyPatch)
     assert news is not None and len(news) == 2 and news["t13"][:2] == (5, 2)
 
 
+def test_of_requests_that_come_and_go_each_tenant_is_named_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the limits of some against the others: the same few were the first of whom more or less ran."""
+    monkeypatch.setattr("access.limits.MOST_NAMED", 4)
+    names = [f"t{at}" for at in range(6)]
+    limits = Routers(1, **dict.fromkeys(names, Tenant(tokens_per_s=1e-3, burst_tokens=10**6))).each[0]
+    named, now = set[str](), 0.0
+    for _ in range(12):
+        admissions = [limits.admit(name, 1, now) for name in names]
+        named |= (limits.news(now) or {}).keys()
+        for admission in admissions:
+            admission.close()
+        now += 0.05
+        named |= (limits.news(now) or {}).keys()
+    assert named == set(names)
+
+
 def test_a_rate_holds_over_all_routers_where_tenants_are_named_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the stated error: as many times 0.05 s more as it takes to name all, and over time none."""
     monkeypatch.setattr("access.limits.MOST_NAMED", 1)

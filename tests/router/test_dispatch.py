@@ -442,6 +442,12 @@ def test_a_frame_that_is_no_frame_ends_its_stream(caplog: pytest.LogCaptureFixtu
     assert "no stream to worker d0" in caplog.text
 
 
+def _charge(app: RouterApp) -> None:
+    """Have a tenant charged for tokens of an answer."""
+    app.hub.core._share.go_on(RequestId("r"), "a", 1.0)
+    app.hub.core._share.wrote(RequestId("r"), 7)
+
+
 def test_what_many_tenants_use_is_told_in_turns_and_counts_by_its_bytes() -> None:
     """Guards frames, of which one holds any single record and none may pass 8 MiB, the memory behind a worker that
     takes nothing, and the loop of every router: a report of thousands of tenants was one record, counted as 1 KiB, and
@@ -452,6 +458,7 @@ def test_what_many_tenants_use_is_told_in_turns_and_counts_by_its_bytes() -> Non
     for name in names:
         app._limits.admit(name, 1, 0.0)
     lined = dict.fromkeys(names[:MOST_NAMED], (0.0, True, True))
+    _charge(app)
     app.hub.core.lines = lambda now, *, is_stopping: (4, lined)  # type: ignore[method-assign]
     for _ in range(3):
         app._tell_siblings(0.0)
@@ -478,9 +485,11 @@ def test_the_first_report_of_a_router_that_was_alone_is_none_of_one_that_begins(
     app._limits.admit("a", 1, 0.0).spend(100)
     app._tell_siblings(0.0)
     assert [one.number for one in told] == [2]
-    for charged in (0.0, 7.0):
+    for is_charged in (False, True):
         app = _telling(told, Tenant())
-        app.hub.core.lines = lambda now, *, is_stopping, charged=charged: (0, {"a": (charged, True, True)})  # type: ignore[misc]
+        if is_charged:
+            _charge(app)
+        app.hub.core.lines = lambda now, *, is_stopping: (0, {"a": (0.0, True, True)})  # type: ignore[method-assign]
         app._tell_siblings(0.0)
     assert [one.number for one in told] == [2, 1, 2], "nor where its line has served something"
 

@@ -599,6 +599,22 @@ def test_of_many_tenants_a_word_names_some_in_turn(monkeypatch: pytest.MonkeyPat
     assert spent(other, "new") - spent(share, "new") == 0.0
 
 
+def test_of_lines_that_come_and_go_each_is_named_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards tenants from being named by nobody: the same few were the first to have changed at every word."""
+    monkeypatch.setattr(fair_share, "MOST_NAMED", 4)
+    share, named, turn = FairShare(), set[str](), 0
+    share.enter(RequestId("always"), "always", 1.0, 0, 0)
+    for _ in range(12):
+        for at in range(6):
+            turn += 1
+            share.enter(RequestId(f"r{turn}"), f"t{at}", 1.0, 0, turn)
+        named |= share.news()[1].keys()
+        for at in range(turn - 5, turn + 1):
+            share.left(RequestId(f"r{at}"))
+        named |= share.news()[1].keys()
+    assert named == {"always", *(f"t{at}" for at in range(6))}
+
+
 def test_the_shares_hold_where_tenants_are_named_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the stated error: what is said so much later, and it does not add up."""
     monkeypatch.setattr(fair_share, "MOST_NAMED", 1)
