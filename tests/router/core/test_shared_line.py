@@ -599,6 +599,17 @@ def test_of_many_tenants_a_word_names_some_in_turn(monkeypatch: pytest.MonkeyPat
     assert spent(other, "new") - spent(share, "new") == 0.0
 
 
+def test_those_put_aside_wait_where_another_routers_line_begins() -> None:
+    """Guards what was charged until then: all began anew, as if nobody had waited here."""
+    share = FairShare()
+    share.enter(RequestId("a1"), "a", 1.0, 0, 1)
+    share.put_aside(RequestId("a1"))
+    share.go_on(RequestId("b1"), "b", 1.0)
+    share.wrote(RequestId("b1"), 50)
+    assert share.heard(told(1, {"c": (1.0, True, True)}), 0.0)
+    assert spent(share, "b") == 50 * OUTPUT_WEIGHT
+
+
 def test_of_lines_that_come_and_go_each_is_named_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards tenants from being named by nobody: the same few were the first to have changed at every word."""
     monkeypatch.setattr(fair_share, "MOST_NAMED", 4)

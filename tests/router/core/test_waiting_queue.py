@@ -481,6 +481,21 @@ def test_a_full_workers_report_does_not_have_all_others_compared(monkeypatch: py
     assert offered(bench.hear(load(active=4, blocks=16), "d1")) == ["a"]
 
 
+def test_who_comes_back_is_tried_before_who_was_stuck() -> None:
+    """Guards the victims of a worker: they waited for the next tick, as whoever was first then had no room."""
+    parts = Parts()
+    parts.join("d0", blocks=16)
+    call = parts.run("small", tokens=20, max_tokens=8)
+    parts.take()
+    parts.report("d0", active=10, blocks=16)
+    parts.wait("big", tokens=200, max_tokens=8)
+    assert advance(parts) == []
+    parts.queue.rejoin(call)
+    parts.report("d0", active=12, blocks=16)
+    parts.queue.reported("d0", 0.0, parts.out)
+    assert offered(parts.take()) == ["small"]
+
+
 def test_a_crowd_that_comes_and_goes_has_no_worker_compared_for_those_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the event loop in an overload: each arrival and each client that left had all workers compared for the
     first in line."""
@@ -593,9 +608,10 @@ def test_those_put_aside_are_tried_again_a_few_at_a_time(monkeypatch: pytest.Mon
         bench.now += ASIDE_S / 5
         bench.hear(load(leaving=True), "d0")
         for event in (WorkerSaid("d1", load(blocks=8)), Tick()):
-            before = len(tried)
+            before, passed = len(tried), bench.router._queue._passed
             bench.do(event)
             assert len(tried) - before <= MOST_TRIED
+            assert len(tried) > before or bench.router._queue._passed is passed, "nothing was due"
     assert len(tried) <= MOST_TRIED * periods and len(set(tried)) == 100, "each has its turn"
     tried.clear()
     back = offered(bench.hear(load(blocks=64), "d0"))
